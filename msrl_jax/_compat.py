@@ -1,0 +1,95 @@
+"""The one door to JAX's unstable interfaces: `jax.extend` and `jax.interpreters` are imported nowhere else."""
+
+from collections.abc import Iterator, Sequence
+
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+from jax.extend.core.primitives import closed_call_p, cond_p, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p, scan_p, while_p
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+__all__ = [
+    "Atom",
+    "ClosedJaxpr",
+    "DebugInfo",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "Var",
+    "ad",
+    "batching",
+    "call_body",
+    "cond_p",
+    "drop_unused",
+    "fresh",
+    "is_dropped",
+    "jaxpr_as_fun",
+    "jit_p",
+    "make_jaxpr_of",
+    "mlir",
+    "pe",
+    "scan_p",
+    "sub_jaxprs",
+    "while_p",
+]
+
+Atom = Var | Literal
+
+# Calls without semantics of their own: their bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
+# call, and the schedule of a remat, matter under differentiation only, and that has already happened in a traced loop.)
+_CALLS = {
+    jit_p: "jaxpr",
+    closed_call_p: "call_jaxpr",
+    custom_jvp_call_p: "call_jaxpr",
+    custom_vjp_call_p: "call_jaxpr",
+    remat_p: "jaxpr",
+}
+
+
+def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call equation that may be inlined, or None if `eqn` is not such a call."""
+    name = _CALLS.get(eqn.primitive)
+    if name is None:
+        return None
+    body = eqn.params[name]
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs that an equation holds (loop bodies, branches, call bodies)."""
+    for sub in jaxprs_in_params(eqn.params):
+        yield sub.jaxpr if isinstance(sub, ClosedJaxpr) else sub
+
+
+def fresh(var: Var) -> Var:
+    """A new variable of the same type."""
+    return Var(var.aval)
+
+
+def is_dropped(var: Var) -> bool:
+    """Whether `var` is the placeholder `_` that JAX binds results nobody reads to."""
+    return type(var) is not Var
+
+
+def make_jaxpr_of(
+    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], name: str
+) -> ClosedJaxpr:
+    """A closed jaxpr of `eqns` that maps `inputs` to `outputs`."""
+    effects = frozenset().union(*[e.effects for e in eqns]) if eqns else frozenset()
+    info = DebugInfo("msrl_jax", name, (None,) * len(inputs), (None,) * len(outputs))
+    return ClosedJaxpr(Jaxpr((), list(inputs), list(outputs), list(eqns), effects, debug_info=info), ())
+
+
+def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
+    """`jaxpr` without the equations that no output needs; its inputs and outputs stay as they are."""
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]

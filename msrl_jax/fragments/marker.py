@@ -1,0 +1,192 @@
+"""The marker: `fragment` turns a pure function into one equation that a distribution policy can place.
+
+The equation is a call of our own primitive. It has no meaning of its own: it evaluates its body. Under `vmap` it stays
+one equation (of the batched body); under differentiation it dissolves into its body, since gradients live inside a
+learner. A fragment may hold fragments.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+
+from msrl_jax._compat import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Primitive, ad, batching, jaxpr_as_fun, mlir, pe
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+fragment_p = Primitive("fragment")
+fragment_p.multiple_results = True
+
+
+def _evaluate(*xs, call_jaxpr: ClosedJaxpr, name: str, role: str):
+    del name, role
+    return jaxpr_as_fun(call_jaxpr)(*xs)
+
+
+def _batch(axis, xs, dims, *, call_jaxpr: ClosedJaxpr, **marks):
+    batched = jax.vmap(
+        jaxpr_as_fun(call_jaxpr), tuple(dims), 0,
+        axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name,
+    )  # fmt: skip
+    body = jax.make_jaxpr(batched)(*[jax.typeof(x) for x in xs])
+    if body.consts:
+        raise ValueError(f"fragment {marks['name']!r} captured {len(body.consts)} constants while it was vectorised")
+    return fragment_p.bind(*xs, call_jaxpr=body, **marks), [0] * len(body.out_avals)
+
+
+def _jvp(primals, tangents, *, call_jaxpr: ClosedJaxpr, **_):
+    return jax.jvp(jaxpr_as_fun(call_jaxpr), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _transpose(cotangents, *xs, call_jaxpr: ClosedJaxpr, **_):
+    linear = [ad.is_undefined_primal(x) for x in xs]
+
+    def of_linear(*ys):
+        it = iter(ys)
+        return jaxpr_as_fun(call_jaxpr)(*[next(it) if lin else x for x, lin in zip(xs, linear, strict=True)])
+
+    avals = [x.aval for x, lin in zip(xs, linear, strict=True) if lin]
+    grads = iter(jax.linear_transpose(of_linear, *avals)(list(map(ad.instantiate_zeros, cotangents))))
+    return [next(grads) if lin else None for lin in linear]
+
+
+fragment_p.def_impl(_evaluate)
+fragment_p.def_effectful_abstract_eval(lambda *_, call_jaxpr, **__: (call_jaxpr.out_avals, call_jaxpr.effects))
+mlir.register_lowering(fragment_p, mlir.lower_fun(_evaluate, multiple_results=True))
+batching.fancy_primitive_batchers[fragment_p] = _batch
+ad.primitive_jvps[fragment_p] = _jvp
+ad.primitive_transposes[fragment_p] = _transpose
+pe.dce_rules[fragment_p] = pe.dce_jaxpr_closed_call_rule
+
+
+def is_fragment(eqn: JaxprEqn) -> bool:
+    """Whether a jaxpr equation is a marked fragment."""
+    return eqn.primitive is fragment_p
+
+
+@overload
+def fragment(fn: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def fragment(
+    *, role: str | None = None, name: str | None = None, static_argnames: str | Sequence[str] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def fragment(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    role: str | None = None,
+    name: str | None = None,
+    static_argnames: str | Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Marks a pure function as a fragment: the unit that a distribution policy places.
+
+    The marked function computes what the plain one does, under every JAX transformation.
+
+    Args:
+      fn: the function, if used as a decorator without arguments.
+      role: what the fragment is for, such as `"env"`, `"actor"` or `"learner"`; a policy maps roles to placements.
+        The function's name if not given.
+      name: how plans and errors call the fragment. The function's name if not given.
+      static_argnames: names of the arguments that are Python values, not arrays (as in `jax.jit`).
+
+    Returns:
+      A function of the same signature, or a decorator if `fn` is not given.
+
+    Raises:
+      TypeError: on a static name that the function does not have, or, when called, on an argument that is no array.
+    """
+    if fn is None:
+        return functools.partial(_mark, role=role, name=name, static_argnames=static_argnames)
+    return _mark(fn, role=role, name=name, static_argnames=static_argnames)
+
+
+def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: str | Sequence[str]) -> Callable:
+    own_name = getattr(fn, "__name__", type(fn).__name__)
+    name, role = name or own_name, role or own_name
+    static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    signature = inspect.signature(fn)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if unknown := sorted(static - set(signature.parameters)):
+        if not takes_any:
+            raise TypeError(
+                f"fragment {name!r} has no argument {unknown[0]!r}, named in static_argnames; "
+                f"its arguments are {list(signature.parameters)}"
+            )
+
+    @functools.wraps(fn)
+    def marked(*args, **kwargs):
+        if jax.config.jax_disable_jit:
+            return fn(*args, **kwargs)
+        args, kwargs, fixed = _split_static(signature, static, args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        _check_arrays(name, args, kwargs)
+        out_tree = None
+
+        def flat(*leaves):
+            nonlocal out_tree
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            result = fn(*_merge_static(args, fixed), **kwargs, **fixed.keywords)
+            leaves, out_tree = jax.tree.flatten(result)
+            return leaves
+
+        closed = jax.make_jaxpr(flat)(*leaves)
+        body = _as_inputs(closed, name)
+        results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=name, role=role)
+        assert out_tree is not None
+        return jax.tree.unflatten(out_tree, results)
+
+    return marked
+
+
+class _Fixed:
+    """The static arguments of one call: by position, and by keyword."""
+
+    def __init__(self, positions: dict[int, Any], keywords: dict[str, Any]):
+        self.positions, self.keywords = positions, keywords
+
+
+def _split_static(signature: inspect.Signature, static: frozenset[str], args: tuple, kwargs: dict):
+    if not static:
+        return args, kwargs, _Fixed({}, {})
+    names = [
+        n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    positions = {i: a for i, (n, a) in enumerate(zip(names, args, strict=False)) if n in static}
+    keywords = {k: v for k, v in kwargs.items() if k in static}
+    rest = tuple(a for i, a in enumerate(args) if i not in positions)
+    return rest, {k: v for k, v in kwargs.items() if k not in static}, _Fixed(positions, keywords)
+
+
+def _merge_static(args: tuple, fixed: _Fixed) -> list:
+    merged = list(args)
+    for i in sorted(fixed.positions):
+        merged.insert(i, fixed.positions[i])
+    return merged
+
+
+def _check_arrays(name: str, args: tuple, kwargs: dict) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            where = jax.tree_util.keystr(path[1:])
+            kind = "positional arguments" if getattr(path[0], "idx", 0) == 0 else "keyword arguments"
+            raise TypeError(
+                f"fragment {name!r}: {kind}{where} is a {type(leaf).__name__}, not an array; "
+                "name that argument in static_argnames, or close over the value"
+            ) from None
+
+
+def _as_inputs(closed: ClosedJaxpr, name: str) -> ClosedJaxpr:
+    """The same body with its captured values (arrays and tracers of an outer trace) turned into leading inputs."""
+    jaxpr = closed.jaxpr
+    info = jaxpr.debug_info
+    names = ("captured",) * len(closed.consts) + tuple(info.arg_names or (None,) * len(jaxpr.invars))
+    inner = Jaxpr(
+        (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects,
+        debug_info=DebugInfo("fragment", name, names, info.result_paths),
+    )  # fmt: skip
+    return ClosedJaxpr(inner, ())
