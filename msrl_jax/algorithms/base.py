@@ -1,0 +1,92 @@
+"""What an algorithm is: a config, and a function that builds pure functions for one environment.
+
+In the shape descriptions of this package, `T` denotes the length of an unroll and `E` the number of environments.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from msrl_jax.envs import Environment, VectorEnvironment
+from msrl_jax.metrics import Mean
+
+Metrics = Mapping[str, jax.Array | Mean]
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+    """An algorithm bound to one environment and one config: pure functions, and nothing else.
+
+    Attributes:
+      init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
+      iteration: one training iteration, `state -> (state, metrics)`; it calls fragments and knows no placement.
+      act: `(state, obs [E, ...], key) -> action [E, ...]`; observations and actions are those of `env`, and the action
+        is the most probable one if `key` is None.
+      axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
+      steps_per_iteration: environment steps that one iteration takes, over all environments.
+      env: the vector environment that `iteration` steps.
+    """
+
+    init: Callable[[jax.Array], Any]
+    iteration: Callable[[Any], tuple[Any, Metrics]]
+    act: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+    axes: Any
+    steps_per_iteration: int
+    env: VectorEnvironment
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """An entry of the registry.
+
+    Attributes:
+      name: the name by which it is asked for, such as `"ppo"`.
+      config: its config class, a frozen dataclass whose defaults are a sensible start.
+      build: `(env, config) -> Agent`.
+    """
+
+    name: str
+    config: type
+    build: Callable[[Environment, Any], Agent]
+
+
+ALGORITHMS: dict[str, Algorithm] = {}
+
+
+def register(algorithm: Algorithm) -> Algorithm:
+    """Adds an algorithm to the registry, so that `get` finds it by its name.
+
+    Args:
+      algorithm: the entry to add.
+
+    Returns:
+      The same entry.
+
+    Raises:
+      ValueError: if another algorithm has that name.
+    """
+    if ALGORITHMS.setdefault(algorithm.name, algorithm) is not algorithm:
+        raise ValueError(f"an algorithm named {algorithm.name!r} is registered already; choose another name")
+    return algorithm
+
+
+def get(name: str) -> Algorithm:
+    """Looks up an algorithm by name.
+
+    Args:
+      name: a key of `ALGORITHMS`.
+
+    Returns:
+      The registered algorithm.
+
+    Raises:
+      ValueError: on an unknown name; the message suggests the nearest one.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    near = difflib.get_close_matches(name, ALGORITHMS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"choose from {sorted(ALGORITHMS)}"
+    raise ValueError(f"unknown algorithm {name!r}; {hint}")

@@ -1,0 +1,142 @@
+"""Networks: an actor-critic for any supported pair of observation and action space."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from msrl_jax.algorithms.distributions import Categorical, Distribution, Normal
+from msrl_jax.envs import Box, Discrete, Space
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": nn.tanh,
+    "relu": nn.relu,
+    "elu": nn.elu,
+    "gelu": nn.gelu,
+    "silu": nn.silu,
+}
+NETWORKS = ("auto", "mlp", "cnn")
+
+
+class Torso(nn.Module):
+    """Features of an observation: an optional convolution of 16 3x3 filters (MinAtar's), then dense layers.
+
+    Attributes:
+      observation_shape: shape of one observation; `[H, W, C]` if `convolve`.
+      hidden_sizes: widths of the dense layers.
+      activation: a key of `ACTIVATIONS`.
+      convolve: whether the convolution comes first.
+    """
+
+    observation_shape: tuple[int, ...]
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    convolve: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> jax.Array:
+        """Maps observations `[..., *observation_shape]` to features `[..., hidden_sizes[-1]]`."""
+        activation = ACTIVATIONS[self.activation]
+        batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
+        x = obs.astype(jnp.float32)
+        if self.convolve:
+            x = activation(nn.Conv(16, (3, 3), padding="VALID", kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
+        x = x.reshape(*batch_shape, -1)
+        for size in self.hidden_sizes:
+            x = activation(nn.Dense(size, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
+        return x
+
+
+class ActorCritic(nn.Module):
+    """A policy and a value function, with a torso each or one for both; orthogonal initialisation.
+
+    A `Discrete` action space gives a `Categorical`, a `Box` a `Normal` whose log-scale does not depend on the
+    observation and starts at 0; see `action_transform` for its units.
+
+    Attributes:
+      observation_shape: shape of one observation.
+      action_space: space of one action.
+      hidden_sizes: widths of the dense layers of a torso.
+      activation: a key of `ACTIVATIONS`.
+      network: `"mlp"`, `"cnn"`, or `"auto"`, which convolves observations of three dimensions.
+      shared_torso: whether policy and value share a torso.
+    """
+
+    observation_shape: tuple[int, ...]
+    action_space: Space
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    network: str
+    shared_torso: bool
+
+    def setup(self):
+        """Makes the parts."""
+        convolve = self.network == "cnn" or (self.network == "auto" and len(self.observation_shape) == 3)
+        make_torso = lambda: Torso(self.observation_shape, self.hidden_sizes, self.activation, convolve)  # noqa: E731
+        self.actor_torso = make_torso()
+        self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
+        self.actor_head = nn.Dense(_num_outputs(self.action_space), kernel_init=nn.initializers.orthogonal(0.01))
+        self.critic_head = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
+        if isinstance(self.action_space, Box):
+            self.log_scale = self.param("log_scale", nn.initializers.zeros, (_num_outputs(self.action_space),))
+
+    def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
+        """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
+        features = self.actor_torso(obs)
+        policy = self._distribution(features)
+        return policy, self._value(features if self.shared_torso else self.critic_torso(obs))
+
+    def policy(self, obs: jax.Array) -> Distribution:
+        """The distribution over actions alone."""
+        return self._distribution(self.actor_torso(obs))
+
+    def value(self, obs: jax.Array) -> jax.Array:
+        """The values alone. `[...]`."""
+        return self._value(self.critic_torso(obs))
+
+    def _distribution(self, features: jax.Array) -> Distribution:
+        outputs = self.actor_head(features)
+        if isinstance(self.action_space, Discrete):
+            return Categorical(outputs)
+        return Normal(outputs, jnp.broadcast_to(self.log_scale, outputs.shape))
+
+    def _value(self, features: jax.Array) -> jax.Array:
+        return self.critic_head(features)[..., 0]
+
+
+def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
+    """Makes the map from a policy's actions to those that an environment takes.
+
+    A choice is passed on as it is. A vector is clipped to [-1, 1], which is stretched to the bounds of the space;
+    components without two finite bounds are only clipped to the bounds there are.
+
+    Args:
+      space: space of one action.
+
+    Returns:
+      A function from `[..., N]` to `[..., *space.shape]`, or, if the space is `Discrete`, from `[...]` to `[...]`.
+    """
+    _num_outputs(space)
+    if not isinstance(space, Box):
+        return lambda action: action
+    low, high = (np.broadcast_to(np.asarray(b, np.float32), space.shape).reshape(-1) for b in (space.low, space.high))
+    bounded = np.isfinite(low) & np.isfinite(high)
+    centre = np.where(bounded, low / 2 + high / 2, 0).astype(np.float32)
+    half_width = np.where(bounded, high / 2 - low / 2, 1).astype(np.float32)
+
+    def transform(action: jax.Array) -> jax.Array:
+        action = jnp.clip(centre + half_width * action, low, high)
+        return action.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
+
+    return transform
+
+
+def _num_outputs(space: Space) -> int:
+    if isinstance(space, Discrete):
+        return int(space.n)
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        return math.prod(space.shape)
+    raise TypeError(f"no policy for the action space {space}; use a Discrete space or a Box of floats")
