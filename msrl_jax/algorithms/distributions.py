@@ -1,7 +1,7 @@
 """Probability distributions over actions, as small pytrees.
 
-A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on the
-whole batch; `sample` takes one typed key per element, so that a sample does not depend on the batch it is drawn in.
+A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
+the whole batch; `sample` takes one typed key per element, so that a sample does not depend on the batch it is drawn in.
 """
 
 import dataclasses

@@ -40,13 +40,18 @@ class Torso(nn.Module):
     def __call__(self, obs: jax.Array) -> jax.Array:
         """Maps observations `[..., *observation_shape]` to features `[..., hidden_sizes[-1]]`."""
         activation = ACTIVATIONS[self.activation]
+        kernel_init = nn.initializers.orthogonal(math.sqrt(2))
         batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
         x = obs.astype(jnp.float32)
         if self.convolve:
-            x = activation(nn.Conv(16, (3, 3), padding="VALID", kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
+            # A convolution merges the batch dimensions into one. It stays split over devices, without an all-gather,
+            # only if the split dimension (environments, the last) becomes the outermost of the merged ones.
+            x = jnp.transpose(x, (*reversed(range(len(batch_shape))), *range(len(batch_shape), x.ndim)))
+            x = activation(nn.Conv(16, (3, 3), padding="VALID", kernel_init=kernel_init)(x))
+            x = jnp.transpose(x, (*reversed(range(len(batch_shape))), *range(len(batch_shape), x.ndim)))
         x = x.reshape(*batch_shape, -1)
         for size in self.hidden_sizes:
-            x = activation(nn.Dense(size, kernel_init=nn.initializers.orthogonal(math.sqrt(2)))(x))
+            x = activation(nn.Dense(size, kernel_init=kernel_init)(x))
         return x
 
 

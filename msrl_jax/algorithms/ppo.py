@@ -82,7 +82,8 @@ class PPOConfig:
         check.check_numbers(self, "entropy_coef", "value_coef")
         check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
         check.check_booleans(self, "normalize_rewards", "shared_torso")
-        check.check_numbers(self, *[f for f in ("clip_value", "target_kl") if getattr(self, f) is not None], open_low=True)
+        optional = [field for field in ("clip_value", "target_kl") if getattr(self, field) is not None]
+        check.check_numbers(self, *optional, open_low=True)
         check.check_sizes(self, "hidden_sizes")
         check.check_choice(self, "activation", ACTIVATIONS)
         check.check_choice(self, "network", NETWORKS)
