@@ -1,1 +1,10 @@
-"""To come."""
+"""Training: runs, their results, evaluation, logging and benchmarks."""
+
+from msrl_jax.training.callbacks import Callback as Callback
+from msrl_jax.training.callbacks import TensorBoard as TensorBoard
+from msrl_jax.training.callbacks import Tick as Tick
+from msrl_jax.training.callbacks import WandB as WandB
+from msrl_jax.training.evaluate import Evaluation as Evaluation
+from msrl_jax.training.result import Result as Result
+from msrl_jax.training.train import DivergedError as DivergedError
+from msrl_jax.training.train import train as train

@@ -1,0 +1,76 @@
+"""Acting outside the training loop: a trained state on one device, for evaluation and for use."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.algorithms import Agent
+from msrl_jax.envs import Environment
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """An agent's behaviour, for raw observations.
+
+    A state may be large (replay buffers) and lie on several sub-meshes; acting needs little of it. `take` copies that
+    little to one device, and `act` computes from it.
+
+    Attributes:
+      agent: the agent of one run.
+      env: the environment that the agent was built for.
+    """
+
+    agent: Agent
+    env: Environment
+
+    def act(self, state: Any, obs: Any, key: jax.Array | None = None) -> jax.Array:
+        """Chooses actions.
+
+        Args:
+          state: state of one run, or what `restore` made of it.
+          obs: raw observations `[E, ...]`; normalised with the statistics in `state` if training did so.
+          key: samples the actions; the most probable ones are taken without.
+
+        Returns:
+          Actions `[E, ...]`.
+        """
+        return self.agent.act(state, self.agent.env.observe(state.env_state, obs), key)
+
+    @functools.cached_property
+    def state_type(self) -> Any:
+        """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
+        return jax.eval_shape(self.agent.init, jax.random.key(0))
+
+    @functools.cached_property
+    def observation_type(self) -> Any:
+        """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
+        return jax.eval_shape(self.env.reset, jax.random.key(0))[1]
+
+    @functools.cached_property
+    def _needed(self) -> tuple[bool, ...]:
+        batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), self.observation_type)
+        both = lambda state: (self.act(state, batch), self.act(state, batch, jax.random.key(0)))  # noqa: E731
+        jaxpr = jax.make_jaxpr(both)(self.state_type).jaxpr
+        used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        return tuple(id(v) in used for v in jaxpr.invars)
+
+    def take(self, state: Any, device: jax.Device | None = None) -> list[jax.Array]:
+        """Copies the leaves of `state` that acting depends on to one device (the first local one if not given)."""
+        leaves = [leaf for leaf, needed in zip(jax.tree.leaves(state), self._needed, strict=True) if needed]
+        return jax.device_put(leaves, device or jax.local_devices()[0])
+
+    def restore(self, leaves: list[jax.Array]) -> Any:
+        """Rebuilds a state from what `take` kept, with zeros in place of the rest; to be called under `jit`."""
+        kept = iter(leaves)
+        types, tree = jax.tree.flatten(self.state_type)
+        pairs = zip(types, self._needed, strict=True)
+        return jax.tree.unflatten(tree, [next(kept) if needed else _zeros(t) for t, needed in pairs])
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), leaf.shape)
+    return jnp.zeros(leaf.shape, leaf.dtype)

@@ -1,0 +1,99 @@
+"""What happens once per chunk of iterations: the tick that callbacks receive, and loggers, which are callbacks."""
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """The state of affairs after a chunk of iterations.
+
+    Attributes:
+      step: environment steps so far, of one member.
+      iteration: training iterations so far.
+      total_steps: environment steps that the run will take.
+      metrics: the row of the history that the chunk has added: a float per metric, or an array `[M]` for a run of `M`
+        seeds.
+      get_state: returns the state of the run.
+    """
+
+    step: int
+    iteration: int
+    total_steps: int
+    metrics: Mapping[str, float | np.ndarray]
+    get_state: Callable[[], Any] = dataclasses.field(repr=False)
+
+    @property
+    def state(self) -> Any:
+        """The state of the run. The next chunk reuses its memory: copy what is to be kept (`jax.device_get`)."""
+        return self.get_state()
+
+
+Callback: TypeAlias = Callable[[Tick], bool | None]
+"""Called once per chunk; the run ends if it returns True."""
+
+
+def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
+    """Flattens a row to floats: an array `[M]` becomes its mean, under its name, and one entry `name/i` per member."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        flat[name] = float(np.mean(value))
+        if np.ndim(value):
+            flat |= {f"{name}/{i}": float(x) for i, x in enumerate(np.asarray(value))}
+    return flat
+
+
+def _import_extra(module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"logging to {extra} needs the package {module!r}; install it with: pip install 'msrl-jax[{extra}]'"
+        ) from error
+
+
+class TensorBoard:
+    """Logs every metric to TensorBoard, against environment steps."""
+
+    def __init__(self, folder: str | os.PathLike):
+        """Opens an event file.
+
+        Args:
+          folder: where the event file goes.
+
+        Raises:
+          ImportError: if the extra is not installed; the message says how to install it.
+        """
+        self._writer = _import_extra("tensorboardX", "tensorboard").SummaryWriter(os.fspath(folder))
+
+    def __call__(self, tick: Tick) -> None:
+        """Writes one tick."""
+        for name, value in scalars(tick.metrics).items():
+            if np.isfinite(value):
+                self._writer.add_scalar(name, value, tick.step)
+        self._writer.flush()
+
+
+class WandB:
+    """Logs every metric to Weights & Biases, against environment steps."""
+
+    def __init__(self, **init: Any):
+        """Starts a run, which ends when the process does or with `wandb.finish()`.
+
+        Args:
+          **init: the arguments of `wandb.init`, such as `project`, `name` and `config`.
+
+        Raises:
+          ImportError: if the extra is not installed; the message says how to install it.
+        """
+        self._run = _import_extra("wandb", "wandb").init(**init)
+
+    def __call__(self, tick: Tick) -> None:
+        """Logs one tick."""
+        self._run.log({k: v for k, v in scalars(tick.metrics).items() if np.isfinite(v)}, step=tick.step)

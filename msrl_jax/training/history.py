@@ -1,0 +1,98 @@
+"""Reading metrics on the host: one row per chunk of iterations, and the check for divergence.
+
+In the shape descriptions of this package, `N` denotes the iterations of a chunk, `C` the chunks of a run and `M` the
+members (seeds) that are trained at once; a run of one seed has no member dimension.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from msrl_jax.metrics import Mean
+
+Row: TypeAlias = dict[str, float | np.ndarray]
+HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
+
+
+def _ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=np.asarray(count) != 0)
+
+
+def _as_cell(value: np.ndarray) -> float | np.ndarray:
+    return value if np.ndim(value) else float(value)
+
+
+def reduce_chunk(metrics: HostMetrics) -> Row:
+    """Reduces the metrics of a chunk of iterations to one value each.
+
+    Args:
+      metrics: host arrays `[N]` or `[N, M]`, or a `Mean` of two such arrays.
+
+    Returns:
+      The mean over the iterations, in float64. Of a `Mean`, the totals and the counts are added up before they are
+      divided, so an iteration weighs as much as it has samples; nan if it has none.
+    """
+    row = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mean):
+            total, count = (np.sum(np.asarray(x, np.float64), axis=0) for x in value)
+            row[name] = _as_cell(_ratio(total, count))
+        else:
+            row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
+    return row
+
+
+def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None:
+    """Finds the earliest iteration of a chunk in which a metric is nan or infinite.
+
+    Args:
+      metrics: as for `reduce_chunk`. A `Mean` without samples is not an error; a sum that is not finite is.
+
+    Returns:
+      The metric's name, the iteration counted from the start of the chunk, and the member (None without a member
+      dimension); or None if everything is finite.
+    """
+    found = []
+    for name, value in metrics.items():
+        bad = ~np.isfinite(np.asarray(value.total if isinstance(value, Mean) else value))
+        if bad.any():
+            iteration, *member = np.argwhere(bad)[0]
+            found.append((int(iteration), name, int(member[0]) if member else None))
+    if not found:
+        return None
+    iteration, name, member = min(found, key=lambda f: f[0])
+    return name, iteration, member
+
+
+def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Turns rows into columns.
+
+    Args:
+      rows: one dictionary per chunk, all with the same keys.
+
+    Returns:
+      A dictionary of arrays `[C]` or `[C, M]`.
+    """
+    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def read_metrics(metrics: Mapping[str, jax.Array | Mean]) -> HostMetrics:
+    """Copies metrics to the host in one transfer."""
+    return jax.device_get(dict(metrics))
+
+
+def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
+    """The mean of a history column over the last part of the run, nan entries left out.
+
+    Args:
+      column: array `[C]` or `[C, M]`.
+      fraction: how much of the run counts; at least one chunk does.
+
+    Returns:
+      Array `[]` or `[M]`; nan where nothing was recorded.
+    """
+    tail = np.asarray(column, np.float64)[-max(1, round(len(column) * fraction)) :]
+    known = ~np.isnan(tail)
+    return _ratio(np.where(known, tail, 0.0).sum(axis=0), known.sum(axis=0))

@@ -1,0 +1,51 @@
+"""Many seeds at once: a population of independent runs is one agent whose every array has a leading member axis."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms import Agent
+
+
+def member_axes(axes: Any) -> Any:
+    """Puts the logical axis `"member"` in front of every entry of a prefix tree of PartitionSpecs."""
+    return jax.tree.map(
+        lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P)
+    )
+
+
+def population(agent: Agent) -> Agent:
+    """Vectorises an agent over members that share nothing.
+
+    Args:
+      agent: the agent of one run.
+
+    Returns:
+      An agent whose `init` takes keys `[M]` and whose state and metrics have a leading dimension `M`. Every member
+      computes what a run of its own would. `act` and `env` are those of one member.
+    """
+    return dataclasses.replace(
+        agent,
+        # One after another: an orthogonal initialiser under vmap is a batched QR, which takes minutes on a CPU.
+        init=lambda keys: jax.lax.map(agent.init, keys),
+        iteration=jax.vmap(agent.iteration),
+        axes=member_axes(agent.axes),
+    )
+
+
+def initial_key(seed: int, seeds: int) -> jax.Array:
+    """The key or keys that a run starts from: member `i` starts from `jax.random.key(seed + i)`.
+
+    Args:
+      seed: the first seed.
+      seeds: the number of members `M`.
+
+    Returns:
+      A typed key if `seeds` is 1, else keys `[M]`.
+    """
+    if seeds == 1:
+        return jax.random.key(seed)
+    return jnp.stack([jax.random.key(seed + i) for i in range(seeds)])

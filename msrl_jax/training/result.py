@@ -1,0 +1,314 @@
+"""What a run leaves: its history, its state, and what can be done with them."""
+
+import dataclasses
+import functools
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from msrl_jax.envs import Environment
+from msrl_jax.training import checkpoint, folder
+from msrl_jax.training.acting import Actor
+from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
+from msrl_jax.training.history import last_mean, stack_rows
+from msrl_jax.training.setup import resolve
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Status = Literal["finished", "stopped", "interrupted", "diverged"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Result:
+    """The outcome of a run. `C` denotes its chunks and `M` its members, a dimension that a run of one seed lacks.
+
+    Attributes:
+      history: columns of one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
+        `steps_per_second` (of all members, compilation left out), every metric of the algorithm, and `eval_return` and
+        `eval_length` (nan where there was no evaluation). shape=[C] or [C, M]
+      config: the algorithm's config.
+      state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are several seeds.
+      status: "finished"; "stopped" by a callback; "interrupted" by Ctrl-C; "diverged" if a metric was not finite.
+      compile_seconds: time that tracing and compiling the training program took.
+      wall_seconds: time that the run took, all included.
+      evaluation: the last evaluation, if there was one.
+      description: what ran and where, as plain data: the content of `config.json`.
+      actor: the trained behaviour of one member.
+      folder: the run's folder, if it has one.
+    """
+
+    history: Mapping[str, np.ndarray]
+    config: Any
+    state: Any
+    status: Status
+    compile_seconds: float
+    wall_seconds: float
+    evaluation: Evaluation | None
+    description: Mapping[str, Any]
+    actor: Actor
+    folder: Path | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run."""
+        return self.status == "interrupted"
+
+    @property
+    def seeds(self) -> int:
+        """The number of members."""
+        return self.description["seeds"]
+
+    @property
+    def steps_per_second(self) -> float:
+        """Environment steps per second of all members: the median over the chunks, the first left out if it can be."""
+        rates = self.history["steps_per_second"]
+        return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
+
+    @property
+    def best(self) -> int:
+        """The member with the highest return: of the last evaluation, else over the last tenth of training."""
+        if self.evaluation is not None:
+            scores = self.evaluation.mean_return
+        else:
+            scores = self._final("episode_return")
+        scores = np.atleast_1d(scores)
+        return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
+
+    def _final(self, name: str) -> np.ndarray:
+        return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in a few numbers, as plain data: the content of `summary.json`.
+
+        Returns:
+          Returns are means over the last tenth of training (`episode_return`) and of the last evaluation
+          (`eval_return`), and over the members; `*_per_seed` lists the members'.
+        """
+        about = {key: self.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
+        returns = {"episode_return": self._final("episode_return")}
+        if self.evaluation is not None:
+            returns["eval_return"] = np.asarray(self.evaluation.mean_return)
+        per_seed = {f"{name}_per_seed": x.tolist() for name, x in returns.items() if x.ndim}
+        return about | {
+            "devices": self.description["devices"]["count"],
+            "platform": self.description["devices"]["platform"],
+            "total_steps": int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0,
+            "status": self.status,
+            **{name: float(np.mean(x)) for name, x in returns.items()},
+            **per_seed,
+            "steps_per_second": self.steps_per_second,
+            "compile_seconds": self.compile_seconds,
+            "wall_seconds": self.wall_seconds,
+        }
+
+    def __repr__(self) -> str:
+        s = self.summary()
+        seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
+        devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
+        lines = [
+            f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({s['status']})",
+            f"  {s['total_steps']:,} steps{' per seed' * (s['seeds'] > 1)} in {s['wall_seconds']:.1f} s "
+            f"(compiling {s['compile_seconds']:.1f} s), {s['steps_per_second']:,.0f} steps/s",
+            f"  training return {_spread(self._final('episode_return'))} over the last tenth",
+        ]
+        if self.evaluation is not None:
+            what = f"greedy return over {self.evaluation.returns.shape[-1]} episodes"
+            lines.append(f"  {what} {_spread(np.asarray(self.evaluation.mean_return))}")
+        if self.folder is not None:
+            lines.append(f"  saved in {self.folder}")
+        return "\n".join(lines)
+
+    def member_state(self, member: int | None = None) -> Any:
+        """The state of one member (the best one if None); the state itself if there is only one."""
+        if self.seeds == 1:
+            return self.state
+        member = self.best if member is None else member
+        return jax.tree.map(lambda x: x[member], self.state)
+
+    @functools.cached_property
+    def _act(self) -> Callable[..., jax.Array]:
+        actor, many = self.actor, self.seeds > 1
+
+        def act(leaves, member, obs, key):
+            leaves = [x[member] for x in leaves] if many else leaves
+            return actor.act(actor.restore(leaves), obs, key)
+
+        compiled, leaves = jax.jit(act), actor.take(self.state)
+        return lambda member, obs, key: compiled(leaves, member, obs, key)
+
+    def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
+        """Chooses actions for raw observations, as the environment returns them.
+
+        Args:
+          obs: one observation, or a batch of them with a leading dimension `B`. It is normalised with the statistics of
+            training if training normalised.
+          key: samples the action; the most probable one is taken without.
+          member: which seed acts; the best one if None.
+
+        Returns:
+          The action, or the actions `[B, ...]`.
+
+        Raises:
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch.
+        """
+        kind = self.actor.observation_type
+        obs = jax.tree.map(lambda x, t: np.asarray(x, t.dtype), obs, kind)
+        shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
+        single = shapes == wanted
+        if not single and [s[1:] for s in shapes] != wanted:
+            raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
+        if single:
+            obs = jax.tree.map(lambda x: x[None], obs)
+        actions = self._act(self.best if member is None else member, obs, key)
+        return actions[0] if single else actions
+
+    def evaluate(
+        self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS
+    ) -> Evaluation:
+        """Plays greedy episodes, all at once; every one counts, whatever its length.
+
+        Args:
+          episodes: how many.
+          seed: where the environments' randomness starts.
+          member: which seed plays; the best one if None.
+          max_steps: a cap on the steps of an episode.
+
+        Returns:
+          Returns and lengths of the episodes.
+        """
+        evaluator = make_evaluator(self.actor, episodes, max_steps=max_steps)
+        return evaluator(self.member_state(member), jax.random.key(seed))
+
+    def plot(
+        self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)
+    ) -> "Figure":
+        """Draws columns of the history against environment steps: the mean over the members, and their range.
+
+        Args:
+          path: writes the figure there as well, in the format that the suffix names.
+          metrics: which columns; evaluations are marked in the panel of `episode_return`.
+
+        Returns:
+          The figure, which a notebook shows if it is the value of a cell.
+
+        Raises:
+          ValueError: on a column that the history does not have.
+        """
+        import matplotlib.pyplot as plt  # a slow import, and only plots need it
+
+        if missing := [name for name in metrics if name not in self.history]:
+            raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(self.history)}")
+        figure, panels = plt.subplots(
+            len(metrics), 1, squeeze=False, sharex=True, figsize=(7, 1 + 3 * len(metrics)), layout="constrained"
+        )
+        for panel, name in zip(panels[:, 0], metrics, strict=True):
+            _draw(panel, self.history["step"], self.history[name], name.replace("_", " "), "-")
+            if name == "episode_return" and "eval_return" in self.history:
+                _draw(panel, self.history["step"], self.history["eval_return"], "greedy evaluation", "o")
+            panel.set_ylabel(name.replace("_", " "))
+            panel.grid(alpha=0.3)
+            panel.legend()
+        panels[-1, 0].set_xlabel("environment steps")
+        panels[0, 0].set_title(f"{self.description['algorithm']} on {self.description['env']}")
+        plt.close(figure)  # or a notebook would show it twice
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Writes the run to a folder of its own: everything that `Result.load` needs.
+
+        Args:
+          path: a folder that does not exist yet, or is empty.
+
+        Returns:
+          The folder.
+
+        Raises:
+          ValueError: if there is something at `path`.
+        """
+        path = Path(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(f"{path} exists and is not an empty folder; name another one, or delete it first")
+        beside = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(beside, ignore_errors=True)
+        writer = folder.RowWriter(beside, self.description)
+        for i in range(len(self.history.get("step", ()))):
+            writer.append({name: column[i] for name, column in self.history.items()})
+        self.finish(beside)
+        os.replace(beside, path)
+        return path
+
+    def finish(self, path: Path) -> None:
+        """Adds the checkpoint and the summary to a folder that has the rest."""
+        checkpoint.save_state(path / folder.CHECKPOINT, self.state)
+        if self.evaluation is not None:
+            folder.write_json(path / folder.EVALUATION, self.evaluation, indent=None)
+        folder.write_json(path / folder.SUMMARY, self.summary())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, env: Environment | None = None) -> "Result":
+        """Reads a run from its folder.
+
+        Args:
+          path: a folder that `save`, `train(out=...)` or the command line wrote.
+          env: the environment, if it was given to `train` as an object.
+
+        Returns:
+          The result of the run, its state on the default device.
+
+        Raises:
+          ValueError: if the folder holds no complete run, or one that this version cannot read.
+        """
+        path = Path(path)
+        description = folder.read_json(path / folder.CONFIG)
+        summary = folder.read_json(path / folder.SUMMARY)
+        if env is None and description["env_spec"] is None:
+            raise ValueError(
+                f"the run in {path} was trained on an environment object ({description['env']}); give it again: "
+                "Result.load(path, env=...)"
+            )
+        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in description["config"].items()}
+        setup = resolve(
+            description["algorithm"], env or description["env_spec"], seed=description["seed"],
+            seeds=description["seeds"], overrides=tuples,
+        )  # fmt: skip
+        rows = folder.read_rows(path)
+        evaluation = None
+        if (path / folder.EVALUATION).exists():
+            dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
+            episodes = folder.read_json(path / folder.EVALUATION)
+            evaluation = Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()})
+        return cls(
+            history=stack_rows(rows),
+            config=setup.config,
+            state=checkpoint.load_state(path / folder.CHECKPOINT, jax.eval_shape(setup.initial_state)),
+            status=summary["status"],
+            compile_seconds=summary["compile_seconds"],
+            wall_seconds=summary["wall_seconds"],
+            evaluation=evaluation,
+            description=description,
+            actor=setup.actor,
+            folder=path,
+        )
+
+
+def _spread(values: np.ndarray) -> str:
+    if not values.ndim:
+        return f"{values:.1f}"
+    return f"{np.mean(values):.1f} (seeds: {np.min(values):.1f} to {np.max(values):.1f})"
+
+
+def _draw(panel, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
+    known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))
+    steps, column = steps[known], column[known]
+    mean = column.mean(axis=1) if column.ndim > 1 else column
+    (line,) = panel.plot(steps, mean, style, label=label)
+    if column.ndim > 1:
+        panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)

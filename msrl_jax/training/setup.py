@@ -1,0 +1,161 @@
+"""From what a user names to what a run needs, with every mistake found before anything compiles."""
+
+import ast
+import dataclasses
+import difflib
+from typing import Any
+
+import jax
+
+from msrl_jax import algorithms, envs, policies
+from msrl_jax.algorithms import Agent, Algorithm
+from msrl_jax.envs import Environment
+from msrl_jax.training.acting import Actor
+from msrl_jax.training.members import initial_key, population
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Splits `"NAME:key=value,key=value"`, the way to give parameters with a name.
+
+    Args:
+      spec: a name, and optionally a colon and keyword arguments whose values are Python literals or bare words.
+
+    Returns:
+      The name and the arguments.
+
+    Raises:
+      ValueError: if what follows the colon cannot be read.
+    """
+    name, colon, text = spec.partition(":")
+    if not colon:
+        return name, {}
+    try:
+        call = ast.parse(f"_({text})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args
+        return name, {str(k.arg): _literal(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ValueError(f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value") from None
+
+
+def _literal(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def make_config(algorithm: Algorithm, config: Any | None, overrides: dict[str, Any]) -> Any:
+    """The config of a run.
+
+    Args:
+      algorithm: whose config it is.
+      config: where to start from; the defaults if None.
+      overrides: fields to replace.
+
+    Returns:
+      An instance of `algorithm.config`.
+
+    Raises:
+      ValueError: on a config of another type and on a field that it does not have (the nearest one is suggested).
+    """
+    config = algorithm.config() if config is None else config
+    if not isinstance(config, algorithm.config):
+        raise ValueError(
+            f"config is a {type(config).__name__}, but algorithm {algorithm.name!r} takes a {algorithm.config.__name__}"
+        )
+    fields = [f.name for f in dataclasses.fields(config)]
+    for name in overrides:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its fields are {fields}"
+            raise ValueError(f"{type(config).__name__} has no field {name!r}; {hint}")
+    return dataclasses.replace(config, **overrides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A run that has been checked and can be compiled.
+
+    Attributes:
+      algorithm: the registry's entry.
+      env: the environment.
+      env_spec: the name it was asked for by, which makes it again; None if it was given as an object.
+      config: the algorithm's config.
+      seed: the first seed.
+      seeds: the number of members.
+      actor: the behaviour of one member, with its agent.
+    """
+
+    algorithm: Algorithm
+    env: Environment
+    env_spec: str | None
+    config: Any
+    seed: int
+    seeds: int
+    actor: Actor
+
+    @property
+    def env_name(self) -> str:
+        """What to call the environment."""
+        return self.env_spec or getattr(self.env, "name", type(self.env).__name__)
+
+    @property
+    def agent(self) -> Agent:
+        """The agent of the whole run: a population if there are several seeds."""
+        return self.actor.agent if self.seeds == 1 else population(self.actor.agent)
+
+    def initial_state(self) -> Any:
+        """The state that the run starts from."""
+        return jax.jit(self.agent.init)(initial_key(self.seed, self.seeds))
+
+
+def resolve_policy(policy: Any) -> Any:
+    """Looks up a distribution policy.
+
+    Args:
+      policy: `NAME` or `NAME:param=value,...`, or a policy.
+
+    Returns:
+      The policy.
+
+    Raises:
+      ValueError: on an unknown name or parameter.
+    """
+    if not isinstance(policy, str):
+        return policies.get(policy)
+    name, params = parse_spec(policy)
+    return policies.get(name, **params)
+
+
+def resolve(
+    algo: str,
+    env: str | Environment,
+    *,
+    seed: int = 0,
+    seeds: int = 1,
+    config: Any | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> Setup:
+    """Looks everything up, and builds the agent.
+
+    Args:
+      algo: name of an algorithm.
+      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
+      seed: the first seed.
+      seeds: the number of members.
+      config: the algorithm's config; the defaults if None.
+      overrides: fields of the config to replace.
+
+    Returns:
+      The setup of the run.
+
+    Raises:
+      ValueError: on any name, field or value that does not exist or is out of range.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds={seeds}: a run trains at least one seed")
+    algorithm = algorithms.get(algo)
+    config = make_config(algorithm, config, overrides or {})
+    env_spec = env if isinstance(env, str) else None
+    if isinstance(env, str):
+        name, params = parse_spec(env)
+        env = envs.make(name, **params)
+    agent = algorithm.build(env, config)
+    return Setup(algorithm, env, env_spec, config, seed, seeds, Actor(agent, env))

@@ -1,0 +1,306 @@
+"""Training: a run is chunks of iterations on the devices, with one tick on the host after each."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax.envs import Environment
+from msrl_jax.fragments import compile as compile_program
+from msrl_jax.training import folder
+from msrl_jax.training.callbacks import Callback, Tick
+from msrl_jax.training.evaluate import Evaluation, make_evaluator
+from msrl_jax.training.history import Row, first_non_finite, read_metrics, reduce_chunk, stack_rows
+from msrl_jax.training.members import initial_key
+from msrl_jax.training.progress import Progress, show_progress
+from msrl_jax.training.result import Result, Status
+from msrl_jax.training.setup import Setup, resolve, resolve_policy
+
+TICKS = 50
+"""How many ticks a run has, about."""
+
+
+class DivergedError(FloatingPointError):
+    """A metric was nan or infinite.
+
+    Attributes:
+      metric: its name.
+      iteration: the first iteration in which it was, counted from 1.
+      member: which seed, or None for a run of one.
+      result: the run up to the end of that chunk, whose last row holds the numbers.
+    """
+
+    def __init__(self, metric: str, iteration: int, member: int | None, result: Result):
+        who = "" if member is None else f" of member {member} (seed {result.description['seed'] + member})"
+        super().__init__(
+            f"{metric!r}{who} is not finite in iteration {iteration}; the history up to there is in the error's "
+            "`result`. Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, "
+            "an environment that returns nan"
+        )
+        self.metric, self.iteration, self.member, self.result = metric, iteration, member, result
+
+
+def chunk_length(iterations: int, ticks: int = TICKS) -> int:
+    """Chooses how many iterations run between two ticks.
+
+    Args:
+      iterations: those of the whole run.
+      ticks: about how many ticks there should be.
+
+    Returns:
+      A divisor of `iterations` that gives between 2/5 and twice as many ticks, so that one program runs every chunk;
+      the one closest to `ticks`. If there is none, a length that leaves a shorter last chunk.
+    """
+    if iterations <= ticks:
+        return 1
+    divisors = [n for n in range(iterations // (2 * ticks), iterations * 5 // (2 * ticks) + 1) if n and iterations % n == 0]
+    if divisors:
+        return min(divisors, key=lambda n: abs(iterations / n - ticks))
+    return round(iterations / ticks)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C into a flag, so that the state is never lost in the middle of a chunk; a second one raises.
+
+    Yields:
+      Whether Ctrl-C was pressed. Outside the main thread, which is the one that receives it, always False.
+    """
+    pressed = False
+
+    def on_interrupt(signum, frame):
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclasses.dataclass
+class _Run:
+    """A run in progress, as the host sees it."""
+
+    setup: Setup
+    program: Any
+    run_state: Any
+    evaluate: Callable[[Any], Evaluation] | None
+    eval_every: int | None
+    started: float
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    iteration: int = 0
+    evaluation: Evaluation | None = None
+    non_finite: tuple[str, int, int | None] | None = None
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.setup.actor.agent.steps_per_iteration
+
+    @property
+    def step(self) -> int:
+        return self.iteration * self.steps_per_iteration
+
+    def state(self) -> Any:
+        return self.program.unwrap(self.run_state)
+
+    def advance(self, iterations: int) -> None:
+        """Runs a chunk and adds a row to the history."""
+        compiling, start = self.program.compile_seconds, time.perf_counter()
+        self.run_state, metrics = self.program.run(self.run_state, iterations, donate=True)
+        jax.block_until_ready((self.run_state, metrics))
+        seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
+        metrics = read_metrics(metrics)
+        self.iteration += iterations
+        if bad := first_non_finite(metrics):
+            metric, within, member = bad
+            self.non_finite = metric, self.iteration - iterations + within + 1, member
+        self.rows.append({
+            "step": self.step,
+            "iteration": self.iteration,
+            "seconds": time.perf_counter() - self.started,
+            "steps_per_second": iterations * self.steps_per_iteration * self.setup.seeds / seconds,
+            **reduce_chunk(metrics),
+        })  # fmt: skip
+        if self.evaluate is not None:
+            unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan
+            self.rows[-1] |= {"eval_return": unknown, "eval_length": unknown}
+            before = self.step - iterations * self.steps_per_iteration
+            if self.eval_every is not None and self.step // self.eval_every > before // self.eval_every:
+                self.evaluate_now()
+
+    def evaluate_now(self) -> None:
+        """Evaluates, unless that has been done since the last chunk or the parameters are not numbers."""
+        if self.evaluate is None or self.non_finite or not np.isnan(self.rows[-1]["eval_return"]).all():
+            return
+        self.evaluation = self.evaluate(self.state())
+        self.rows[-1] |= {"eval_return": self.evaluation.mean_return, "eval_length": self.evaluation.mean_length}
+
+
+def _evaluator(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] | None:
+    """Evaluates members from keys of their own, the same ones every time: the curve shows the policy, not the start."""
+    if episodes == 0:
+        return None
+    play = make_evaluator(setup.actor, episodes, members=setup.seeds > 1)
+    keys = initial_key(setup.seed, setup.seeds)
+    fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
+    keys = jax.vmap(fold)(keys) if setup.seeds > 1 else fold(keys)
+    return lambda state: play(state, keys)
+
+
+def _check_counts(**counts: tuple[int | None, int]) -> None:
+    for name, (value, least) in counts.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value}: use an integer of at least {least}")
+
+
+def train(
+    algo: str = "ppo",
+    env: str | Environment = "CartPole-v1",
+    *,
+    policy: Any = "GPUOnly",
+    total_steps: int = 500_000,
+    seed: int = 0,
+    seeds: int = 1,
+    config: Any | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    out: str | os.PathLike | None = None,
+    chunk: int | None = None,
+    eval_episodes: int = 32,
+    eval_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = "auto",
+    **overrides: Any,
+) -> Result:
+    """Trains an agent.
+
+    Args:
+      algo: name of an algorithm, such as `"ppo"`.
+      env: an environment, or the name of one; parameters go behind a colon (`"CartPole-v1:max_steps_in_episode=200"`).
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where things
+        run, not what is computed.
+      total_steps: environment steps to take, per seed; whole iterations that fit are done.
+      seed: where all randomness starts.
+      seeds: how many independent runs to train at once, vectorised. Run `i` is the run that `seed + i` alone gives, to
+        float tolerance.
+      config: the algorithm's config; its defaults if None. Its `total_steps` is set to that of the run.
+      devices: which devices to use; all if None.
+      out: a folder for the run (config, metrics as they come, checkpoint, summary). Nothing is written if None.
+      chunk: iterations between two ticks of the host; chosen so that there are 20 to 100 ticks if None.
+      eval_episodes: episodes per evaluation, played greedily; 0 never evaluates.
+      eval_every: environment steps between evaluations, which happen at the first tick at or past each multiple. A run
+        that finishes ends with one in any case.
+      callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
+      progress: "auto", "bar", "lines", "notebook" or False; goes to stderr.
+      **overrides: fields of the algorithm's config.
+
+    Returns:
+      The result. Ctrl-C ends the run after the current chunk and returns what there is, with `interrupted` True; a
+      second Ctrl-C raises KeyboardInterrupt at once.
+
+    Raises:
+      ValueError: before anything compiles, on a name, field or value that does not exist or cannot work.
+      DivergedError: if a metric is nan or infinite; it carries the result so far.
+    """
+    started = time.perf_counter()
+    distribution = resolve_policy(policy)
+    _check_counts(
+        total_steps=(total_steps, 1), chunk=(chunk, 1), eval_episodes=(eval_episodes, 0), eval_every=(eval_every, 1)
+    )
+    if out is not None:
+        folder.check_free(Path(out))
+    setup = resolve(
+        algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps}
+    )
+    per_iteration = setup.actor.agent.steps_per_iteration
+    iterations = total_steps // per_iteration
+    if not iterations:
+        raise ValueError(
+            f"total_steps={total_steps} is less than the {per_iteration} steps of one iteration; use at least "
+            f"{per_iteration}, or fewer environments or shorter unrolls"
+        )
+    if chunk is None:
+        chunk = chunk_length(iterations)
+        if eval_every is not None and eval_episodes:
+            chunk = min(chunk, max(1, eval_every // per_iteration))
+
+    agent, state = setup.agent, setup.initial_state()
+    program = compile_program(agent.iteration, state, policy=distribution, axes=agent.axes, devices=devices)
+    description = {
+        "algorithm": setup.algorithm.name,
+        "env": setup.env_name,
+        "env_spec": setup.env_spec,
+        "policy": repr(distribution).removesuffix("()"),
+        "seed": seed,
+        "seeds": seeds,
+        "total_steps": total_steps,
+        "chunk": chunk,
+        "eval_episodes": eval_episodes,
+        "eval_every": eval_every,
+        "config": folder.to_json(setup.config),
+        "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices),
+    }
+    path = None if out is None else Path(out)
+    if path is not None:
+        callbacks = (folder.RowWriter(path, description), *callbacks)
+    run = _Run(setup, program, program.place(state), _evaluator(setup, eval_episodes), eval_every, started)
+    del state
+
+    title = f"{setup.algorithm.name} {setup.env_name}"
+    with show_progress(progress, title, iterations * per_iteration) as show, _interruptible() as interrupted:
+        status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
+    result = Result(
+        history=stack_rows(run.rows),
+        config=setup.config,
+        state=run.state(),
+        status=status,
+        compile_seconds=program.compile_seconds,
+        wall_seconds=time.perf_counter() - started,
+        evaluation=run.evaluation,
+        description=description,
+        actor=setup.actor,
+        folder=path,
+    )
+    if path is not None:
+        result.finish(path)
+    if run.non_finite:
+        raise DivergedError(*run.non_finite, result)
+    return result
+
+
+def _loop(
+    run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]
+) -> Status:
+    """Runs chunk after chunk; an interrupt that a callback raises ends the run like one from the keyboard."""
+    while True:
+        run.advance(min(chunk, iterations - run.iteration))
+        if run.iteration == iterations:
+            run.evaluate_now()
+        tick = Tick(run.step, run.iteration, iterations * run.steps_per_iteration, run.rows[-1], run.state)
+        try:
+            stops = [callback(tick) is True for callback in callbacks]
+        except KeyboardInterrupt:
+            return "interrupted"
+        if run.non_finite:
+            return "diverged"
+        if run.iteration == iterations:
+            return "finished"
+        if interrupted():
+            return "interrupted"
+        if any(stops):
+            return "stopped"
