@@ -1,0 +1,3 @@
+"""The plan."""
+class Plan: ...
+def explain(*a): return None

@@ -1,0 +1,348 @@
+"""The fragmented dataflow graph: a traced loop as nodes that belong to one placement each, to none (glue), or are opened loops."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import PartitionSpec
+
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    call_body,
+    cond_p,
+    drop_unused,
+    fresh,
+    scan_p,
+    sub_jaxprs,
+    while_p,
+)
+from msrl_jax.fragments.marker import is_fragment
+from msrl_jax.fragments.placement import Layout, Placement
+
+
+@dataclass(eq=False)
+class Node:
+    """One vertex of the graph.
+
+    Attributes:
+      eqn: the equation it evaluates, over the variables of its region.
+      placement: where it runs; None for glue, whose place follows from its neighbours, and for an opened loop.
+      fragments: names of the fragments in it, in order of appearance.
+      roles: their roles.
+      loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.
+    """
+
+    eqn: JaxprEqn
+    placement: Placement | None
+    fragments: tuple[str, ...] = ()
+    roles: frozenset[str] = frozenset()
+    loop: "Region | None" = None
+
+    @property
+    def is_glue(self) -> bool:
+        """Whether this is unmarked code between fragments."""
+        return self.placement is None and self.loop is None
+
+    def __str__(self) -> str:
+        what = "+".join(self.fragments) or self.eqn.primitive.name
+        if self.loop is not None:
+            return f"loop x{self.loop.length} ({what})"
+        return f"{what} @ {self.placement.name}" if self.placement else f"glue {what}"
+
+
+@dataclass(eq=False)
+class Region:
+    """A straight line of nodes that runs `length` times: the training iteration itself, or the body of an opened loop.
+
+    Attributes:
+      consts: variables that hold the same value every time.
+      carry: variables that hold what the previous time left in the first outputs.
+      xs: variables that hold one row of a stacked array each time.
+      nodes: the nodes, in program order.
+      outputs: the next carry, then what each time adds to the stacked results (metrics, for the iteration itself).
+      constants: values of those `consts` that the traced function had captured.
+      labels: readable names of variables, as pytree paths where there is one.
+      axes: logical axes of the carry, where declared.
+      homes: the placements of carried variables that are told where to live (registers), not found.
+    """
+
+    consts: list[Var]
+    carry: list[Var]
+    xs: list[Var]
+    nodes: list[Node]
+    outputs: list[Atom]
+    length: int = 1
+    reverse: bool = False
+    constants: dict[Var, object] = field(default_factory=dict)
+    labels: dict[Var, str] = field(default_factory=dict)
+    axes: list[PartitionSpec] = field(default_factory=list)
+    homes: dict[Var, Placement] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __str__(self) -> str:
+        def lines(region: Region, indent: str) -> Iterator[str]:
+            for node in region.nodes:
+                yield f"{indent}{node}"
+                if node.loop is not None:
+                    yield from lines(node.loop, indent + "  ")
+
+        return "\n".join(lines(self, ""))
+
+
+def producers(region: Region) -> dict[Var, Node]:
+    """The node of the region that makes each variable."""
+    return {v: node for node in region.nodes for v in node.eqn.outvars}
+
+
+def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Region:
+    """Builds the graph of a traced training iteration.
+
+    Args:
+      closed: the jaxpr of `state -> (state, metrics)`, flattened.
+      layout: where each role runs.
+      labels: readable names of the state's leaves, one for each input of the jaxpr.
+      axes: their logical axes.
+
+    Returns:
+      The region of one iteration. Calls that span placements (a fragment that holds fragments of another placement, a
+      `jit`) are inlined; scans that span placements are opened.
+
+    Raises:
+      ValueError: if a role has no placement, or a `cond`, a `while` or another primitive spans placements.
+    """
+    builder = _Builder(layout)
+    jaxpr = drop_unused(closed.jaxpr)
+    consts = [builder.captured(c) for c in closed.consts]
+    state = [fresh(v) for v in jaxpr.invars]
+    builder.labels.update(zip(state, labels, strict=True))
+    nodes: list[Node] = []
+    outputs = builder.inline(jaxpr, [*consts, *state], None, nodes)
+    return Region(list(builder.constants), state, [], nodes, outputs, constants=builder.constants, labels=builder.labels, axes=list(axes))
+
+
+class _Builder:
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.constants: dict[Var, object] = {}
+        self.labels: dict[Var, str] = {}
+        self._found: dict[int, tuple[Jaxpr, dict[Placement, str]]] = {}
+
+    def captured(self, value: object) -> Var:
+        var = Var(jax.typeof(value))
+        self.constants[var] = value
+        self.labels[var] = "captured constant"
+        return var
+
+    def placements(self, eqn: JaxprEqn) -> dict[Placement, str]:
+        """The placements that an equation's fragments need, each with the name of one such fragment."""
+        found: dict[Placement, str] = {}
+        if is_fragment(eqn):
+            name, role = eqn.params["name"], eqn.params["role"]
+            found[self.layout.placement(role, name)] = f"{name!r} (role {role!r})"
+        for sub in sub_jaxprs(eqn):
+            if id(sub) not in self._found:
+                inner: dict[Placement, str] = {}
+                for e in sub.eqns:
+                    for p, f in self.placements(e).items():
+                        inner.setdefault(p, f)
+                self._found[id(sub)] = sub, inner
+            for p, f in self._found[id(sub)][1].items():
+                found.setdefault(p, f)
+        return found
+
+    def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
+        """Appends the nodes of `jaxpr`, applied to `args`, to `out`; returns its outputs.
+
+        `home` is the placement of the opened fragment around it, to which unmarked code in it belongs.
+        """
+        env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+        for eqn in jaxpr.eqns:
+            found = self.placements(eqn)
+            ins = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
+            if len(found) > 1:
+                body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
+                if body is not None:
+                    own = self.layout.placement(eqn.params["role"], eqn.params["name"]) if is_fragment(eqn) else home
+                    captured = [self.captured(c) for c in body.consts]
+                    env.update(zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], own, out), strict=True))
+                    continue
+            outs = [fresh(v) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outs, strict=True))
+            placed = eqn.replace(invars=ins, outvars=outs)
+            names, roles = _names(eqn)
+            if len(found) > 1:
+                node = Node(placed, None, names, roles, self.open(eqn, found, home))
+            else:
+                node = Node(placed, next(iter(found), home), names, roles)
+            out.append(node)
+            self.label(node)
+        return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+
+    def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None) -> Region:
+        """The body of a scan that spans placements, as a region."""
+        if eqn.primitive is not scan_p:
+            raise ValueError(_cannot_span(eqn, found))
+        closed: ClosedJaxpr = eqn.params["jaxpr"]
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        jaxpr = drop_unused(closed.jaxpr)
+        args = [fresh(v) for v in jaxpr.invars]
+        captured = [self.captured(c) for c in closed.consts]
+        outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
+        self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})
+        nodes: list[Node] = []
+        outputs = self.inline(jaxpr, [*captured, *args], home, nodes)
+        return Region(
+            args[:num_consts],
+            args[num_consts : num_consts + num_carry],
+            args[num_consts + num_carry :],
+            nodes,
+            outputs,
+            eqn.params["length"],
+            eqn.params["reverse"],
+            labels=self.labels,
+        )
+
+    def label(self, node: Node) -> None:
+        region_labels = _output_labels(node.eqn)
+        if node.loop is not None:
+            region_labels = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in node.loop.outputs]
+        for var, label in zip(node.eqn.outvars, region_labels, strict=True):
+            if not label:
+                sources = [self.labels[a] for a in node.eqn.invars if isinstance(a, Var) and a in self.labels]
+                label = f"{node.eqn.primitive.name}({sources[0] if sources else ''})"
+                label = sources[0] if sources and len(label) > 60 else label
+            self.labels[var] = label
+
+
+def _output_labels(eqn: JaxprEqn) -> list[str]:
+    """A readable name for each result of an equation: the result path of the fragment that makes it, or ''."""
+    if is_fragment(eqn):
+        paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
+        return [f"{eqn.params['name']}(){path or ''}" for path in paths]
+    body: ClosedJaxpr | None = eqn.params["jaxpr"] if eqn.primitive is scan_p else call_body(eqn)
+    if body is None:
+        return [""] * len(eqn.outvars)
+    made: dict[Var, str] = {}
+    for inner in body.jaxpr.eqns:
+        made.update({v: label for v, label in zip(inner.outvars, _output_labels(inner), strict=True) if label})
+    return [made.get(a, "") if isinstance(a, Var) else "" for a in body.jaxpr.outvars]
+
+
+def _names(eqn: JaxprEqn) -> tuple[tuple[str, ...], frozenset[str]]:
+    names: dict[str, None] = {}
+    roles: set[str] = set()
+
+    def visit(e: JaxprEqn) -> None:
+        if is_fragment(e):
+            names[e.params["name"]] = None
+            roles.add(e.params["role"])
+        for sub in sub_jaxprs(e):
+            for inner in sub.eqns:
+                visit(inner)
+
+    visit(eqn)
+    return tuple(names), frozenset(roles)
+
+
+def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
+    places = "; ".join(f"fragment {f} runs at {p}" for p, f in found.items())
+    kind = {cond_p: "`cond`", while_p: "`while` loop"}.get(eqn.primitive, f"`{eqn.primitive.name}`")
+    remedy = (
+        "compute both branches and select with jnp.where"
+        if eqn.primitive is cond_p
+        else "use jax.lax.scan or fori_loop with a fixed length"
+        if eqn.primitive is while_p
+        else "call the fragments outside of it"
+    )
+    return (
+        f"a {kind} spans placements: {places}. The host would have to read the device at every step. "
+        f"Either {remedy}, or choose a policy that places these roles together, such as GPUOnly()"
+    )
+
+
+def delay(region: Region, depth: int, layout: Layout) -> int:
+    """Puts a `depth`-deep register on every loop-carried edge from the learner to the actors, in place.
+
+    With p[i] the value of a leaf at the start of iteration i, acting nodes of iteration i read p[i - depth] (the initial
+    value while there is none): the registers become part of the carry. Glue between the leaf and the actors is
+    evaluated on the delayed value.
+
+    Args:
+      region: the iteration.
+      depth: the staleness, in iterations; at least 1.
+      layout: where each role runs.
+
+    Returns:
+      The number of delayed leaves. Registers follow the state in `region.carry`: `depth` for each delayed leaf, oldest
+      first, and so do they in `region.outputs`.
+
+    Raises:
+      ValueError: if no actor on a placement of its own reads anything that a learner makes.
+    """
+    made_by = producers(region)
+    actors = layout.placement("actor", "actor")
+
+    def learned(atom: Atom) -> bool:
+        node = made_by.get(atom) if isinstance(atom, Var) else None
+        if node is None:
+            return False
+        if node.is_glue:
+            return any(learned(a) for a in node.eqn.invars)
+        return bool(node.roles & {"learner", "server"}) and node.placement != actors
+
+    num_state = len(region.carry)
+    registers: dict[Var, Var] = {
+        var: fresh(var) for var, out in zip(region.carry, region.outputs, strict=False) if learned(out)
+    }
+    clones: dict[Var, Atom] = {}
+    cloned: dict[Node, list[Node]] = {}
+
+    def delayed(atom: Atom, before: Node) -> Atom:
+        if not isinstance(atom, Var):
+            return atom
+        if atom in registers:
+            return registers[atom]
+        node = made_by.get(atom)
+        if node is None or not node.is_glue:
+            return atom
+        if atom not in clones:
+            ins = [delayed(a, before) for a in node.eqn.invars]
+            if all(a is b for a, b in zip(ins, node.eqn.invars, strict=True)):
+                return atom
+            outs = [fresh(v) for v in node.eqn.outvars]
+            clones.update(zip(node.eqn.outvars, outs, strict=True))
+            cloned.setdefault(before, []).append(Node(node.eqn.replace(invars=ins, outvars=outs), actors))
+            region.labels.update({o: region.labels.get(v, "") for o, v in zip(outs, node.eqn.outvars, strict=True)})
+        return clones[atom]
+
+    used = False
+    for node in region.nodes:
+        if "actor" in node.roles and not node.roles & {"learner", "server"}:
+            ins = [delayed(a, node) for a in node.eqn.invars]
+            used |= any(a is not b for a, b in zip(ins, node.eqn.invars, strict=True))
+            node.eqn = node.eqn.replace(invars=ins)
+    if not used:
+        raise ValueError(
+            f"staleness={depth} has nothing to delay: no actor on a placement of its own reads what a learner makes. "
+            "Choose a policy with separate actors and learners, such as SingleLearnerCoarse, or staleness=0"
+        )
+    region.nodes[:] = [n for node in region.nodes for n in [*cloned.get(node, []), node]]
+    read = {a for node in region.nodes for a in node.eqn.invars if isinstance(a, Var)}
+    next_state, rest = region.outputs[:num_state], region.outputs[num_state:]
+    kept = [(leaf, oldest) for leaf, oldest in registers.items() if oldest in read]
+    for leaf, oldest in kept:
+        row = [oldest, *[fresh(leaf) for _ in range(depth - 1)]]
+        region.labels.update({v: f"{region.labels[leaf]} (delayed {depth - i})" for i, v in enumerate(row)})
+        region.axes += [region.axes[region.carry.index(leaf)]] * depth
+        region.carry += row
+        region.homes.update(dict.fromkeys(row, actors))
+        next_state += [*row[1:], leaf]
+    region.outputs = next_state + rest
+    return len(kept)

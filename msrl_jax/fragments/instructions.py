@@ -1,0 +1,240 @@
+"""The instruction list: plain data that a person can read, a test can assert and the runtime executes."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import jax
+
+from msrl_jax._compat import ClosedJaxpr
+from msrl_jax.fragments.placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """An array at one placement.
+
+    Attributes:
+      index: its number, unique in a program.
+      aval: shape and dtype.
+      placement: where it is.
+      label: a readable name: the path of a state leaf, or the fragment that makes it.
+    """
+
+    index: int
+    aval: jax.core.ShapedArray
+    placement: Placement
+    label: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy of the array."""
+        return self.aval.size * self.aval.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"%{self.index}:{self.aval.str_short()}@{self.placement.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Runs one XLA program.
+
+    Attributes:
+      name: the fragments in it.
+      placement: where.
+      jaxpr: what it computes: `inputs` to `outputs`, then the rows that `writes` stores.
+      inputs: arguments.
+      outputs: results.
+      rows: positions of inputs that are stacked arrays, of which the program reads row `index` itself.
+      writes: buffers to whose row `index` the program writes its last results, each with the updated buffer.
+      index: number of the current row, if the program is part of a loop and needs it.
+      donated: positions of inputs whose memory the results may reuse, since nobody reads them later.
+      fragments: names of the fragments in it.
+      roles: their roles.
+    """
+
+    name: str
+    placement: Placement
+    jaxpr: ClosedJaxpr
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    rows: tuple[int, ...] = ()
+    writes: tuple[tuple[Value, Value], ...] = ()
+    index: Value | None = None
+    donated: tuple[int, ...] = ()
+    fragments: tuple[str, ...] = ()
+    roles: frozenset[str] = frozenset()
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return [*self.inputs, *(b for b, _ in self.writes)]
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return [*self.outputs, *(b for _, b in self.writes)]
+
+    def __str__(self) -> str:
+        args = [
+            ("donate " if i in self.donated else "") + str(v) + ("[i]" if i in self.rows else "")
+            for i, v in enumerate(self.inputs)
+        ]
+        outs = [*map(str, self.outputs), *(f"{b}[i]" for _, b in self.writes)]
+        return f"run  {self.name} @ {self.placement.name} ({', '.join(args)}) -> {', '.join(outs)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Carries values to another placement, all in one transfer; a copy, if the placement is the same.
+
+    Attributes:
+      sources: the values.
+      results: the same values at the other placement.
+    """
+
+    sources: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return list(self.sources)
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return list(self.results)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the values stay at their placement."""
+        return self.sources[0].placement.mesh == self.results[0].placement.mesh
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{s} -> {r}" for s, r in zip(self.sources, self.results, strict=True))
+        return f"{'copy' if self.is_copy else 'move'} {pairs}"
+
+
+@dataclass(frozen=True, eq=False)
+class Alloc:
+    """Allocates the buffers that a loop writes its stacked results to."""
+
+    results: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return []
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return list(self.results)
+
+    def __str__(self) -> str:
+        return f"alloc {', '.join(map(str, self.results))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Free:
+    """Forgets values that nobody reads any more."""
+
+    values: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return []
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return []
+
+    def __str__(self) -> str:
+        return f"free {', '.join(f'%{v.index}' for v in self.values)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """A value that a loop carries.
+
+    Attributes:
+      init: what it is before the loop.
+      enter: its name in the body.
+      leave: what the body leaves for the next time.
+      result: what it is after the loop.
+    """
+
+    init: Value
+    enter: Value
+    leave: Value
+    result: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """Runs its body `length` times, driven by the host.
+
+    Attributes:
+      length: how many times.
+      reverse: whether rows are visited from the last to the first.
+      carry: values that change from one time to the next, buffers of stacked results included.
+      consts: values of the surroundings that the body reads, stacked inputs included.
+      indices: the row number at each placement that needs it.
+      body: the instructions.
+    """
+
+    length: int
+    reverse: bool
+    carry: tuple[Carry, ...]
+    consts: tuple[Value, ...]
+    indices: tuple[Value, ...]
+    body: tuple["Instruction", ...]
+
+    def reads(self) -> list[Value]:
+        """Every value of its surroundings that it reads."""
+        return [*(c.init for c in self.carry), *self.consts]
+
+    def makes(self) -> list[Value]:
+        """Every value it makes for its surroundings."""
+        return [c.result for c in self.carry]
+
+    def __str__(self) -> str:
+        carried = ", ".join(f"{c.enter} = {c.init} | {c.leave}" for c in self.carry)
+        body = "\n".join("    " + line for i in self.body for line in str(i).splitlines())
+        return f"loop x{self.length}{' reversed' if self.reverse else ''} ({carried})\n{body}"
+
+
+Instruction: TypeAlias = Run | Move | Alloc | Free | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The instructions of one training iteration.
+
+    Attributes:
+      inputs: the copies of each state leaf, the canonical one first; registers follow the leaves.
+      body: the instructions.
+      outputs: the next state, laid out as `inputs`.
+      metrics: the metrics' leaves.
+      constants: the arrays that the program holds on to (what the traced function had captured, and literals).
+    """
+
+    inputs: tuple[tuple[Value, ...], ...]
+    body: tuple[Instruction, ...]
+    outputs: tuple[tuple[Value, ...], ...]
+    metrics: tuple[Value, ...]
+    constants: dict[Value, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(str(i) for i in self.body)
+
+
+def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Every instruction, bodies of loops included, with how often one iteration executes it.
+
+    Args:
+      instructions: the instructions.
+      times: how often these are executed.
+
+    Yields:
+      Pairs (instruction, times), in program order.
+    """
+    for i in instructions:
+        yield i, times
+        if isinstance(i, Loop):
+            yield from walk(i.body, times * i.length)

@@ -1,0 +1,277 @@
+"""Partitioning: glue finds its placement, carried values find their homes, and nodes group into programs.
+
+Two rules keep placements from waiting for each other needlessly:
+
+- A value that depends on no placed fragment (a counter, a schedule, a split key) is *free*: every placement that needs it
+  computes it for itself. Other glue runs where its inputs are made.
+- A node joins an earlier program of its placement only if that makes the program wait for nothing new. Glue that only
+  one later program of its placement reads joins that one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msrl_jax._compat import Atom, Literal, Var
+from msrl_jax.fragments.graph import Node, Region, producers
+from msrl_jax.fragments.placement import Placement
+
+
+@dataclass(eq=False)
+class Group:
+    """Nodes that become one program at one placement, or one opened loop."""
+
+    placement: Placement | None
+    nodes: list[Node]
+    waits_for: set["Group"] = field(default_factory=set)
+
+    @property
+    def has_fragment(self) -> bool:
+        """Whether any node is more than glue."""
+        return any(n.fragments for n in self.nodes)
+
+
+@dataclass(eq=False)
+class Partition:
+    """A region with every decision made that placement needs.
+
+    Attributes:
+      region: the region.
+      groups: what runs, in an order that respects every dependency.
+      made_at: for each variable, the placements that have it without a transfer, the canonical one first. (Constants and
+        xs of a loop are wherever the loop's surroundings bring them.)
+      needed_at: for each constant, carried variable and x, the placements that use it.
+      homes: for each carried variable, the placements that keep a copy of it from one time to the next.
+      loops: the partitions of opened loops.
+    """
+
+    region: Region
+    groups: list[Group]
+    made_at: dict[Var, list[Placement]]
+    needed_at: dict[Var, list[Placement]]
+    homes: list[list[Placement]]
+    loops: dict[Node, "Partition"]
+
+
+def partition(region: Region, default: Placement) -> Partition:
+    """Decides where everything in a region runs.
+
+    Args:
+      region: the graph.
+      default: where values live that no fragment touches.
+
+    Returns:
+      The partition.
+    """
+    loops = {n: partition(n.loop, default) for n in region.nodes if n.loop is not None}
+    free = _free(region)
+    places, homes = _place(region, loops, free, default)
+    homes = [list({p.mesh: p for p in reversed(at)}.values())[::-1] for at in homes]
+    groups = _sink(region, _group(region, places), homes)
+    made_at: dict[Var, list[Placement]] = dict(zip(region.carry, homes, strict=True))
+    for node in region.nodes:
+        for i, var in enumerate(node.eqn.outvars):
+            made_at[var] = _results_at(loops[node], i) if node in loops else places[node]
+    needed = _needed(region, loops, places, homes)
+    outer = [*region.consts, *region.carry, *region.xs]
+    return Partition(region, groups, made_at, {v: list(needed.get(v, ())) for v in outer}, homes, loops)
+
+
+def _results_at(loop: Partition, i: int) -> list[Placement]:
+    """The placements of an opened loop's i-th result."""
+    if i < len(loop.homes):
+        return loop.homes[i]
+    out = loop.region.outputs[i]
+    if isinstance(out, Var) and loop.made_at.get(out):
+        return loop.made_at[out][:1]
+    if isinstance(out, Var) and loop.needed_at.get(out):
+        return loop.needed_at[out][:1]
+    return [next(g.placement for g in _programs(loop) if g.placement is not None)]
+
+
+def _programs(part: Partition) -> Iterable[Group]:
+    for group in part.groups:
+        if group.placement is not None:
+            yield group
+        else:
+            yield from _programs(part.loops[group.nodes[0]])
+
+
+def _free(region: Region) -> set[Var]:
+    """Variables that depend on no placed fragment, from one time to the next (a greatest fixed point)."""
+    carried = set(region.carry) - set(region.homes)
+    while True:
+        free: set[Var] = {*region.consts, *region.xs, *carried}
+        for node in region.nodes:
+            if node.is_glue and all(isinstance(a, Literal) or a in free for a in node.eqn.invars):
+                free.update(node.eqn.outvars)
+        stays = {
+            v for v, out in zip(region.carry, region.outputs, strict=False)
+            if v in carried and (isinstance(out, Literal) or out in free)
+        }  # fmt: skip
+        if stays == carried:
+            return free
+        carried = stays
+
+
+def _place(
+    region: Region, loops: dict[Node, Partition], free: set[Var], default: Placement
+) -> tuple[dict[Node, list[Placement]], list[list[Placement]]]:
+    """The placements of every node (several for free glue), and the homes of the carry."""
+    made_by = producers(region)
+    order = {node: i for i, node in enumerate(region.nodes)}
+    places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
+    home: dict[Var, list[Placement]] = {v: [p] for v, p in region.homes.items()}
+
+    def located(atom: Atom) -> list[Placement]:
+        if isinstance(atom, Literal) or atom in free:
+            return []
+        node = made_by.get(atom)
+        if node is None:
+            return home.get(atom, [])
+        if node in loops:
+            return _results_at(loops[node], node.eqn.outvars.index(atom))
+        return places.get(node, [])
+
+    # Glue that depends on a placed fragment: where its inputs are made; of several, where the last of them is.
+    changed = True
+    while changed:
+        changed = False
+        for node in region.nodes:
+            if not node.is_glue or node in places or all(v in free for v in node.eqn.outvars):
+                continue
+            sources = [a for a in node.eqn.invars if located(a)]
+            if sources:
+                last = max(sources, key=lambda a: order.get(made_by.get(a), -1))  # type: ignore[arg-type]
+                places[node] = located(last)[:1]
+                changed = True
+        for var, out in zip(region.carry, region.outputs, strict=False):
+            if var not in home and var not in free and (at := located(out)):
+                home[var] = at
+                changed = True
+
+    # Free glue and free carry: wherever they are needed, found backwards.
+    free_glue = [n for n in region.nodes if n.is_glue and n not in places]
+    for node in free_glue:
+        places[node] = []
+    homes: list[list[Placement]] = []
+    while True:
+        homes = [home.get(v, []) for v in region.carry]
+        needed = _needed(region, loops, places, homes)
+        grown = {v: list(needed[v]) for v in region.carry if v in free and needed.get(v)}
+        before = ({n: list(places[n]) for n in free_glue}, dict(home))
+        for node in free_glue:
+            places[node] = list(dict.fromkeys(p for v in node.eqn.outvars for p in needed.get(v, ())))
+        home.update(grown)
+        if (({n: places[n] for n in free_glue}, home)) == before:
+            break
+    for var in region.carry:
+        home.setdefault(var, [default])
+    # What only a counter or a metric needs runs at the default placement.
+    while True:
+        homes = [home[v] for v in region.carry]
+        needed = _needed(region, loops, places, homes)
+        wanted = {a for a in region.outputs if isinstance(a, Var)}
+        grew = False
+        for node in reversed(free_glue):
+            at = list(dict.fromkeys([*places[node], *(p for v in node.eqn.outvars for p in needed.get(v, ()))]))
+            if not at and any(v in wanted for v in node.eqn.outvars):
+                at = [default]
+            if at != places[node]:
+                places[node], grew = at, True
+        for var in region.carry:
+            at = list(dict.fromkeys([*home[var], *needed.get(var, ())]))
+            if var in free and at != home[var]:
+                home[var], grew = at, True
+        if not grew:
+            return places, homes
+
+
+def _needed(
+    region: Region,
+    loops: dict[Node, Partition],
+    places: dict[Node, list[Placement]],
+    homes: list[list[Placement]],
+) -> dict[Var, dict[Placement, None]]:
+    """The placements at which each variable is used (an ordered set)."""
+    needed: dict[Var, dict[Placement, None]] = {}
+
+    def need(atom: Atom, at: Iterable[Placement]) -> None:
+        if isinstance(atom, Var):
+            needed.setdefault(atom, {}).update(dict.fromkeys(at))
+
+    for node in region.nodes:
+        if node in loops:
+            body = loops[node]
+            inner = [*body.region.consts, *body.region.carry, *body.region.xs]
+            num_consts, num_carry = len(body.region.consts), len(body.region.carry)
+            for i, (atom, var) in enumerate(zip(node.eqn.invars, inner, strict=True)):
+                carried = num_consts <= i < num_consts + num_carry
+                need(atom, body.homes[i - num_consts] if carried else body.needed_at[var])
+        else:
+            for atom in node.eqn.invars:
+                need(atom, places.get(node, ()))
+    for atom, at in zip(region.outputs, homes, strict=False):
+        need(atom, at)
+    return needed
+
+
+def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
+    """Nodes as programs: each joins the earliest program of its placement that then waits for nothing new."""
+    groups: list[Group] = []
+    made_in: dict[tuple[Var, Placement | None], Group] = {}
+
+    def sources(node: Node, at: Placement | None) -> set[Group]:
+        found = set()
+        for atom in node.eqn.invars:
+            if isinstance(atom, Var):
+                local = made_in.get((atom, at)) or made_in.get((atom, None))
+                if local is not None:
+                    found.add(local)
+        return found
+
+    for node in region.nodes:
+        for at in [None] if node.loop is not None else places[node]:
+            direct = sources(node, at)
+            waits_for = direct.union(*(g.waits_for for g in direct))
+            group = next(
+                (g for g in groups if at is not None and g.placement == at and waits_for - {g} <= g.waits_for), None
+            )
+            if group is None:
+                group = Group(at, [], waits_for)
+                groups.append(group)
+            group.nodes.append(node)
+            for var in node.eqn.outvars:
+                made_in[var, at] = group
+                made_in.setdefault((var, None), group)
+    return groups
+
+
+def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> list[Group]:
+    """Moves glue programs into the one later program of their placement that alone reads them."""
+    carried = {a: at for a, at in zip(region.outputs, homes, strict=False) if isinstance(a, Var)}
+    for group in list(groups):
+        if group.placement is None or group.has_fragment:
+            continue
+        made = {v for n in group.nodes for v in n.eqn.outvars}
+        readers = [
+            g for g in groups
+            if g is not group and any(a in made for n in g.nodes for a in n.eqn.invars if isinstance(a, Var))
+        ]  # fmt: skip
+        elsewhere = any(v in carried and set(carried[v]) != {group.placement} for v in made)
+        copies = [
+            g for g in groups if g is not group and any(v in made for n in g.nodes for v in n.eqn.outvars)
+        ]
+        # Another placement that computes the same free value for itself reads its own copy.
+        readers = [g for g in readers if not any(c.placement == g.placement for c in copies)]
+        if len(readers) == 1 and readers[0].placement == group.placement and not elsewhere:
+            into = readers[0]
+            into.nodes[:0] = group.nodes
+            into.waits_for |= group.waits_for
+            into.waits_for.discard(group)
+            groups.remove(group)
+            for g in groups:
+                if group in g.waits_for:
+                    g.waits_for.discard(group)
+                    if g is not into:
+                        g.waits_for.add(into)
+    return groups

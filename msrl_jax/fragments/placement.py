@@ -1,0 +1,184 @@
+"""Where fragments run: a placement is a named sub-mesh with rules from logical axes to mesh axes; a layout maps roles to placements."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules = tuple[tuple[str, str], ...]
+
+ROLES = ("env", "actor", "learner", "buffer", "server", "evaluator")
+
+# Where a role lives when a layout does not say: next to the role that feeds or reads it.
+_FALLBACK = {"actor": "env", "env": "actor", "server": "learner", "buffer": "learner", "evaluator": "actor"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A named sub-mesh, and which of its axes each logical axis is split over.
+
+    Attributes:
+      name: how plans and errors call it.
+      mesh: the devices. Its axes are of type Auto: XLA's partitioner inserts the collectives.
+      rules: pairs (logical axis, mesh axis); the first rule that fits a dimension wins. Axes without a rule stay whole.
+      scatter: a mesh axis over which arrays are split that no rule splits (along their largest dimension that divides),
+        or None to replicate them. This is how a parameter server keeps one shard of every tensor on each device.
+    """
+
+    name: str
+    mesh: Mesh
+    rules: Rules = (("env", "env"),)
+    scatter: str | None = None
+
+    @classmethod
+    def over(
+        cls,
+        name: str,
+        devices: Sequence[jax.Device],
+        *,
+        axis: str = "env",
+        rules: Rules | None = None,
+        scatter: bool = False,
+    ) -> "Placement":
+        """A placement on a line of devices.
+
+        Args:
+          name: how plans and errors call it.
+          devices: the devices, in order.
+          axis: name of the only mesh axis.
+          rules: pairs (logical axis, mesh axis); by default the logical axes "env", "agent" and "member" are split over
+            `axis`, the one named `axis` first.
+          scatter: whether arrays that no rule splits are split as well, instead of replicated.
+
+        Returns:
+          The placement.
+
+        Raises:
+          ValueError: if there is no device.
+        """
+        if not len(devices):
+            raise ValueError(f"placement {name!r} has no device; give it at least one")
+        if rules is None:
+            rules = tuple((logical, axis) for logical in sorted({"env", "agent", "member"}, key=lambda a: a != axis))
+        return cls(name, Mesh(np.asarray(devices, dtype=object), (axis,)), rules, axis if scatter else None)
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices of the mesh, in order."""
+        return tuple(self.mesh.devices.flat)
+
+    def split(self, axis: str) -> int:
+        """Over how many devices the rules split a logical axis."""
+        return next((self.mesh.shape[m] for logical, m in self.rules if logical == axis), 1)
+
+    def sharding(self, logical: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
+        """The sharding of an array here: split where a rule says so and the dimension divides, else whole.
+
+        Args:
+          logical: a logical axis name (or a tuple of candidates, or None) for each leading dimension.
+          shape: the array's shape.
+
+        Returns:
+          The sharding on this placement's mesh.
+        """
+        spec: list[str | None] = []
+        for entry, size in zip(logical, shape, strict=False):
+            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            spec.append(
+                next(
+                    (m for a, m in self.rules if a in names and m not in spec and size % self.mesh.shape[m] == 0), None
+                )
+            )
+        if self.scatter is not None and self.scatter not in spec:
+            ways = self.mesh.shape[self.scatter]
+            spec += [None] * (len(shape) - len(spec))
+            free = [d for d, size in enumerate(shape) if spec[d] is None and size >= ways and size % ways == 0]
+            if free:
+                spec[max(free, key=lambda d: shape[d])] = self.scatter
+        while spec and spec[-1] is None:
+            spec.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def logical(self, sharding: NamedSharding) -> PartitionSpec:
+        """The logical axes (as tuples of candidates) behind a sharding on this mesh: the inverse of the rules."""
+        spec = []
+        for entry in sharding.spec:
+            axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+            spec.append(tuple(a for a, m in self.rules if m in axes) or None)
+        return PartitionSpec(*spec)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{', '.join(f'{d.platform}:{d.id}' for d in self.devices)}]"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a distribution policy decides: a placement for each role, and how stale an actor's parameters may be.
+
+    Attributes:
+      roles: role -> placement. A role that is not listed lives with its neighbour: "env" and "actor" with each other,
+        "server" and "buffer" with "learner", "evaluator" with "actor".
+      staleness: how many iterations the parameters of actors lag behind those of a synchronous run.
+    """
+
+    roles: Mapping[str, Placement]
+    staleness: int = 0
+    policy: str = field(default="", compare=False)
+
+    def placement(self, role: str, fragment: str) -> Placement:
+        """The placement of a role.
+
+        Args:
+          role: the role.
+          fragment: name of a fragment of that role, for the error.
+
+        Returns:
+          Its placement.
+
+        Raises:
+          ValueError: if the layout has none.
+        """
+        tried = role
+        while tried is not None:
+            if tried in self.roles:
+                return self.roles[tried]
+            tried = _FALLBACK.get(tried) if tried != "env" or role == "env" else None
+            if tried == role:
+                break
+        raise ValueError(
+            f"fragment {fragment!r} has role {role!r}, for which policy {self.policy or 'layout'} has no placement; "
+            f"it places {sorted(self.roles)}. Mark the fragment with one of these, or add {role!r} to the policy's layout"
+        )
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The distinct placements, in the order of the roles."""
+        return tuple(dict.fromkeys(self.roles.values()))
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """All devices in use, each once."""
+        return tuple(dict.fromkeys(d for p in self.placements for d in p.devices))
+
+
+@runtime_checkable
+class DistributionPolicy(Protocol):
+    """Decides where the fragments of a training loop run: any object with this one method."""
+
+    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+        """Places the roles.
+
+        Args:
+          devices: the devices that may be used, in order.
+          sizes: the size of every logical axis of the training state, such as `{"env": 64}`.
+
+        Returns:
+          The layout.
+
+        Raises:
+          ValueError: if these devices or sizes do not fit the policy.
+        """
+        ...

@@ -1,0 +1,359 @@
+"""The compiled training loop: `compile` makes a `Program`, which places a state, runs iterations and explains its plan."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.explain import Plan, explain
+from msrl_jax.fragments.graph import Region, build, delay
+from msrl_jax.fragments.instructions import Instruction, Run, Schedule
+from msrl_jax.fragments.lower import Programs, lower
+from msrl_jax.fragments.partition import partition
+from msrl_jax.fragments.placement import DistributionPolicy, Layout
+from msrl_jax.fragments.runtime import Executor
+from msrl_jax.fragments.schedule import schedule
+from msrl_jax.fragments.trace import axis_sizes, leaf_axes, state_avals, trace
+
+State = TypeVar("State")
+Leaves = list[tuple[jax.Array, ...]]
+
+# Iterations that the host may be ahead of the devices, beyond the staleness: enough to hide dispatch, and bounded memory.
+_AHEAD = 2
+
+
+class Delayed(NamedTuple):
+    """The state of a run with stale actors: the algorithm's state, and the parameters that are on their way.
+
+    Attributes:
+      state: the algorithm's state.
+      registers: for every delayed leaf its last values, oldest first.
+    """
+
+    state: Any
+    registers: tuple[jax.Array, ...]
+
+
+def compile(  # noqa: A001 - msrl_jax.compile reads as jax.jit(...).lower(...).compile() does
+    iteration: Callable[[State], tuple[State, Any]],
+    state: State,
+    *,
+    policy: DistributionPolicy,
+    axes: Any = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> "Program[State]":
+    """Compiles a training iteration for a distribution policy.
+
+    Traces the iteration, partitions it at its fragments and checks that everything fits; XLA compiles on first use.
+
+    Args:
+      iteration: pure function `state -> (state, metrics)` that calls functions marked with `fragment`.
+      state: pytree of arrays, or of `jax.ShapeDtypeStruct` to plan without data.
+      policy: where each role runs.
+      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
+        part; None replicates.
+      devices: devices that the policy may use; all of the default platform if not given.
+
+    Returns:
+      The program.
+
+    Raises:
+      TypeError: if a leaf of the state is no array, or the next state differs from the state; names the leaf.
+      ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
+        the devices of a placement, or a `cond` or `while` spans placements.
+    """
+    start = time.perf_counter()
+    specs = leaf_axes(state, axes)
+    sizes = axis_sizes(state, specs)
+    layout = policy.layout(list(jax.devices() if devices is None else devices), sizes)
+    _check_sizes(layout, sizes)
+    closed, metrics = trace(iteration, state)
+    _, paths = state_avals(state)
+    region = build(closed, layout, paths, specs)
+    if layout.staleness:
+        delay(region, layout.staleness, layout)
+    default = layout.placement("learner", "the training state")
+    plan = schedule(partition(region, default), default)
+    fused = jaxpr_as_fun(closed) if len(plan.body) and _is_fused(region, layout) else None
+    trees = jax.tree.structure(state), jax.tree.structure(metrics)
+    return Program(layout, region, plan, fused, trees, time.perf_counter() - start)
+
+
+def _check_sizes(layout: Layout, sizes: dict[str, int]) -> None:
+    for placement in layout.placements:
+        split: set[str] = set()
+        for axis, mesh_axis in placement.rules:
+            if axis not in sizes or mesh_axis in split:
+                continue
+            split.add(mesh_axis)
+            ways = placement.mesh.shape[mesh_axis]
+            if sizes[axis] % ways:
+                what = "num_envs" if axis == "env" else f"the size of axis {axis!r}"
+                fit = [n for n in range(1, len(placement.devices) + 1) if sizes[axis] % n == 0]
+                raise ValueError(
+                    f"{what}={sizes[axis]} cannot be split over the {ways} devices of placement {placement.name!r}; use "
+                    f"a multiple of {ways}, or give {placement.name!r} {' or '.join(map(str, fit))} devices in {layout.policy}"
+                )
+
+
+def _is_fused(region: Region, layout: Layout) -> bool:
+    """Whether one placement holds every fragment, so that whole runs of iterations can be one program."""
+    return not layout.staleness and len({n.placement for n in region.nodes if n.fragments}) <= 1 and not any(
+        n.loop for n in region.nodes
+    )
+
+
+class Program(Generic[State]):
+    """A training iteration, compiled for a distribution policy.
+
+    Attributes:
+      layout: the placements.
+      graph: the fragmented dataflow graph: nodes with their placements, opened loops inside.
+      schedule: the instructions with the state's and the metrics' values.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        graph: Region,
+        plan: Schedule,
+        fused: Callable | None,
+        trees: tuple[Any, Any],
+        seconds: float,
+    ):
+        self.layout, self.graph, self.schedule = layout, graph, plan
+        self._fused, (self._tree, self._metrics_tree) = fused, trees
+        self._programs = Programs(seconds=seconds)
+        self._scans: dict[int, jax.stages.Compiled] = {}
+        self._executor: Executor | None = None
+        self._shardings = [
+            tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
+            for copies, spec in zip(plan.inputs, graph.axes, strict=True)
+        ]
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """What one iteration executes, in order; a single Run if the policy fuses the loop into one program."""
+        body = self.schedule.body
+        return tuple(i for i in body if isinstance(i, Run)) if self.is_fused else body
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a whole run of iterations is one XLA program."""
+        return self._fused is not None
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices in use."""
+        return self.layout.devices
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent tracing, partitioning and compiling so far."""
+        return self._programs.seconds
+
+    @property
+    def num_compilations(self) -> int:
+        """XLA compilations so far."""
+        return self._programs.count
+
+    def place(self, state: State | Delayed) -> Any:
+        """Copies a state to where the program keeps it.
+
+        Args:
+          state: the state, on any devices or as NumPy arrays; or the state of a run with the same staleness.
+
+        Returns:
+          The state, on the program's devices; a `Delayed` (state and registers) if the policy has staleness.
+        """
+        return self._wrap(self._fill(state, copy=True))
+
+    def unwrap(self, state: State | Delayed) -> State:
+        """The algorithm's state, without the registers of stale parameters.
+
+        Args:
+          state: what `place` or `run` returned.
+
+        Returns:
+          A pytree like the one that the program was compiled for.
+        """
+        return state.state if isinstance(state, Delayed) else state
+
+    def __call__(self, state: State | Delayed) -> tuple[Any, Any]:
+        """Runs one iteration.
+
+        Args:
+          state: the state. It stays valid.
+
+        Returns:
+          The next state and the metrics, as `jax.Array` or NumPy arrays.
+        """
+        state, metrics = self.run(state, 1)
+        return state, jax.tree.map(lambda x: x[0], metrics)
+
+    def run(
+        self, state: State | Delayed, iterations: int, *, chunk: int | None = None, donate: bool = False
+    ) -> tuple[Any, Any]:
+        """Runs iterations.
+
+        Args:
+          state: the state, placed or not.
+          iterations: how many.
+          chunk: how many to run between two readings of the metrics, in one program if the policy fuses the loop;
+            at most 100 unless given.
+          donate: whether the state's memory may be reused; it is then invalid afterwards.
+
+        Returns:
+          The state after the last iteration and the metrics as NumPy arrays, with a leading axis of length `iterations`.
+
+        Raises:
+          ValueError: if `iterations` or `chunk` is not a positive integer.
+        """
+        chunk = min(iterations, 100) if chunk is None else chunk
+        for name, number in (("iterations", iterations), ("chunk", chunk)):
+            if not isinstance(number, int | np.integer) or number < 1:
+                raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+        leaves = self._fill(state, copy=not donate)
+        parts = []
+        for start in range(0, iterations, chunk):
+            leaves, metrics = self._chunk(leaves, min(chunk, iterations - start))
+            parts.append(metrics)
+        stacked = parts[0] if len(parts) == 1 else [np.concatenate(m) for m in zip(*parts, strict=True)]
+        return self._wrap(leaves), jax.tree.unflatten(self._metrics_tree, stacked)
+
+    def warm_up(self, chunk: int = 1) -> None:
+        """Compiles everything that a run with this chunk needs, without running it.
+
+        Args:
+          chunk: iterations between two readings of the metrics.
+        """
+        if self.is_fused:
+            self._scan(chunk)
+        else:
+            self._ready()
+
+    def explain(self) -> Plan:
+        """The plan: fragments, what crosses, collectives, dispatches and warnings. Compiles, but runs nothing.
+
+        Returns:
+          The plan; print it, or take `to_dict()`.
+        """
+        self.warm_up()
+        compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._programs.compiled
+        return explain(self.layout, self.graph, self.instructions, compiled, self._programs.shardings)
+
+    def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
+        if self.is_fused:
+            flat, metrics = self._scan(length)([copies[0] for copies in leaves])
+            return [(x,) for x in flat], jax.device_get(metrics)
+        execute = self._ready()
+        rows: list[list[jax.Array]] = []
+        in_flight: deque[Any] = deque()
+        for _ in range(length):
+            leaves, row = execute(leaves)
+            rows.append(row)
+            in_flight.append(row)
+            if not row:
+                jax.block_until_ready(leaves)
+            elif len(in_flight) > _AHEAD + self.layout.staleness:
+                jax.block_until_ready(in_flight.popleft())
+        return leaves, [np.stack(column) for column in zip(*jax.device_get(rows), strict=True)]
+
+    def _scan(self, length: int) -> jax.stages.Compiled:
+        """`length` iterations as one program."""
+        if length not in self._scans:
+            body = self._fused
+            assert body is not None
+            num_state = len(self.schedule.inputs)
+
+            def iterations(leaves):
+                def step(leaves, _):
+                    results = body(*leaves)
+                    return results[:num_state], results[num_state:]
+
+                return jax.lax.scan(step, leaves, None, length=length)
+
+            args = [
+                jax.ShapeDtypeStruct(copies[0].aval.shape, copies[0].aval.dtype, sharding=shardings[0])
+                for copies, shardings in zip(self.schedule.inputs, self._shardings, strict=True)
+            ]
+            out = [shardings[0] for shardings in self._shardings], None
+            start = time.perf_counter()
+            self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
+            self._programs.seconds += time.perf_counter() - start
+            self._programs.count += 1
+        return self._scans[length]
+
+    def _ready(self) -> Executor:
+        if self._executor is None:
+            lower(self.schedule, self.graph.axes, self._programs)
+            self._executor = Executor(self.schedule, self._programs)
+        return self._executor
+
+    def _fill(self, state: State | Delayed, *, copy: bool) -> Leaves:
+        """The copies of every leaf where the program wants them; fresh memory if `copy`."""
+        delayed = isinstance(state, Delayed)
+        flat, tree = jax.tree.flatten(state.state if delayed else state)
+        if tree != self._tree:
+            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+        depth, extra = self.layout.staleness, len(self.schedule.inputs) - len(flat)
+        if delayed and len(state.registers) != extra:
+            raise ValueError(
+                f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
+                f"(staleness={depth}); pass program.unwrap(state) to start from its newest parameters"
+            )
+        for x, copies in zip(flat, self.schedule.inputs, strict=False):
+            aval = copies[0].aval
+            if x.shape != aval.shape or x.dtype != aval.dtype:
+                raise ValueError(
+                    f"{copies[0].label} is {x.dtype}{list(x.shape)}, but the program was compiled for "
+                    f"{aval.dtype}{list(aval.shape)}"
+                )
+        if extra:
+            flat += state.registers if delayed else [flat[i] for i in self._registers() for _ in range(depth)]
+        return _put(flat, self._shardings, copy)
+
+    def _registers(self) -> list[int]:
+        """The positions of the leaves that have registers."""
+        num_state = self._tree.num_leaves
+        last = self.graph.outputs[num_state + self.layout.staleness - 1 : len(self.graph.carry) : self.layout.staleness]
+        return [self.graph.carry.index(leaf) for leaf in last]  # type: ignore[arg-type]
+
+    def _wrap(self, leaves: Leaves) -> Any:
+        flat = [copies[0] for copies in leaves]
+        count = self._tree.num_leaves
+        state = jax.tree.unflatten(self._tree, flat[:count])
+        return Delayed(state, tuple(flat[count:])) if self.layout.staleness else state
+
+
+def _put(flat: Sequence[Any], shardings: Sequence[tuple[jax.sharding.NamedSharding, ...]], copy: bool) -> Leaves:
+    """Every leaf with each of its shardings, in memory that nobody else holds."""
+    targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
+    fresh: list[bool] = []
+    seen: set[int] = set()
+    for i, s in targets:
+        x = flat[i]
+        # A transfer may share memory with its source where the devices do, and the same array may stand in two places.
+        shared = not isinstance(x, jax.Array) or bool(x.sharding.device_set & s.device_set)
+        fresh.append((shared and (copy or id(x) in seen or x.sharding != s)))
+        seen.add(id(x))
+    arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
+    by_mesh: dict[Any, list[int]] = {}
+    for k, (_, s) in enumerate(targets):
+        if fresh[k]:
+            by_mesh.setdefault(s.mesh, []).append(k)
+    for ks in by_mesh.values():
+        out = [targets[k][1] for k in ks]
+        for k, x in zip(ks, jax.jit(_copies, out_shardings=out)([arrays[k] for k in ks]), strict=True):
+            arrays[k] = x
+    it = iter(arrays)
+    return [tuple(next(it) for _ in copies) for copies in shardings]
+
+
+def _copies(xs: list[jax.Array]) -> list[jax.Array]:
+    return [x.copy() for x in xs]
+

@@ -1,0 +1,136 @@
+"""The runtime: executes an instruction list, one asynchronous dispatch per instruction."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.lower import Programs
+
+Slots = list
+Step = Callable[[Slots], None]
+
+
+class Executor:
+    """Runs iterations of a compiled schedule.
+
+    The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
+    """
+
+    def __init__(self, schedule: Schedule, programs: Programs):
+        self._schedule, self._programs = schedule, programs
+        self._size = 1 + max(
+            [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
+            + [v.index for v in programs.shardings],
+            default=0,
+        )
+        self._rows: dict[tuple, list[jax.Array]] = {}
+        self._constants = [
+            (v.index, jax.device_put(data, programs.shardings[v])) for v, data in schedule.constants.items()
+        ]
+        self._steps = [self._step(i) for i in schedule.body]
+
+    def __call__(self, state: Sequence[tuple[jax.Array, ...]]) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
+        """Dispatches one iteration.
+
+        Args:
+          state: the copies of every leaf. Their memory is consumed.
+
+        Returns:
+          The next state and the metrics' leaves, neither of them waited for.
+        """
+        slots: Slots = [None] * self._size
+        for index, array in self._constants:
+            slots[index] = array
+        for values, copies in zip(self._schedule.inputs, state, strict=True):
+            for v, x in zip(values, copies, strict=True):
+                slots[v.index] = x
+        for step in self._steps:
+            step(slots)
+        after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
+        return after, [slots[v.index] for v in self._schedule.metrics]
+
+    def _step(self, i: Instruction) -> Step:
+        match i:
+            case Run():
+                return self._run(i)
+            case Move():
+                return self._move(i)
+            case Alloc():
+                return _call(self._programs.compiled[i], [], [v.index for v in i.results])
+            case Free():
+                return _free([v.index for v in i.values])
+            case Loop():
+                return self._loop(i)
+
+    def _run(self, i: Run) -> Step:
+        ins = [v.index for v in [*([i.index] if i.index else []), *i.reads()]]
+        return _call(self._programs.compiled[i], ins, [v.index for v in i.makes()])
+
+    def _move(self, i: Move) -> Step:
+        ins, outs = [v.index for v in i.sources], [v.index for v in i.results]
+        if i.is_copy:
+            return _call(self._programs.compiled[i], ins, outs)
+        shardings = [self._programs.shardings[v] for v in i.results]
+
+        def step(slots: Slots) -> None:
+            for o, x in zip(outs, jax.device_put([slots[k] for k in ins], shardings), strict=True):
+                slots[o] = x
+
+        return step
+
+    def _loop(self, i: Loop) -> Step:
+        steps = [self._step(b) for b in i.body]
+        rows = [(v.index, self._row_numbers(v, i.length)) for v in i.indices]
+        enters = [c.enter.index for c in i.carry]
+        leaves = [c.leave.index for c in i.carry]
+        start = [(c.init.index, c.enter.index) for c in i.carry]
+        end = [(c.enter.index, c.result.index) for c in i.carry]
+        order = range(i.length - 1, -1, -1) if i.reverse else range(i.length)
+
+        def step(slots: Slots) -> None:
+            for init, enter in start:
+                slots[enter] = slots[init]
+            for init, _ in start:
+                slots[init] = None
+            for t in order:
+                for slot, numbers in rows:
+                    slots[slot] = numbers[t]
+                for b in steps:
+                    b(slots)
+                left = [slots[k] for k in leaves]
+                for k in leaves:
+                    slots[k] = None
+                for k, x in zip(enters, left, strict=True):
+                    slots[k] = x
+            for enter, result in end:
+                slots[result] = slots[enter]
+                slots[enter] = None
+
+        return step
+
+    def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
+        """Row numbers as arrays that already lie on the devices: a loop must not wait for a transfer from the host."""
+        sharding = self._programs.shardings[index]
+        known = self._rows.setdefault(sharding, [])
+        if len(known) < length:
+            more = [np.int32(t) for t in range(len(known), length)]
+            known += jax.device_put(more, [sharding] * len(more))
+        return known
+
+
+def _call(compiled: Callable, ins: Sequence[int], outs: Sequence[int]) -> Step:
+    def step(slots: Slots) -> None:
+        for o, x in zip(outs, compiled(*[slots[k] for k in ins]), strict=True):
+            slots[o] = x
+
+    return step
+
+
+def _free(indices: Sequence[int]) -> Step:
+    def step(slots: Slots) -> None:
+        for k in indices:
+            slots[k] = None
+
+    return step

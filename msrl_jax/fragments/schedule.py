@@ -1,0 +1,290 @@
+"""Scheduling: from a partition to the instruction list, with one Move per value and destination."""
+
+import itertools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from msrl_jax._compat import Atom, Literal, Var, make_jaxpr_of
+from msrl_jax.fragments.graph import Node, Region
+from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.ownership import settle
+from msrl_jax.fragments.partition import Group, Partition
+from msrl_jax.fragments.placement import Placement
+
+
+def schedule(part: Partition, default: Placement) -> Schedule:
+    """Turns the partition of a training iteration into instructions.
+
+    Args:
+      part: the partition.
+      default: where literals go that nothing else touches.
+
+    Returns:
+      The schedule.
+    """
+    names = _Names(part.region.labels)
+    region = part.region
+    emit = _Emitter(part, names, default, is_iteration=True)
+    inputs = []
+    for var, homes in zip(region.carry, part.homes, strict=True):
+        inputs.append(tuple(emit.define(var, p) for p in homes))
+    for var in region.consts:
+        for p in part.needed_at[var]:
+            if (var, p.mesh) not in emit.table:
+                names.constants[emit.define(var, p)] = region.constants[var]
+    emit.groups()
+    outputs = tuple(
+        tuple(emit.at(a, p) for p in homes) for a, homes in zip(region.outputs, part.homes, strict=False)
+    )
+    metrics = tuple(emit.anywhere(a) for a in region.outputs[len(region.carry) :])
+    emit.flush()
+    owned = {v for copies in inputs for v in copies}
+    body, flat = settle(emit.out, owned, [v for copies in outputs for v in copies], list(metrics), names.new)
+    it = iter(flat)
+    outputs = tuple(tuple(next(it) for _ in copies) for copies in outputs)
+    return Schedule(tuple(inputs), body, outputs, tuple(it), names.constants)
+
+
+class _Names:
+    """Numbers values, and keeps the constants of the whole program."""
+
+    def __init__(self, labels: dict[Var, str]):
+        self.labels = labels
+        self.constants: dict[Value, object] = {}
+        self._literals: dict[tuple, Value] = {}
+        self._count = itertools.count()
+
+    def new(self, aval, placement: Placement, label: str) -> Value:
+        return Value(next(self._count), aval, placement, label)
+
+    def literal(self, literal: Literal, placement: Placement) -> Value:
+        key = (np.asarray(literal.val).tobytes(), str(literal.aval), placement.mesh)
+        if key not in self._literals:
+            value = self.new(literal.aval, placement, f"literal {literal.val}")
+            self.constants[value] = np.asarray(literal.val, literal.aval.dtype)
+            self._literals[key] = value
+        return self._literals[key]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A variable that is the current row of a stacked array."""
+
+    stacked: Value
+
+
+class _Emitter:
+    """Emits one region; `table` holds the value of each variable on each mesh."""
+
+    def __init__(self, part: Partition, names: _Names, default: Placement, is_iteration: bool = False):
+        self.part, self.names, self.default, self.is_iteration = part, names, default, is_iteration
+        self.table: dict[tuple[Var, Mesh], Value | _Row] = {}
+        self.out: list[Instruction] = []
+        self.indices: dict[Mesh, Value] = {}
+        self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
+        self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
+        self._exports = self._find_exports()
+
+    def define(self, var: Var, placement: Placement) -> Value:
+        """Names a variable's value at a placement."""
+        value = self.names.new(var.aval, placement, self.names.labels.get(var, ""))
+        self.table[var, placement.mesh] = value
+        return value
+
+    def source(self, var: Var, placement: Placement) -> Placement:
+        """The placement from which `placement` gets a variable: itself, or one on the same mesh, if it has it."""
+        made = self.part.made_at.get(var) or self.part.needed_at.get(var) or [placement]
+        return next((p for p in made if p.mesh == placement.mesh), made[0])
+
+    def at(self, atom: Atom, placement: Placement) -> Value:
+        """The value at a placement, moved there if need be."""
+        entry = self.entry(atom, placement)
+        return self.row(entry, placement) if isinstance(entry, _Row) else entry
+
+    def entry(self, atom: Atom, placement: Placement) -> Value | _Row:
+        if isinstance(atom, Literal):
+            return self.names.literal(atom, placement)
+        found = self.table.get((atom, placement.mesh))
+        if found is None:
+            home = self.source(atom, placement)
+            held = self.table[atom, home.mesh]
+            held = self.row(held, home) if isinstance(held, _Row) else held
+            found = self.define(atom, placement)
+            self._moves.setdefault((home.mesh, placement.mesh), []).append((held, found))
+        return found
+
+    def anywhere(self, atom: Atom) -> Value:
+        """The value wherever it is made."""
+        if isinstance(atom, Literal):
+            return self.names.literal(atom, self.default)
+        return self.at(atom, self.source(atom, self.default))
+
+    def flush(self) -> None:
+        """Emits the moves that were asked for."""
+        for pairs in self._moves.values():
+            sources, results = zip(*pairs, strict=True)
+            self.out.append(Move(sources, results))
+        self._moves.clear()
+
+    def index(self, placement: Placement) -> Value:
+        if placement.mesh not in self.indices:
+            self.indices[placement.mesh] = self.names.new(jax.typeof(np.int32(0)), placement, "row number")
+        return self.indices[placement.mesh]
+
+    def row(self, row: _Row, placement: Placement) -> Value:
+        """Emits a program of its own that reads the current row: for readers that cannot do it themselves."""
+        var = Var(row.stacked.aval.update(shape=row.stacked.aval.shape[1:]))
+        value = self.names.new(var.aval, placement, row.stacked.label)
+        self.flush()
+        self.out.append(
+            Run("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
+                index=self.index(placement))
+        )  # fmt: skip
+        return value
+
+    def groups(self) -> None:
+        """Emits everything that runs."""
+        for group in self.part.groups:
+            if group.placement is None:
+                self.loop(group)
+            else:
+                self.run(group, group.placement)
+
+    def run(self, group: Group, placement: Placement) -> None:
+        eqns = [n.eqn for n in group.nodes]
+        made = dict.fromkeys(v for e in eqns for v in e.outvars)
+        reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+        entries = {a: self.entry(a, placement) for a in reads}
+        self.flush()
+        rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, _Row))
+        inputs = tuple(e.stacked if isinstance(e, _Row) else e for e in entries.values())
+        exported = [v for v in made if v in self._exports.get(group, ())]
+        outputs = tuple(self.define(v, placement) for v in exported)
+        written = [(v, pair) for v in made for pair in self.writes.pop((v, placement.mesh), ())]
+        needs_index = bool(rows or written)
+        fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
+        name = "+".join(fragments) or "glue"
+        self.out.append(
+            Run(
+                name,
+                placement,
+                make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
+                inputs,
+                outputs,
+                rows,
+                tuple(pair for _, pair in written),
+                self.index(placement) if needs_index else None,
+                (),
+                fragments,
+                frozenset().union(*(n.roles for n in group.nodes)),
+            )
+        )
+
+    def loop(self, group: Group) -> None:
+        (node,) = group.nodes
+        inner = self.part.loops[node]
+        region = inner.region
+        num_consts, num_carry = len(region.consts), len(region.carry)
+        consts, init, xs = (
+            node.eqn.invars[:num_consts],
+            node.eqn.invars[num_consts : num_consts + num_carry],
+            node.eqn.invars[num_consts + num_carry :],
+        )
+        body = _Emitter(inner, self.names, self.default)
+        outer: dict[Value, None] = {}
+        for var, atom in zip([*region.consts, *region.xs], [*consts, *xs], strict=True):
+            stacked = var in region.xs
+            for p in inner.needed_at[var]:
+                value = self.at(atom, p)
+                outer[value] = None
+                body.table[var, p.mesh] = _Row(value) if stacked else value
+        pending: list[tuple[Value, Value, Value]] = []
+        for var, atom, homes in zip(region.carry, init, inner.homes, strict=True):
+            for p in homes:
+                pending.append((self.at(atom, p), body.define(var, p), self.define_result(node, var, region, p)))
+        buffers = self.buffers(node, inner, body)
+        self.flush()
+        if buffers:
+            self.out.append(Alloc(tuple(init for init, *_ in buffers)))
+        body.groups()
+        for atom, placement, enter, leave in [(a, p, e, out) for _, e, out, a, p, _ in buffers]:
+            if not isinstance(atom, Var) or (enter, leave) in body.writes.get((atom, placement.mesh), ()):
+                body.write(atom, placement, enter, leave)
+        leaves = [
+            body.at(a, p) for a, homes in zip(region.outputs, inner.homes, strict=False) for p in homes
+        ]
+        body.flush()
+        enters = [e for _, e, _ in pending] + [e for _, e, *_ in buffers]
+        outs = leaves + [leave for _, _, leave, *_ in buffers]
+        instructions, outs = settle(body.out, set(enters), outs, [], self.names.new)
+        inits = [i for i, *_ in pending] + [i for i, *_ in buffers]
+        results = [r for *_, r in pending] + [r for *_, r in buffers]
+        carry = tuple(Carry(*c) for c in zip(inits, enters, outs, results, strict=True))
+        indices = tuple(body.indices.values())
+        self.out.append(Loop(region.length, region.reverse, carry, tuple(outer), indices, instructions))
+
+    def define_result(self, node: Node, var: Var, region: Region, placement: Placement) -> Value:
+        return self.define(node.eqn.outvars[region.carry.index(var)], placement)
+
+    def buffers(self, node: Node, inner: Partition, body: "_Emitter"):
+        """For each stacked result that is read: (init, enter, leave, atom, placement, result)."""
+        region = inner.region
+        num_carry = len(region.carry)
+        found = []
+        for i, atom in enumerate(region.outputs[num_carry:], num_carry):
+            var = node.eqn.outvars[i]
+            placement = self.part.made_at[var][0]
+            label = self.names.labels.get(var, "")
+            init, enter, leave = (self.names.new(var.aval, placement, label) for _ in range(3))
+            if isinstance(atom, Var):
+                body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
+            found.append((init, enter, leave, atom, placement, self.define(var, placement)))
+        return found
+
+    def write(self, atom: Atom, placement: Placement, enter: Value, leave: Value) -> None:
+        """Emits a program of its own that stores a row which no program here makes."""
+        var = Var(atom.aval)
+        entry = self.entry(atom, placement)
+        self.flush()
+        rows = (0,) if isinstance(entry, _Row) else ()
+        value = entry.stacked if isinstance(entry, _Row) else entry
+        self.out.append(
+            Run("write row", placement, make_jaxpr_of([], [var], [var], "write row"), (value,), (), rows,
+                ((enter, leave),), self.index(placement))
+        )  # fmt: skip
+
+    def _find_exports(self) -> dict[Group, set[Var]]:
+        """For each group, the variables that something outside of it reads."""
+        part = self.part
+        holder = {(v, g.placement): g for g in part.groups for n in g.nodes for v in n.eqn.outvars}
+        exports: dict[Group, set[Var]] = {}
+
+        def read(atom: Atom, at: Placement, reader: Group | None) -> None:
+            if isinstance(atom, Var):
+                group = holder.get((atom, self.source(atom, at)))
+                if group is not None and group is not reader:
+                    exports.setdefault(group, set()).add(atom)
+
+        for group in part.groups:
+            for node in group.nodes:
+                if group.placement is not None:
+                    for atom in node.eqn.invars:
+                        read(atom, group.placement, group)
+                    continue
+                inner = part.loops[node]
+                first, last = len(inner.region.consts), len(inner.region.consts) + len(inner.homes)
+                variables = [*inner.region.consts, *inner.region.carry, *inner.region.xs]
+                for i, (atom, var) in enumerate(zip(node.eqn.invars, variables, strict=True)):
+                    for p in inner.homes[i - first] if first <= i < last else inner.needed_at[var]:
+                        read(atom, p, group)
+        for atom, homes in zip(part.region.outputs, part.homes, strict=False):
+            for p in homes:
+                read(atom, p, None)
+        if self.is_iteration:
+            for atom in part.region.outputs[len(part.homes) :]:
+                if isinstance(atom, Var):
+                    read(atom, self.source(atom, self.default), None)
+        return exports

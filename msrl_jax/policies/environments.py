@@ -1,0 +1,49 @@
+"""Environments: devices of their own for environments, the agents' networks on others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from msrl_jax.policies.base import Layout, Placement, on_platform, take
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Environments on dedicated devices; the agents' networks are split over the "agent" axis of another sub-mesh.
+
+    For many agents, or environments that are heavy themselves: MALib's setting, and MSRL's DP-Environments. Arrays without
+    an "agent" dimension are split along "env" on the agents' devices too, so a single agent trains data-parallel there.
+
+    Attributes:
+      envs: how many devices step environments; None for half of them, or fewer so that they divide their number.
+      agents: how many devices hold agents; None for the most of the rest that divide the number of agents (of
+        environments, if there is no "agent" axis).
+      env_platform: platform of the environments' devices, such as "cpu" beside accelerators; None for the same devices.
+    """
+
+    envs: int | None = None
+    agents: int | None = None
+    env_platform: str | None = None
+
+    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+        """Places environments on one sub-mesh and agents on another."""
+        axis = {"env": sizes[a] for a in ("agent", "env") if a in sizes}
+        axis = {"env": sizes["agent"]} if "agent" in sizes else axis
+        if self.env_platform is not None:
+            envs = take(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
+            agents = take(devices, {"agents": self.agents}, axis, self)["agents"]
+        elif len(devices) == 1:
+            parts = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self)
+            envs, agents = parts["envs"], parts["agents"]
+        else:
+            some = self.envs or (len(devices) - self.agents if self.agents else len(devices) // 2)
+            wanted = {"envs": self.envs, "agents": self.agents or 1}
+            envs = take(devices[:some] if self.envs is None else devices, {"envs": wanted["envs"]}, sizes, self)["envs"]
+            rest = devices[len(envs) :]
+            if not rest:
+                raise ValueError(f"{self}: no device is left for the agents; there are {len(devices)}, ask for fewer envs")
+            agents = take(rest, {"agents": self.agents}, axis, self)["agents"]
+        env_mesh, agent_mesh = Placement.over("envs", envs), Placement.over("agents", agents, axis="agent")
+        roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
+        return Layout(roles, policy=str(self))

@@ -1,0 +1,53 @@
+"""Distribution policies by name."""
+
+import dataclasses
+import difflib
+from typing import Any
+
+from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.policies.central import Central
+from msrl_jax.policies.environments import Environments
+from msrl_jax.policies.gpu_only import GPUOnly
+from msrl_jax.policies.multi_learner import MultiLearner
+from msrl_jax.policies.single_learner import SingleLearnerCoarse, SingleLearnerFine
+
+POLICIES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments, Central)
+}
+
+
+def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPolicy:
+    """A distribution policy by its name.
+
+    Args:
+      policy: a name in `POLICIES`, whatever its case, or a policy, which is returned as it is.
+      **parameters: the policy's parameters, such as `learners=2`.
+
+    Returns:
+      The policy.
+
+    Raises:
+      ValueError: if there is no such policy, or it has no such parameter; suggests the nearest.
+      TypeError: if `policy` is neither a name nor a policy, or parameters are given for a policy object.
+    """
+    if not isinstance(policy, str):
+        if not isinstance(policy, DistributionPolicy) or isinstance(policy, type):
+            raise TypeError(f"{policy!r} is no distribution policy: it needs a method layout(devices, sizes)")
+        if parameters:
+            raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
+        return policy
+    by_name = {name.lower(): cls for name, cls in POLICIES.items()}
+    cls = by_name.get(policy.lower())
+    if cls is None:
+        near = difflib.get_close_matches(policy.lower(), by_name, 1, cutoff=0.0)
+        raise ValueError(
+            f"unknown policy {policy!r}; did you mean {by_name[near[0]].__name__!r}? There are {', '.join(POLICIES)}"
+        )
+    fields = [f.name for f in dataclasses.fields(cls)]
+    for name in parameters:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint} It has {', '.join(fields)}")
+    return cls(**parameters)
