@@ -1,1 +1,23 @@
-"""To come."""
+"""Environments: the protocols, `make`, `vectorise` and the wrappers."""
+
+from msrl_jax.envs.base import Environment as Environment
+from msrl_jax.envs.base import TimeStep as TimeStep
+from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
+from msrl_jax.envs.registry import make as make
+from msrl_jax.envs.registry import names as names
+from msrl_jax.envs.registry import register as register
+from msrl_jax.envs.running import RunningStatistics as RunningStatistics
+from msrl_jax.envs.spaces import Box as Box
+from msrl_jax.envs.spaces import Dict as Dict
+from msrl_jax.envs.spaces import Discrete as Discrete
+from msrl_jax.envs.spaces import Space as Space
+from msrl_jax.envs.spaces import Tuple as Tuple
+from msrl_jax.envs.vector import Vectorised as Vectorised
+from msrl_jax.envs.vector import VectorState as VectorState
+from msrl_jax.envs.vector import vectorise as vectorise
+from msrl_jax.envs.vector_wrappers import EpisodeStatistics as EpisodeStatistics
+from msrl_jax.envs.vector_wrappers import NormalizeObservation as NormalizeObservation
+from msrl_jax.envs.vector_wrappers import NormalizeReward as NormalizeReward
+from msrl_jax.envs.wrappers import FlattenObservation as FlattenObservation
+from msrl_jax.envs.wrappers import FrameStack as FrameStack
+from msrl_jax.envs.wrappers import TimeLimit as TimeLimit

@@ -1,0 +1,67 @@
+"""Environments by name: `make`, `register`, `names`."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from msrl_jax.envs.base import Environment
+
+_factories: dict[str, Callable[..., Environment]] = {}
+
+
+def register(name: str, factory: Callable[..., Environment]) -> None:
+    """Makes an environment known to `make`, and so to `train` and the command line.
+
+    Args:
+      name: by which `make` finds it.
+      factory: takes the keyword arguments of `make`; the class of the environment, for instance.
+
+    Raises:
+      TypeError: if the factory cannot be called.
+      ValueError: if the name is taken.
+    """
+    if not callable(factory):
+        raise TypeError(f"register({name!r}): {factory!r} cannot be called; pass a class or a function")
+    if name in names():
+        raise ValueError(f"there is an environment {name!r} already; choose another name")
+    _factories[name] = factory
+
+
+def make(name: str, **params: Any) -> Environment:
+    """Builds an environment.
+
+    Args:
+      name: a registered name, or one of gymnax's (`"CartPole-v1"`, `"Breakout-MinAtar"`); `names` lists all.
+      **params: arguments of the registered factory; of a gymnax environment, fields of its `EnvParams`
+        (`max_steps_in_episode=100`) and arguments of its constructor.
+
+    Returns:
+      The environment.
+
+    Raises:
+      ValueError: if there is none of that name, or it does not have such a parameter.
+    """
+    if name in _factories:
+        return _factories[name](**params)
+    if name not in names():
+        raise ValueError(
+            f"there is no environment {name!r}{suggestion(name, names())}; "
+            "envs.names() lists all, envs.register adds one"
+        )
+    from msrl_jax.envs import gymnax_env
+
+    return gymnax_env.make(name, **params)
+
+
+def names() -> list[str]:
+    """All names that `make` knows: the registered ones, then gymnax's."""
+    import gymnax  # here, because it imports pyplot and seaborn: a second that only its users should wait
+
+    return [*_factories, *gymnax.registered_envs]
+
+
+def suggestion(name: str, options: Iterable[str]) -> str:
+    """The part of a message that proposes the nearest of some names; empty if none is near."""
+    lower = {option.lower(): option for option in options}
+    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    return f" (did you mean {lower[near[0]]!r}?)" if near else ""

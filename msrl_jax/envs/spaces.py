@@ -1,0 +1,222 @@
+"""Spaces: which observations an environment emits and which actions it takes.
+
+A value of a `Tuple` or `Dict` space is the tuple or dict of its parts' values; of the others, one array.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+Space: TypeAlias = "Discrete | Box | Tuple | Dict"
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """The integers `0 .. n-1`.
+
+    Attributes:
+      n: how many values there are, at least 1.
+      dtype: integer dtype of a value.
+    """
+
+    n: int
+    dtype: DTypeLike = jnp.int32
+
+    def __post_init__(self):
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.n < 1:
+            raise ValueError(f"Discrete(n={self.n}) is empty; n must be at least 1")
+        if not jnp.issubdtype(self.dtype, jnp.integer):
+            raise ValueError(f"Discrete(dtype={self.dtype}) is no integer dtype; use int32")
+
+    @property
+    def shape(self) -> tuple[()]:
+        """The shape of a value: a scalar."""
+        return ()
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws a value uniformly."""
+        return jax.random.randint(key, (), 0, self.n, self.dtype)
+
+    def contains(self, x: ArrayLike) -> jax.Array:
+        """Whether `x` is an integer of the space; bool[]."""
+        x = jnp.asarray(x)
+        if x.shape != () or not jnp.issubdtype(x.dtype, jnp.integer):
+            return jnp.asarray(False)
+        return (x >= 0) & (x < self.n)
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """Arrays with a lower and an upper bound for every element.
+
+    Attributes:
+      low: lower bounds, -inf where there is none; a number or an array, kept as a NumPy array `[*shape]`.
+      high: upper bounds, inf where there is none; likewise.
+      shape: shape of a value.
+      dtype: dtype of a value.
+    """
+
+    low: Any
+    high: Any
+    shape: tuple[int, ...]
+    dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self):
+        dtype, shape = np.dtype(self.dtype), tuple(self.shape)
+        bounds = []
+        for name, bound in {"low": self.low, "high": self.high}.items():
+            bound = np.asarray(bound, dtype)
+            try:
+                bounds.append(np.broadcast_to(bound, shape))  # a read-only view
+            except ValueError:
+                raise ValueError(f"Box: {name} of shape {bound.shape} does not broadcast to shape={shape}") from None
+        low, high = bounds
+        if np.any(low > high):
+            where = tuple(int(i) for i in np.argwhere(low > high)[0])
+            raise ValueError(f"Box is empty: low={low[where]} is above high={high[where]} at index {where}")
+        for name, value in {"low": low, "high": high, "shape": shape, "dtype": dtype}.items():
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Box) or self.dtype != other.dtype:
+            return False
+        return np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype, self.low.tobytes(), self.high.tobytes()))
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws every element on its own.
+
+        Uniformly where it has both bounds, from the normal distribution where it has none, and exponentially far from
+        its only bound where it has one.
+        """
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            high = np.where(self.high < np.iinfo(self.high.dtype).max, self.high.astype(np.int64) + 1, self.high)
+            return jax.random.randint(key, self.shape, self.low, high).astype(self.dtype)
+        uniform_key, normal_key, tail_key = jax.random.split(key, 3)
+        has_low, has_high = np.isfinite(self.low), np.isfinite(self.high)
+        low, high = np.where(has_low, self.low, 0), np.where(has_high, self.high, 0)
+        unit = jax.random.uniform(uniform_key, self.shape)
+        tail = jax.random.exponential(tail_key, self.shape)
+        both = jnp.clip(low * (1 - unit) + high * unit, low, np.maximum(low, high))  # high - low could overflow
+        one = jnp.where(has_low, low + tail, high - tail)
+        none = jax.random.normal(normal_key, self.shape)
+        return jnp.where(has_low & has_high, both, jnp.where(has_low | has_high, one, none)).astype(self.dtype)
+
+    def contains(self, x: ArrayLike) -> jax.Array:
+        """Whether `x` has the space's shape and lies within the bounds; bool[]."""
+        x = jnp.asarray(x)
+        if x.shape != self.shape:
+            return jnp.asarray(False)
+        return jnp.all((x >= self.low) & (x <= self.high))
+
+
+@dataclass(frozen=True)
+class Tuple:
+    """A tuple of values, one of each space."""
+
+    spaces: tuple["Space", ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "spaces", tuple(self.spaces))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The shapes of the parts."""
+        return tuple(space.shape for space in self.spaces)
+
+    @property
+    def dtype(self) -> tuple[Any, ...]:
+        """The dtypes of the parts."""
+        return tuple(space.dtype for space in self.spaces)
+
+    def sample(self, key: jax.Array) -> tuple[Any, ...]:
+        """Draws a value of every part."""
+        keys = jax.random.split(key, len(self.spaces))
+        return tuple(space.sample(k) for space, k in zip(self.spaces, keys, strict=True))
+
+    def contains(self, x: Any) -> jax.Array:
+        """Whether `x` is a tuple of values of the parts; bool[]."""
+        if not isinstance(x, tuple) or len(x) != len(self.spaces):
+            return jnp.asarray(False)
+        return jnp.all(jnp.stack([space.contains(v) for space, v in zip(self.spaces, x, strict=True)]))
+
+
+@dataclass(frozen=True)
+class Dict:
+    """A dict of values, one of each named space, sorted by name as JAX sorts dicts."""
+
+    spaces: Mapping[str, "Space"]
+
+    def __post_init__(self):
+        object.__setattr__(self, "spaces", dict(sorted(self.spaces.items())))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.spaces.items()))
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The shapes of the parts."""
+        return {name: space.shape for name, space in self.spaces.items()}
+
+    @property
+    def dtype(self) -> dict[str, Any]:
+        """The dtypes of the parts."""
+        return {name: space.dtype for name, space in self.spaces.items()}
+
+    def sample(self, key: jax.Array) -> dict[str, Any]:
+        """Draws a value of every part."""
+        keys = jax.random.split(key, len(self.spaces))
+        return {name: space.sample(k) for (name, space), k in zip(self.spaces.items(), keys, strict=True)}
+
+    def contains(self, x: Any) -> jax.Array:
+        """Whether `x` is a dict of values of the parts; bool[]."""
+        if not isinstance(x, Mapping) or set(x) != set(self.spaces):
+            return jnp.asarray(False)
+        return jnp.all(jnp.stack([space.contains(x[name]) for name, space in self.spaces.items()]))
+
+
+def struct(space: Space) -> Any:
+    """The shapes and dtypes of a space's values, as a pytree of `jax.ShapeDtypeStruct`."""
+    return jax.eval_shape(space.sample, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def flat_space(space: Space) -> Box:
+    """The space of the vectors that `flatten` makes of a space's values: `Box` of shape `[D]`, float32."""
+    if isinstance(space, Discrete):
+        return Box(0, 1, (space.n,))
+    if isinstance(space, Box):
+        low, high = (np.ravel(bound).astype(np.float32) for bound in (space.low, space.high))
+        return Box(low, high, low.shape)
+    parts = [flat_space(part) for part in _parts(space)]
+    low, high = (np.concatenate([getattr(part, bound) for part in parts]) for bound in ("low", "high"))
+    return Box(low, high, low.shape)
+
+
+def flatten(space: Space, x: Any) -> jax.Array:
+    """Turns a value of a space into one vector: arrays ravelled, integers of a `Discrete` one-hot, parts concatenated.
+
+    Args:
+      space: where the value is from.
+      x: the value.
+
+    Returns:
+      float32 `[D]`, an element of `flat_space(space)`.
+    """
+    if isinstance(space, Discrete):
+        return jax.nn.one_hot(x, space.n, dtype=jnp.float32)
+    if isinstance(space, Box):
+        return jnp.ravel(x).astype(jnp.float32)
+    values = x if isinstance(space, Tuple) else [x[name] for name in space.spaces]
+    return jnp.concatenate([flatten(part, value) for part, value in zip(_parts(space), values, strict=True)])
+
+
+def _parts(space: Tuple | Dict) -> list[Space]:
+    return list(space.spaces) if isinstance(space, Tuple) else list(space.spaces.values())

@@ -1,0 +1,191 @@
+"""`vectorise`: many copies of an environment side by side, each with its own key, which reset themselves."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, env_name, strong
+from msrl_jax.metrics import Mean
+
+
+class VectorState(NamedTuple):
+    """The state of a vectorised environment.
+
+    Attributes:
+      key: one typed PRNG key per environment, the only source of its randomness. `[E]`
+      env_state: the states of the environments. `[E, ...]`
+    """
+
+    key: jax.Array
+    env_state: PyTree
+
+
+def vectorise(env: Environment, num_envs: int) -> "Vectorised":
+    """Runs `num_envs` copies of an environment side by side, with automatic reset.
+
+    Nothing in a step looks across environments and each has its own key. So trajectories do not depend on how the
+    environments are split over devices, and splitting them costs no communication.
+
+    Args:
+      env: the environment.
+      num_envs: how many copies, `E`.
+
+    Returns:
+      The vector environment.
+
+    Raises:
+      TypeError: if what `reset` and `step` return does not fit the protocol; the message names the value.
+      ValueError: if `num_envs` is not at least 1.
+    """
+    if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
+        raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
+    _check(env)
+    return Vectorised(env, num_envs)
+
+
+@dataclass(frozen=True)
+class Vectorised:
+    """The `VectorEnvironment` that `vectorise` returns."""
+
+    env: Environment
+    num_envs: int
+    axes = ENV_AXIS
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """Of one environment."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """Of one environment."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[VectorState, PyTree]:
+        """Starts all environments: the state, and the first observations `[E, ...]`."""
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
+            raise TypeError(f"reset needs one typed key, got {jax.typeof(key)}; make it with jax.random.key(seed)")
+
+        def reset_one(key):
+            key, reset_key = jax.random.split(key)
+            env_state, obs = strong(self.env.reset(reset_key))
+            return VectorState(key, env_state), obs
+
+        return jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
+
+    def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
+        """Advances all environments by one action each, and starts anew those whose episode ends."""
+        action = self._as_actions(action, state.key.shape[0])
+
+        def step_one(state, action):
+            key, step_key = jax.random.split(state.key)
+            step_key, reset_key = jax.random.split(step_key)
+            stepped = self.env.step(step_key, state.env_state, action)
+            env_state, final_obs, reward, terminated, truncated = strong(stepped)
+            # A reset in every step: under vmap a branch is a select, and a branch on "any done" would couple the envs.
+            fresh = strong(self.env.reset(reset_key))
+            done = terminated | truncated
+            env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
+            time_step = TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
+            return VectorState(key, env_state), time_step
+
+        return jax.vmap(step_one)(state, action)
+
+    def drain(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
+        """No metrics are kept here; `EpisodeStatistics` keeps some."""
+        return state, {}
+
+    def observe(self, state: VectorState, obs: PyTree) -> PyTree:
+        """Observations as they are."""
+        return obs
+
+    def statistics(self, state: VectorState) -> tuple[()]:
+        """No statistics are kept here."""
+        return ()
+
+    def with_statistics(self, state: VectorState, statistics: tuple[()]) -> VectorState:
+        """The state as it is."""
+        return state
+
+    def _as_actions(self, action: PyTree, num_envs: int) -> PyTree:
+        """The actions in the dtypes of the action space; refuses those of other shapes and kinds."""
+
+        def convert(path, want, x):
+            x, shape = jnp.asarray(x), (num_envs, *want.shape)
+            if x.shape != shape or not jnp.can_cast(x.dtype, want.dtype, "same_kind"):
+                raise ValueError(
+                    f"action{keystr(path)} of {self.name} is {_show(x)}; it must be {want.dtype}{list(shape)}: "
+                    f"one element of {self.action_space} for each of {num_envs} environments"
+                )
+            return x.astype(want.dtype)
+
+        return jax.tree_util.tree_map_with_path(convert, spaces.struct(self.action_space), action)
+
+
+def _check(env: Environment) -> None:
+    """Compares what `reset` and `step` would return with the protocol; computes nothing."""
+    name = env_name(env)
+    missing = [m for m in ("observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
+    if missing:
+        raise TypeError(f"{name} has no {missing[0]}; an environment has observation_space, action_space, reset, step")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    observation, action = spaces.struct(env.observation_space), spaces.struct(env.action_space)
+
+    started = jax.eval_shape(lambda key: strong(_returned(env.reset(key), f"{name}.reset", "state, obs")), key)
+    state, obs = started
+    _compare(obs, observation, f"the observation of {name}.reset", "its observation_space")
+
+    parts = "state, obs, reward, terminated, truncated"
+    stepped = jax.eval_shape(
+        lambda key, state, action: strong(_returned(env.step(key, state, action), f"{name}.step", parts)),
+        key, state, action,
+    )  # fmt: skip
+    next_state, next_obs, reward, terminated, truncated = stepped
+    _compare(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
+    _compare(next_obs, observation, f"the observation of {name}.step", "its observation_space")
+    if reward.shape != () or not (jnp.issubdtype(reward.dtype, jnp.number) or reward.dtype == bool):
+        raise TypeError(f"the reward of {name}.step is {_show(reward)}; return a scalar, float32[]")
+    for flag, x in {"terminated": terminated, "truncated": truncated}.items():
+        if x.shape != () or x.dtype != bool:
+            raise TypeError(f"{flag} of {name}.step is {_show(x)}; return a scalar bool, jnp.asarray(False) if never")
+
+
+def _returned(result: Any, where: str, parts: str) -> tuple:
+    wanted = len(parts.split(", "))
+    if not isinstance(result, tuple) or len(result) != wanted:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise TypeError(f"{where} returned {got}; return the {wanted} values ({parts})")
+    return result
+
+
+def _compare(got: PyTree, want: PyTree, what: str, reference: str) -> None:
+    got_leaves, want_leaves = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (got, want))
+    for path in [*got_leaves, *want_leaves]:
+        a, b = got_leaves.get(path), want_leaves.get(path)
+        if a is None or b is None:
+            has, lacks = (what, reference) if b is None else (reference, what)
+            where = keystr(path) or "a value"
+            raise TypeError(f"{has} has {where}, which {lacks} has not; return the same pytree in both")
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise TypeError(
+                f"{what} has {keystr(path) or 'a value'} of {_show(a)}, but {reference} has {_show(b)}; "
+                f"make them equal, for instance with jnp.asarray(..., jnp.{b.dtype})"
+            )
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        raise TypeError(
+            f"{what} is the pytree {jax.tree.structure(got)}, but {reference} is {jax.tree.structure(want)}; "
+            "return the same types of containers in both"
+        )
+
+
+def _show(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"

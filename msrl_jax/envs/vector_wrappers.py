@@ -1,0 +1,349 @@
+"""Wrappers around a vector environment: episode statistics, and normalisation by running statistics.
+
+Put `EpisodeStatistics` inside the normalisers, so that it counts raw rewards:
+`NormalizeReward(NormalizeObservation(EpisodeStatistics(vectorise(env, 8))), discount=0.99)`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from msrl_jax.envs import running, spaces
+from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, env_name
+from msrl_jax.envs.running import RunningStatistics
+from msrl_jax.metrics import Mean
+
+REPLICATED = PartitionSpec()
+
+
+class EpisodeStatisticsState(NamedTuple):
+    """State of `EpisodeStatistics`; everything is float32 `[E]` but the first.
+
+    Attributes:
+      env_state: of the environment.
+      episode_return: undiscounted sum of the rewards of the running episodes.
+      episode_length: their lengths, in steps.
+      return_sum: sum over the episodes that were completed since the last drain.
+      length_sum: likewise.
+      num_episodes: how many were completed since the last drain.
+    """
+
+    env_state: PyTree
+    episode_return: jax.Array
+    episode_length: jax.Array
+    return_sum: jax.Array
+    length_sum: jax.Array
+    num_episodes: jax.Array
+
+
+@dataclass(frozen=True)
+class EpisodeStatistics:
+    """Sums up return and length of completed episodes.
+
+    A step keeps one sum per environment, so it needs no communication; `drain` reduces them.
+
+    Attributes:
+      env: the vector environment.
+    """
+
+    env: VectorEnvironment
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def num_envs(self) -> int:
+        """`E`."""
+        return self.env.num_envs
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.action_space
+
+    @property
+    def axes(self) -> EpisodeStatisticsState:
+        """Logical axes of the state."""
+        return EpisodeStatisticsState(self.env.axes, *[ENV_AXIS] * 5)  # type: ignore[arg-type]
+
+    def reset(self, key: jax.Array) -> tuple[EpisodeStatisticsState, PyTree]:
+        """Starts all environments, with empty statistics."""
+        env_state, obs = self.env.reset(key)
+        return EpisodeStatisticsState(env_state, *[jnp.zeros(self.num_envs)] * 5), obs
+
+    def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
+        """Advances all environments."""
+        env_state, time_step = self.env.step(state.env_state, action)
+        done = time_step.terminated | time_step.truncated
+        episode_return = state.episode_return + time_step.reward
+        episode_length = state.episode_length + 1
+        state = EpisodeStatisticsState(
+            env_state,
+            episode_return=jnp.where(done, 0, episode_return),
+            episode_length=jnp.where(done, 0, episode_length),
+            return_sum=state.return_sum + jnp.where(done, episode_return, 0),
+            length_sum=state.length_sum + jnp.where(done, episode_length, 0),
+            num_episodes=state.num_episodes + done,
+        )
+        return state, time_step
+
+    def drain(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
+        """Takes the sums out of the state.
+
+        Args:
+          state: with the sums since the last drain.
+
+        Returns:
+          The state with zero sums, running episodes untouched; and the means `episode_return` (undiscounted) and
+          `episode_length` (in steps) of the completed episodes.
+        """
+        env_state, metrics = self.env.drain(state.env_state)
+        count = jnp.sum(state.num_episodes)
+        metrics = {
+            **metrics,
+            "episode_return": Mean(jnp.sum(state.return_sum), count),
+            "episode_length": Mean(jnp.sum(state.length_sum), count),
+        }
+        zero = jnp.zeros_like(state.return_sum)
+        return state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero), metrics
+
+    def observe(self, state: EpisodeStatisticsState, obs: PyTree) -> PyTree:
+        """Passes on."""
+        return self.env.observe(state.env_state, obs)
+
+    def statistics(self, state: EpisodeStatisticsState) -> PyTree:
+        """Those of the environment."""
+        return self.env.statistics(state.env_state)
+
+    def with_statistics(self, state: EpisodeStatisticsState, statistics: PyTree) -> EpisodeStatisticsState:
+        """Passes on."""
+        return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
+
+
+class NormalizeObservationState(NamedTuple):
+    """State of `NormalizeObservation`.
+
+    Attributes:
+      env_state: of the environment.
+      running: of all observations that were acted on. The same on all devices
+    """
+
+    env_state: PyTree
+    running: RunningStatistics
+
+
+@dataclass(frozen=True)
+class NormalizeObservation:
+    """Normalises observations to mean 0 and variance 1 by running statistics over all environments and steps.
+
+    An observation is counted before it is normalised. `final_obs` is normalised by the same statistics as `obs` and not
+    counted: it is either `obs` itself or was never acted on. While nothing was counted, observations pass unchanged.
+
+    Attributes:
+      env: the vector environment; its observations are arrays of numbers.
+      frozen: never update: observations are normalised by what `with_statistics` put into the state. The observations
+        that `reset` returned came before it: pass them through `observe`.
+      epsilon: added to the variance.
+      clip: normalised observations are clipped to [-clip, clip].
+    """
+
+    env: VectorEnvironment
+    frozen: bool = False
+    epsilon: float = 1e-8
+    clip: float = 10.0
+
+    def __post_init__(self):
+        _normalized_space(self.env.observation_space, self.clip)
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def num_envs(self) -> int:
+        """`E`."""
+        return self.env.num_envs
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """That of the environment, in float32 and within [-clip, clip]."""
+        return _normalized_space(self.env.observation_space, self.clip)
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.action_space
+
+    @property
+    def axes(self) -> NormalizeObservationState:
+        """Logical axes of the state."""
+        return NormalizeObservationState(self.env.axes, REPLICATED)  # type: ignore[arg-type]
+
+    def reset(self, key: jax.Array) -> tuple[NormalizeObservationState, PyTree]:
+        """Starts all environments; the statistics are those of the first observations."""
+        env_state, obs = self.env.reset(key)
+        empty = running.empty(spaces.struct(self.env.observation_space))
+        state = NormalizeObservationState(env_state, empty if self.frozen else running.of_batch(obs))
+        return state, self._normalize(state.running, obs)
+
+    def step(self, state: NormalizeObservationState, action: PyTree) -> tuple[NormalizeObservationState, TimeStep]:
+        """Advances all environments."""
+        env_state, time_step = self.env.step(state.env_state, action)
+        stats = state.running if self.frozen else running.update(state.running, time_step.obs)
+        time_step = time_step._replace(
+            obs=self._normalize(stats, time_step.obs), final_obs=self._normalize(stats, time_step.final_obs)
+        )
+        return NormalizeObservationState(env_state, stats), time_step
+
+    def drain(self, state: NormalizeObservationState) -> tuple[NormalizeObservationState, dict[str, Mean]]:
+        """Passes on."""
+        env_state, metrics = self.env.drain(state.env_state)
+        return state._replace(env_state=env_state), metrics
+
+    def observe(self, state: NormalizeObservationState, obs: PyTree) -> PyTree:
+        """Normalises raw observations `[..., *obs_shape]` by the statistics in the state, without counting them."""
+        return self._normalize(state.running, self.env.observe(state.env_state, obs))
+
+    def statistics(self, state: NormalizeObservationState) -> tuple[RunningStatistics, PyTree]:
+        """Those of the observations, and those of the environment."""
+        return state.running, self.env.statistics(state.env_state)
+
+    def with_statistics(
+        self, state: NormalizeObservationState, statistics: tuple[RunningStatistics, PyTree]
+    ) -> NormalizeObservationState:
+        """The state with the statistics of another one."""
+        own, inner = statistics
+        return NormalizeObservationState(self.env.with_statistics(state.env_state, inner), own)
+
+    def _normalize(self, stats: RunningStatistics, obs: PyTree) -> PyTree:
+        def normalize(x, mean, var):
+            x = x.astype(jnp.float32)
+            normalized = jnp.clip((x - mean) / jnp.sqrt(var + self.epsilon), -self.clip, self.clip)
+            return jnp.where(stats.count > 0, normalized, x)
+
+        return jax.tree.map(normalize, obs, stats.mean, stats.var)
+
+
+class NormalizeRewardState(NamedTuple):
+    """State of `NormalizeReward`.
+
+    Attributes:
+      env_state: of the environment.
+      discounted_return: discounted sum of the past rewards of the running episodes. `[E]`, float32
+      running: of all values that it took. The same on all devices
+    """
+
+    env_state: PyTree
+    discounted_return: jax.Array
+    running: RunningStatistics
+
+
+@dataclass(frozen=True)
+class NormalizeReward:
+    """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.
+
+    As OpenAI Baselines' VecNormalize does (Engstrom et al., 2020, arXiv:2005.12729): the discounted sum of the past
+    rewards of an episode, `R_t = discount * R_{t-1} + r_t`, is counted at every step of every environment and starts
+    again at 0 when an episode ends. The mean is not subtracted. While nothing was counted, rewards pass unchanged.
+
+    Attributes:
+      env: the vector environment.
+      discount: of the return, in [0, 1].
+      frozen: never update: rewards are scaled by what `with_statistics` put into the state.
+      epsilon: added to the variance.
+      clip: scaled rewards are clipped to [-clip, clip].
+    """
+
+    env: VectorEnvironment
+    discount: float
+    frozen: bool = False
+    epsilon: float = 1e-8
+    clip: float = 10.0
+
+    def __post_init__(self):
+        if not 0 <= self.discount <= 1:
+            raise ValueError(f"NormalizeReward: discount={self.discount} must be in [0, 1]")
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def num_envs(self) -> int:
+        """`E`."""
+        return self.env.num_envs
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.action_space
+
+    @property
+    def axes(self) -> NormalizeRewardState:
+        """Logical axes of the state."""
+        return NormalizeRewardState(self.env.axes, ENV_AXIS, REPLICATED)  # type: ignore[arg-type]
+
+    def reset(self, key: jax.Array) -> tuple[NormalizeRewardState, PyTree]:
+        """Starts all environments, with empty statistics."""
+        env_state, obs = self.env.reset(key)
+        empty = running.empty(jax.ShapeDtypeStruct((), jnp.float32))
+        return NormalizeRewardState(env_state, jnp.zeros(self.num_envs), empty), obs
+
+    def step(self, state: NormalizeRewardState, action: PyTree) -> tuple[NormalizeRewardState, TimeStep]:
+        """Advances all environments."""
+        env_state, time_step = self.env.step(state.env_state, action)
+        discounted_return = self.discount * state.discounted_return + time_step.reward
+        stats = state.running if self.frozen else running.update(state.running, discounted_return)
+        scaled = jnp.clip(time_step.reward / jnp.sqrt(stats.var + self.epsilon), -self.clip, self.clip)
+        reward = jnp.where(stats.count > 0, scaled, time_step.reward)
+        done = time_step.terminated | time_step.truncated
+        state = NormalizeRewardState(env_state, jnp.where(done, 0, discounted_return), stats)
+        return state, time_step._replace(reward=reward)
+
+    def drain(self, state: NormalizeRewardState) -> tuple[NormalizeRewardState, dict[str, Mean]]:
+        """Passes on."""
+        env_state, metrics = self.env.drain(state.env_state)
+        return state._replace(env_state=env_state), metrics
+
+    def observe(self, state: NormalizeRewardState, obs: PyTree) -> PyTree:
+        """Passes on."""
+        return self.env.observe(state.env_state, obs)
+
+    def statistics(self, state: NormalizeRewardState) -> tuple[RunningStatistics, PyTree]:
+        """Those of the discounted return, and those of the environment."""
+        return state.running, self.env.statistics(state.env_state)
+
+    def with_statistics(
+        self, state: NormalizeRewardState, statistics: tuple[RunningStatistics, PyTree]
+    ) -> NormalizeRewardState:
+        """The state with the statistics of another one."""
+        own, inner = statistics
+        return state._replace(env_state=self.env.with_statistics(state.env_state, inner), running=own)
+
+
+def _normalized_space(space: spaces.Space, clip: float) -> spaces.Space:
+    if isinstance(space, spaces.Box):
+        return spaces.Box(np.float32(-clip), np.float32(clip), space.shape)
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple(tuple(_normalized_space(part, clip) for part in space.spaces))
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _normalized_space(part, clip) for name, part in space.spaces.items()})
+    raise ValueError(f"observations of {space} cannot be normalised; wrap the env in FlattenObservation first")

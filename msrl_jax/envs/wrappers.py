@@ -1,0 +1,186 @@
+"""Wrappers around one environment. It never resets itself, so they need no special case at the end of an episode."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, PyTree, env_name
+
+
+@dataclass(frozen=True)
+class FlattenObservation:
+    """Makes every observation one float32 vector `[D]`.
+
+    Arrays are ravelled, integers of a `Discrete` space become one-hot vectors, the parts of a `Tuple` or `Dict` space
+    are concatenated (a dict in the order of its sorted names).
+
+    Attributes:
+      env: the environment.
+    """
+
+    env: Environment
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """A `Box` of shape `[D]`."""
+        return spaces.flat_space(self.env.observation_space)
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
+        """Starts an episode."""
+        state, obs = self.env.reset(key)
+        return state, spaces.flatten(self.env.observation_space, obs)
+
+    def step(
+        self, key: jax.Array, state: PyTree, action: PyTree
+    ) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        state, obs, reward, terminated, truncated = self.env.step(key, state, action)
+        return state, spaces.flatten(self.env.observation_space, obs), reward, terminated, truncated
+
+
+class TimeLimitState(NamedTuple):
+    """State of `TimeLimit`.
+
+    Attributes:
+      env_state: of the environment.
+      steps: how many the episode has taken. shape=(), dtype=int32
+    """
+
+    env_state: PyTree
+    steps: jax.Array
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Truncates an episode at its `max_steps`-th step.
+
+    A step that terminates the episode is not reported as truncated by this limit as well: it ended by itself. A
+    truncation by the environment passes through.
+
+    Attributes:
+      env: the environment.
+      max_steps: the length of the longest episode, in steps; at least 1.
+    """
+
+    env: Environment
+    max_steps: int
+
+    def __post_init__(self):
+        if not isinstance(self.max_steps, int) or self.max_steps < 1:
+            raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1")
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
+        """Starts an episode."""
+        env_state, obs = self.env.reset(key)
+        return TimeLimitState(env_state, jnp.zeros((), jnp.int32)), obs
+
+    def step(
+        self, key: jax.Array, state: TimeLimitState, action: PyTree
+    ) -> tuple[TimeLimitState, PyTree, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
+        steps = state.steps + 1
+        at_limit = (steps >= self.max_steps) & jnp.logical_not(terminated)
+        return TimeLimitState(env_state, steps), obs, reward, terminated, truncated | at_limit
+
+
+class FrameStackState(NamedTuple):
+    """State of `FrameStack`.
+
+    Attributes:
+      env_state: of the environment.
+      frames: the current observation: the last `n` of the environment's, oldest first. `[H, W, C*n]` or `[D*n]`
+    """
+
+    env_state: PyTree
+    frames: jax.Array
+
+
+@dataclass(frozen=True)
+class FrameStack:
+    """Observes the last `num_frames` observations, oldest first, along the last axis.
+
+    Images `[H, W, C]` become `[H, W, C*n]`, images `[H, W]` of one channel `[H, W, n]`, vectors `[D]` `[D*n]`. An
+    episode starts with its first observation in every place.
+
+    Attributes:
+      env: the environment; its observations are arrays.
+      num_frames: `n`, at least 1.
+    """
+
+    env: Environment
+    num_frames: int
+
+    def __post_init__(self):
+        space = self.env.observation_space
+        if not isinstance(space, spaces.Box) or space.shape == ():
+            raise ValueError(f"FrameStack cannot stack observations of {space}; apply FlattenObservation first")
+        if not isinstance(self.num_frames, int) or self.num_frames < 1:
+            raise ValueError(f"FrameStack: num_frames={self.num_frames!r} must be an int of at least 1")
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Box:
+        """The `Box` of the stacked frames."""
+        space = self.env.observation_space
+        assert isinstance(space, spaces.Box)
+        low, high = (np.concatenate([_frame(x)] * self.num_frames, axis=-1) for x in (space.low, space.high))
+        return spaces.Box(low, high, low.shape, space.dtype)
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """That of the environment."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:
+        """Starts an episode."""
+        env_state, obs = self.env.reset(key)
+        frames = jnp.concatenate([_frame(obs)] * self.num_frames, axis=-1)
+        return FrameStackState(env_state, frames), frames
+
+    def step(
+        self, key: jax.Array, state: FrameStackState, action: PyTree
+    ) -> tuple[FrameStackState, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
+        frame = _frame(obs)
+        frames = jnp.concatenate([state.frames[..., frame.shape[-1] :], frame], axis=-1)
+        return FrameStackState(env_state, frames), frames, reward, terminated, truncated
+
+
+def _frame(obs):
+    """The observation with a channel axis."""
+    return obs[..., None] if obs.ndim == 2 else obs
