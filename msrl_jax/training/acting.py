@@ -71,6 +71,6 @@ class Actor:
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), leaf.shape)
     return jnp.zeros(leaf.shape, leaf.dtype)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _key_impl(leaf: Any) -> str:
@@ -70,7 +71,7 @@ def load_state(path: Path, like: Any, device: jax.Device | None = None) -> Any:
     def restored(keypath, leaf):
         data = entries.get(jax.tree_util.keystr(keypath))
         if data is None:
-            return jax.numpy.zeros(leaf.shape, leaf.dtype)
+            return jnp.zeros(leaf.shape, leaf.dtype)
         return jax.random.wrap_key_data(data, impl=_key_impl(leaf)) if _is_key(leaf) else data
 
     return jax.tree.unflatten(tree, [restored(*item) for item in leaves])

@@ -2,7 +2,7 @@
 
     config.json      what ran: algorithm, environment, policy, seed, every config field, versions, devices
     metrics.jsonl    one row per chunk; metrics.csv holds the same
-    checkpoint/      the whole state of the run (Orbax)
+    checkpoint/      the whole state of the run (Orbax), and the registers of stale parameters if the policy has any
     summary.json     how it ended
     evaluation.json  every episode of the last evaluation, if there was one
 
@@ -28,7 +28,9 @@ from msrl_jax.training.callbacks import Tick, scalars
 from msrl_jax.training.history import Row
 
 CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
-CHECKPOINT, SUMMARY, EVALUATION = "checkpoint", "summary.json", "evaluation.json"
+STATE, REGISTERS = "checkpoint/state", "checkpoint/registers"
+SUMMARY, EVALUATION = "summary.json", "evaluation.json"
+_PRECISION = "jax_default_matmul_precision"
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
 
 
@@ -44,7 +46,7 @@ def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "platform": first.platform,
         "kind": first.device_kind,
         "count": len(devices),
-        "matmul_precision": jax.config.jax_default_matmul_precision or "default",
+        "matmul_precision": getattr(jax.config, _PRECISION) or "default",
     }
 
 
@@ -74,7 +76,7 @@ def check_free(path: Path) -> None:
     """Raises ValueError if `path` holds a run, or is a file."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; name a folder for the run")
-    if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINT) if (path / name).exists()]:
+    if taken := [name for name in (CONFIG, ROWS, SUMMARY, STATE) if (path / name).exists()]:
         raise ValueError(f"the folder {path} already holds a run ({taken[0]}); name another one, or delete it first")
 
 

@@ -7,7 +7,6 @@ members (seeds) that are trained at once; a run of one seed has no member dimens
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-import jax
 import numpy as np
 
 from msrl_jax.metrics import Mean
@@ -76,11 +75,6 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
       A dictionary of arrays `[C]` or `[C, M]`.
     """
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
-
-
-def read_metrics(metrics: Mapping[str, jax.Array | Mean]) -> HostMetrics:
-    """Copies metrics to the host in one transfer."""
-    return jax.device_get(dict(metrics))
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:

@@ -101,4 +101,5 @@ def _notebook(title: str, total_steps: int) -> Generator[Show, None, None]:
         )
 
     handle = display(page(0, "compiling"), display_id=True)
+    assert handle is not None  # display_id=True asks for one
     yield lambda tick: handle.update(page(tick.step, _facts(tick)))

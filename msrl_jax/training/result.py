@@ -40,6 +40,7 @@ class Result:
       evaluation: the last evaluation, if there was one.
       description: what ran and where, as plain data: the content of `config.json`.
       actor: the trained behaviour of one member.
+      registers: parameters that were on their way to actors at the end, if the policy has staleness.
       folder: the run's folder, if it has one.
     """
 
@@ -52,6 +53,7 @@ class Result:
     evaluation: Evaluation | None
     description: Mapping[str, Any]
     actor: Actor
+    registers: tuple[jax.Array, ...] = ()
     folder: Path | None = None
 
     @property
@@ -73,11 +75,8 @@ class Result:
     @property
     def best(self) -> int:
         """The member with the highest return: of the last evaluation, else over the last tenth of training."""
-        if self.evaluation is not None:
-            scores = self.evaluation.mean_return
-        else:
-            scores = self._final("episode_return")
-        scores = np.atleast_1d(scores)
+        last = self.evaluation
+        scores = np.atleast_1d(self._final("episode_return") if last is None else last.mean_return)
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
     def _final(self, name: str) -> np.ndarray:
@@ -247,7 +246,9 @@ class Result:
 
     def finish(self, path: Path) -> None:
         """Adds the checkpoint and the summary to a folder that has the rest."""
-        checkpoint.save_state(path / folder.CHECKPOINT, self.state)
+        checkpoint.save_state(path / folder.STATE, self.state)
+        if self.registers:
+            checkpoint.save_state(path / folder.REGISTERS, self.registers)
         if self.evaluation is not None:
             folder.write_json(path / folder.EVALUATION, self.evaluation, indent=None)
         folder.write_json(path / folder.SUMMARY, self.summary())
@@ -288,7 +289,7 @@ class Result:
         return cls(
             history=stack_rows(rows),
             config=setup.config,
-            state=checkpoint.load_state(path / folder.CHECKPOINT, jax.eval_shape(setup.initial_state)),
+            state=checkpoint.load_state(path / folder.STATE, jax.eval_shape(setup.initial_state)),
             status=summary["status"],
             compile_seconds=summary["compile_seconds"],
             wall_seconds=summary["wall_seconds"],

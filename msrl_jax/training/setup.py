@@ -41,7 +41,17 @@ def _literal(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
-def make_config(algorithm: Algorithm, config: Any | None, overrides: dict[str, Any]) -> Any:
+def describe_policy(policy: Any) -> str:
+    """A distribution policy as `NAME:param=value,...`, with the parameters that differ from their defaults."""
+    params = [
+        f"{f.name}={getattr(policy, f.name)!r}"
+        for f in (dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ())
+        if getattr(policy, f.name) != f.default
+    ]
+    return type(policy).__name__ + (":" + ",".join(params) if params else "")
+
+
+def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) -> Any:
     """The config of a run.
 
     Args:
@@ -55,7 +65,7 @@ def make_config(algorithm: Algorithm, config: Any | None, overrides: dict[str, A
     Raises:
       ValueError: on a config of another type and on a field that it does not have (the nearest one is suggested).
     """
-    config = algorithm.config() if config is None else config
+    config = config or algorithm.config()
     if not isinstance(config, algorithm.config):
         raise ValueError(
             f"config is a {type(config).__name__}, but algorithm {algorithm.name!r} takes a {algorithm.config.__name__}"
@@ -130,7 +140,7 @@ def resolve(
     *,
     seed: int = 0,
     seeds: int = 1,
-    config: Any | None = None,
+    config: Any = None,
     overrides: dict[str, Any] | None = None,
 ) -> Setup:
     """Looks everything up, and builds the agent.

@@ -14,15 +14,16 @@ import jax
 import numpy as np
 
 from msrl_jax.envs import Environment
-from msrl_jax.fragments import compile as compile_program
+from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training import folder
 from msrl_jax.training.callbacks import Callback, Tick
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
-from msrl_jax.training.history import Row, first_non_finite, read_metrics, reduce_chunk, stack_rows
+from msrl_jax.training.history import Row, first_non_finite, reduce_chunk, stack_rows
 from msrl_jax.training.members import initial_key
 from msrl_jax.training.progress import Progress, show_progress
 from msrl_jax.training.result import Result, Status
-from msrl_jax.training.setup import Setup, resolve, resolve_policy
+from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
 
 TICKS = 50
 """How many ticks a run has, about."""
@@ -61,15 +62,14 @@ def chunk_length(iterations: int, ticks: int = TICKS) -> int:
     """
     if iterations <= ticks:
         return 1
-    divisors = [n for n in range(iterations // (2 * ticks), iterations * 5 // (2 * ticks) + 1) if n and iterations % n == 0]
-    if divisors:
-        return min(divisors, key=lambda n: abs(iterations / n - ticks))
-    return round(iterations / ticks)
+    lengths = range(max(1, iterations // (2 * ticks)), iterations * 5 // (2 * ticks) + 1)
+    divisors = [length for length in lengths if iterations % length == 0]
+    return min(divisors, key=lambda n: abs(iterations / n - ticks)) if divisors else round(iterations / ticks)
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a flag, so that the state is never lost in the middle of a chunk; a second one raises.
+    """Turns the first Ctrl-C into a flag, so that no chunk is cut in the middle; a second one raises.
 
     Yields:
       Whether Ctrl-C was pressed. Outside the main thread, which is the one that receives it, always False.
@@ -97,7 +97,7 @@ class _Run:
     """A run in progress, as the host sees it."""
 
     setup: Setup
-    program: Any
+    program: Program
     run_state: Any
     evaluate: Callable[[Any], Evaluation] | None
     eval_every: int | None
@@ -121,10 +121,9 @@ class _Run:
     def advance(self, iterations: int) -> None:
         """Runs a chunk and adds a row to the history."""
         compiling, start = self.program.compile_seconds, time.perf_counter()
-        self.run_state, metrics = self.program.run(self.run_state, iterations, donate=True)
-        jax.block_until_ready((self.run_state, metrics))
+        self.run_state, metrics = self.program.run(self.run_state, iterations, chunk=iterations, donate=True)
+        jax.block_until_ready(self.run_state)
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
-        metrics = read_metrics(metrics)
         self.iteration += iterations
         if bad := first_non_finite(metrics):
             metric, within, member = bad
@@ -176,7 +175,7 @@ def train(
     total_steps: int = 500_000,
     seed: int = 0,
     seeds: int = 1,
-    config: Any | None = None,
+    config: Any = None,
     devices: Sequence[jax.Device] | None = None,
     out: str | os.PathLike | None = None,
     chunk: int | None = None,
@@ -238,13 +237,15 @@ def train(
         if eval_every is not None and eval_episodes:
             chunk = min(chunk, max(1, eval_every // per_iteration))
 
-    agent, state = setup.agent, setup.initial_state()
-    program = compile_program(agent.iteration, state, policy=distribution, axes=agent.axes, devices=devices)
+    agent = setup.agent
+    program = compile_program(
+        agent.iteration, jax.eval_shape(setup.initial_state), policy=distribution, axes=agent.axes, devices=devices
+    )
     description = {
         "algorithm": setup.algorithm.name,
         "env": setup.env_name,
         "env_spec": setup.env_spec,
-        "policy": repr(distribution).removesuffix("()"),
+        "policy": describe_policy(distribution),
         "seed": seed,
         "seeds": seeds,
         "total_steps": total_steps,
@@ -258,11 +259,11 @@ def train(
     path = None if out is None else Path(out)
     if path is not None:
         callbacks = (folder.RowWriter(path, description), *callbacks)
-    run = _Run(setup, program, program.place(state), _evaluator(setup, eval_episodes), eval_every, started)
-    del state
-
     title = f"{setup.algorithm.name} {setup.env_name}"
     with show_progress(progress, title, iterations * per_iteration) as show, _interruptible() as interrupted:
+        run_state = program.place(setup.initial_state())
+        run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started)
+        del run_state  # the run donates it
         status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
     result = Result(
         history=stack_rows(run.rows),
@@ -274,6 +275,7 @@ def train(
         evaluation=run.evaluation,
         description=description,
         actor=setup.actor,
+        registers=run.run_state.registers if isinstance(run.run_state, Delayed) else (),
         folder=path,
     )
     if path is not None:
