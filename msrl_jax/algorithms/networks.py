@@ -44,11 +44,7 @@ class Torso(nn.Module):
         batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
         x = obs.astype(jnp.float32)
         if self.convolve:
-            # A convolution merges the batch dimensions into one. It stays split over devices, without an all-gather,
-            # only if the split dimension (environments, the last) becomes the outermost of the merged ones.
-            x = jnp.transpose(x, (*reversed(range(len(batch_shape))), *range(len(batch_shape), x.ndim)))
             x = activation(nn.Conv(16, (3, 3), padding="VALID", kernel_init=kernel_init)(x))
-            x = jnp.transpose(x, (*reversed(range(len(batch_shape))), *range(len(batch_shape), x.ndim)))
         x = x.reshape(*batch_shape, -1)
         for size in self.hidden_sizes:
             x = activation(nn.Dense(size, kernel_init=kernel_init)(x))

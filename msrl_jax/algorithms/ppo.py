@@ -166,7 +166,7 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
     """
     if config.anneal_learning_rate and config.total_steps is None:
         raise ValueError("PPOConfig.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False")
-    venv = envs.vectorise(env, config.num_envs)
+    venv = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs))
     if config.normalize_observations:
         venv = envs.NormalizeObservation(venv)
     if config.normalize_rewards:
@@ -185,6 +185,10 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
         params = network.init(params_key, obs)
         actor_keys = jax.random.split(actor_key, config.num_envs)
         return PPOState(params, optimizer.init(params), jnp.int32(0), learner_key, actor_keys, env_state, obs)
+
+    def unroll_values(params, obs):
+        value = network.apply(params, flatten(obs), method="value")
+        return value.reshape(obs.shape[1], obs.shape[0]).T
 
     @fragment(role="actor")
     def draw_keys(keys):
@@ -207,11 +211,11 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
 
     @fragment(role="actor")
     def bootstrap(params, final_obs):
-        return network.apply(params, final_obs, method="value")
+        return unroll_values(params, final_obs)
 
     @fragment(role="learner")
     def estimate_advantages(params, trajectory, last_obs, final_value):
-        value = network.apply(params, trajectory.obs, method="value")
+        value = unroll_values(params, trajectory.obs)
         last_value = network.apply(params, last_obs, method="value")
         next_value = jnp.concatenate([value[1:], last_value[None]])
         next_value = jnp.where(trajectory.truncated, final_value, next_value)
@@ -223,7 +227,7 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
 
     @fragment(role="learner")
     def gradients(params, batch, times):
-        batch = jax.tree.map(lambda x: x[times], batch)
+        batch = jax.tree.map(lambda x: flatten(x[times]), batch)
         advantage, target = batch.advantage, batch.advantage + batch.value
         if config.normalize_advantage:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -303,6 +307,11 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
 
     axes = PPOState(P(), P(), P(), P(), P("env"), venv.axes, P("env"))
     return Agent(init, iteration, greedy_or_sampled, axes, steps_per_iteration, venv)
+
+
+def flatten(x: jax.Array) -> jax.Array:
+    """Merges `[T, E, ...]` into `[E * T, ...]`: a dimension split over devices stays split if it is the outermost."""
+    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 PPO = register(Algorithm("ppo", PPOConfig, build))
