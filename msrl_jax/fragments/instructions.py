@@ -107,6 +107,11 @@ class Move:
         """Whether the values stay at their placement."""
         return self.sources[0].placement.mesh == self.results[0].placement.mesh
 
+    @property
+    def shares_devices(self) -> bool:
+        """Whether both placements have a device in common, so that a transfer could hand out the source's own memory."""
+        return not set(self.sources[0].placement.devices).isdisjoint(self.results[0].placement.devices)
+
     def __str__(self) -> str:
         pairs = ", ".join(f"{s} -> {r}" for s, r in zip(self.sources, self.results, strict=True))
         return f"{'copy' if self.is_copy else 'move'} {pairs}"

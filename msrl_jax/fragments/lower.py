@@ -114,7 +114,7 @@ class _Lowering:
             elif isinstance(i, Loop):
                 self.loop(i, instructions, fixed)
         for i in instructions:
-            if isinstance(i, Move) and i.is_copy:
+            if isinstance(i, Move) and i.shares_devices:
                 self.copy(i)
             elif isinstance(i, Alloc):
                 self.alloc(i)
@@ -203,7 +203,9 @@ class _Lowering:
         self.programs.compiled[i] = compiled
 
     def copy(self, i: Move) -> None:
-        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v] or _whole(v)) for v in i.sources]
+        """Compiles the copy that a Move makes on the spot, or after a transfer that may have shared memory."""
+        taken = i.sources if i.is_copy else i.results
+        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v] or _whole(v)) for v in taken]
         out = tuple(self.known[v] or _whole(v) for v in i.results)
         self.programs.compiled[i] = self.programs.compile("copy", _copy, args, (), out)
 

@@ -38,7 +38,7 @@ class Partition:
       region: the region.
       groups: what runs, in an order that respects every dependency.
       made_at: for each variable, the placements that have it without a transfer, the canonical one first. (Constants and
-        xs of a loop are wherever the loop's surroundings bring them.)
+        xs of a loop are wherever the loop's surroundings bring them; stacked results are where somebody wants them.)
       needed_at: for each constant, carried variable and x, the placements that use it.
       homes: for each carried variable, the placements that keep a copy of it from one time to the next.
       loops: the partitions of opened loops.
@@ -77,15 +77,18 @@ def partition(region: Region, default: Placement) -> Partition:
 
 
 def _results_at(loop: Partition, i: int) -> list[Placement]:
-    """The placements of an opened loop's i-th result."""
+    """The placements that can have an opened loop's i-th result without a transfer of their own, canonical first.
+
+    A stacked result can be stacked wherever its rows are made, and wherever they go in any case.
+    """
     if i < len(loop.homes):
         return loop.homes[i]
     out = loop.region.outputs[i]
-    if isinstance(out, Var) and loop.made_at.get(out):
-        return loop.made_at[out][:1]
-    if isinstance(out, Var) and loop.needed_at.get(out):
-        return loop.needed_at[out][:1]
-    return [next(g.placement for g in _programs(loop) if g.placement is not None)]
+    if not isinstance(out, Var):
+        return [next(g.placement for g in _programs(loop) if g.placement is not None)]
+    readers = (g.placement for g in loop.groups for n in g.nodes if out in n.eqn.invars)
+    found = [*loop.made_at.get(out, ()), *loop.needed_at.get(out, ()), *(p for p in readers if p is not None)]
+    return list(dict.fromkeys(found)) or [next(g.placement for g in _programs(loop) if g.placement is not None)]
 
 
 def _programs(part: Partition) -> Iterable[Group]:

@@ -30,7 +30,7 @@ class Placement:
 
     name: str
     mesh: Mesh
-    rules: Rules = (("env", "env"),)
+    rules: Rules = (("env", "devices"),)
     scatter: str | None = None
 
     @classmethod
@@ -39,19 +39,16 @@ class Placement:
         name: str,
         devices: Sequence[jax.Device],
         *,
-        axis: str = "env",
-        rules: Rules | None = None,
+        split: Sequence[str] = ("env", "agent", "member"),
         scatter: bool = False,
     ) -> "Placement":
-        """A placement on a line of devices.
+        """A placement on a line of devices, a mesh with the one axis "devices".
 
         Args:
           name: how plans and errors call it.
           devices: the devices, in order.
-          axis: name of the only mesh axis.
-          rules: pairs (logical axis, mesh axis); by default the logical axes "env", "agent" and "member" are split over
-            `axis`, the one named `axis` first.
-          scatter: whether arrays that no rule splits are split as well, instead of replicated.
+          split: the logical axes to split over the devices; an array that has several is split along the first of them.
+          scatter: whether arrays without any of them are split as well (along their largest dimension), not replicated.
 
         Returns:
           The placement.
@@ -61,9 +58,8 @@ class Placement:
         """
         if not len(devices):
             raise ValueError(f"placement {name!r} has no device; give it at least one")
-        if rules is None:
-            rules = tuple((logical, axis) for logical in sorted({"env", "agent", "member"}, key=lambda a: a != axis))
-        return cls(name, Mesh(np.asarray(devices, dtype=object), (axis,)), rules, axis if scatter else None)
+        rules = tuple((logical, "devices") for logical in split)
+        return cls(name, Mesh(np.asarray(devices, dtype=object), ("devices",)), rules, "devices" if scatter else None)
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -84,14 +80,13 @@ class Placement:
         Returns:
           The sharding on this placement's mesh.
         """
-        spec: list[str | None] = []
-        for entry, size in zip(logical, shape, strict=False):
-            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-            spec.append(
-                next(
-                    (m for a, m in self.rules if a in names and m not in spec and size % self.mesh.shape[m] == 0), None
-                )
-            )
+        names = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in logical]
+        spec: list[str | None] = [None] * len(names)
+        for axis, mesh_axis in self.rules:
+            for d, (candidates, size) in enumerate(zip(names, shape, strict=False)):
+                divides = size % self.mesh.shape[mesh_axis] == 0
+                if axis in candidates and spec[d] is None and mesh_axis not in spec and divides:
+                    spec[d] = mesh_axis
         if self.scatter is not None and self.scatter not in spec:
             ways = self.mesh.shape[self.scatter]
             spec += [None] * (len(shape) - len(spec))

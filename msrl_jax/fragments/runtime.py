@@ -73,9 +73,11 @@ class Executor:
         if i.is_copy:
             return _call(self._programs.compiled[i], ins, outs)
         shardings = [self._programs.shardings[v] for v in i.results]
+        copy = self._programs.compiled.get(i)
 
         def step(slots: Slots) -> None:
-            for o, x in zip(outs, jax.device_put([slots[k] for k in ins], shardings), strict=True):
+            arrays = jax.device_put([slots[k] for k in ins], shardings)
+            for o, x in zip(outs, copy(*arrays) if copy else arrays, strict=True):
                 slots[o] = x
 
         return step

@@ -1,6 +1,7 @@
 """Scheduling: from a partition to the instruction list, with one Move per value and destination."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -85,8 +86,9 @@ class _Emitter:
         self.out: list[Instruction] = []
         self.indices: dict[Mesh, Value] = {}
         self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
+        self._inherited = {*part.region.consts, *part.region.carry, *part.region.xs}
         self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
-        self._exports = self._find_exports()
+        self._read_from = self._find_readers()
 
     def define(self, var: Var, placement: Placement) -> Value:
         """Names a variable's value at a placement."""
@@ -157,13 +159,14 @@ class _Emitter:
         eqns = [n.eqn for n in group.nodes]
         made = dict.fromkeys(v for e in eqns for v in e.outvars)
         reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+        reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
         entries = {a: self.entry(a, placement) for a in reads}
         self.flush()
         rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, _Row))
         inputs = tuple(e.stacked if isinstance(e, _Row) else e for e in entries.values())
-        exported = [v for v in made if v in self._exports.get(group, ())]
+        exported = [v for v in made if self._read_from.get((v, placement), set()) - {group}]
         outputs = tuple(self.define(v, placement) for v in exported)
-        written = [(v, pair) for v in made for pair in self.writes.pop((v, placement.mesh), ())]
+        written = [(v, pair) for v in [*made, *reads] for pair in self.writes.pop((v, placement.mesh), ())]
         needs_index = bool(rows or written)
         fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
         name = "+".join(fragments) or "glue"
@@ -207,10 +210,10 @@ class _Emitter:
                 pending.append((self.at(atom, p), body.define(var, p), self.define_result(node, var, region, p)))
         buffers = self.buffers(node, inner, body)
         self.flush()
-        if buffers:
-            self.out.append(Alloc(tuple(init for init, *_ in buffers)))
+        for mesh in dict.fromkeys(init.placement.mesh for init, *_ in buffers):
+            self.out.append(Alloc(tuple(init for init, *_ in buffers if init.placement.mesh == mesh)))
         body.groups()
-        for atom, placement, enter, leave in [(a, p, e, out) for _, e, out, a, p, _ in buffers]:
+        for _, enter, leave, atom, placement, _ in buffers:
             if not isinstance(atom, Var) or (enter, leave) in body.writes.get((atom, placement.mesh), ()):
                 body.write(atom, placement, enter, leave)
         leaves = [
@@ -236,12 +239,13 @@ class _Emitter:
         found = []
         for i, atom in enumerate(region.outputs[num_carry:], num_carry):
             var = node.eqn.outvars[i]
-            placement = self.part.made_at[var][0]
-            label = self.names.labels.get(var, "")
-            init, enter, leave = (self.names.new(var.aval, placement, label) for _ in range(3))
-            if isinstance(atom, Var):
-                body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
-            found.append((init, enter, leave, atom, placement, self.define(var, placement)))
+            for placement in _per_mesh([p for v, p in self._read_from if v is var]):
+                init, enter, leave = (
+                    self.names.new(var.aval, placement, self.names.labels.get(var, "")) for _ in range(3)
+                )
+                if isinstance(atom, Var):
+                    body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
+                found.append((init, enter, leave, atom, placement, self.define(var, placement)))
         return found
 
     def write(self, atom: Atom, placement: Placement, enter: Value, leave: Value) -> None:
@@ -256,17 +260,14 @@ class _Emitter:
                 ((enter, leave),), self.index(placement))
         )  # fmt: skip
 
-    def _find_exports(self) -> dict[Group, set[Var]]:
-        """For each group, the variables that something outside of it reads."""
+    def _find_readers(self) -> dict[tuple[Var, Placement], set[Group | None]]:
+        """For each variable and placement it is had from, the groups that read it (None: what comes after)."""
         part = self.part
-        holder = {(v, g.placement): g for g in part.groups for n in g.nodes for v in n.eqn.outvars}
-        exports: dict[Group, set[Var]] = {}
+        found: dict[tuple[Var, Placement], set[Group | None]] = {}
 
         def read(atom: Atom, at: Placement, reader: Group | None) -> None:
             if isinstance(atom, Var):
-                group = holder.get((atom, self.source(atom, at)))
-                if group is not None and group is not reader:
-                    exports.setdefault(group, set()).add(atom)
+                found.setdefault((atom, self.source(atom, at)), set()).add(reader)
 
         for group in part.groups:
             for node in group.nodes:
@@ -287,4 +288,9 @@ class _Emitter:
             for atom in part.region.outputs[len(part.homes) :]:
                 if isinstance(atom, Var):
                     read(atom, self.source(atom, self.default), None)
-        return exports
+        return found
+
+
+def _per_mesh(placements: Iterable[Placement]) -> list[Placement]:
+    """The first placement of each mesh."""
+    return list({p.mesh: p for p in reversed(list(placements))}.values())[::-1]

@@ -27,5 +27,5 @@ class Central:
         """Places the server on devices of its own."""
         parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self)
         workers = Placement.over("workers", parts["workers"])
-        server = Placement.over("server", parts["shards"], axis="shard", rules=(), scatter=True)
+        server = Placement.over("server", parts["shards"], split=(), scatter=True)
         return Layout({"env": workers, "actor": workers, "learner": workers, "server": server}, policy=str(self))

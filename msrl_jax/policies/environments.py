@@ -44,6 +44,6 @@ class Environments:
             if not rest:
                 raise ValueError(f"{self}: no device is left for the agents; there are {len(devices)}, ask for fewer envs")
             agents = take(rest, {"agents": self.agents}, axis, self)["agents"]
-        env_mesh, agent_mesh = Placement.over("envs", envs), Placement.over("agents", agents, axis="agent")
+        env_mesh, agent_mesh = Placement.over("envs", envs), Placement.over("agents", agents, split=("agent", "env", "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
         return Layout(roles, policy=str(self))
