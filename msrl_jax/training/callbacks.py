@@ -1,6 +1,7 @@
 """What happens once per chunk of iterations: the tick that callbacks receive, and loggers, which are callbacks."""
 
 import dataclasses
+import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ class TensorBoard:
     """Logs every metric to TensorBoard, against environment steps."""
 
     def __init__(self, folder: str | os.PathLike):
-        """Opens an event file.
+        """Looks for TensorBoard's writer; the event file is opened at the first tick.
 
         Args:
           folder: where the event file goes.
@@ -70,14 +71,16 @@ class TensorBoard:
         Raises:
           ImportError: if the extra is not installed; the message says how to install it.
         """
-        self._writer = _import_extra("tensorboardX", "tensorboard").SummaryWriter(os.fspath(folder))
+        self._open = functools.cache(_import_extra("tensorboardX", "tensorboard").SummaryWriter)
+        self._folder = os.fspath(folder)
 
     def __call__(self, tick: Tick) -> None:
         """Writes one tick."""
+        writer = self._open(self._folder)
         for name, value in scalars(tick.metrics).items():
             if np.isfinite(value):
-                self._writer.add_scalar(name, value, tick.step)
-        self._writer.flush()
+                writer.add_scalar(name, value, tick.step)
+        writer.flush()
 
 
 class WandB:

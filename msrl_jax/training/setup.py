@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ import jax
 from msrl_jax import algorithms, envs, policies
 from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.envs import Environment
+from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training.acting import Actor
 from msrl_jax.training.members import initial_key, population
 
@@ -41,7 +45,7 @@ def _literal(node: ast.expr) -> Any:
     return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
-def describe_policy(policy: Any) -> str:
+def describe_policy(policy: DistributionPolicy) -> str:
     """A distribution policy as `NAME:param=value,...`, with the parameters that differ from their defaults."""
     params = [
         f"{f.name}={getattr(policy, f.name)!r}"
@@ -115,8 +119,13 @@ class Setup:
         """The state that the run starts from."""
         return jax.jit(self.agent.init)(initial_key(self.seed, self.seeds))
 
+    def compile(self, policy: DistributionPolicy, devices: Sequence[jax.Device] | None = None) -> Program:
+        """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
+        state = jax.eval_shape(self.initial_state)
+        return compile_program(self.agent.iteration, state, policy=policy, axes=self.agent.axes, devices=devices)
 
-def resolve_policy(policy: Any) -> Any:
+
+def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
     """Looks up a distribution policy.
 
     Args:

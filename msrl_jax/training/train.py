@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from msrl_jax.envs import Environment
+from msrl_jax.fragments.placement import DistributionPolicy
 from msrl_jax.fragments.program import Delayed, Program
-from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training import folder
 from msrl_jax.training.callbacks import Callback, Tick
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
@@ -171,7 +171,7 @@ def train(
     algo: str = "ppo",
     env: str | Environment = "CartPole-v1",
     *,
-    policy: Any = "GPUOnly",
+    policy: str | DistributionPolicy = "GPUOnly",
     total_steps: int = 500_000,
     seed: int = 0,
     seeds: int = 1,
@@ -237,10 +237,7 @@ def train(
         if eval_every is not None and eval_episodes:
             chunk = min(chunk, max(1, eval_every // per_iteration))
 
-    agent = setup.agent
-    program = compile_program(
-        agent.iteration, jax.eval_shape(setup.initial_state), policy=distribution, axes=agent.axes, devices=devices
-    )
+    program = setup.compile(distribution, devices)
     description = {
         "algorithm": setup.algorithm.name,
         "env": setup.env_name,

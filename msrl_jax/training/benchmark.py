@@ -1,0 +1,244 @@
+"""Benchmarks: environment steps per second, compilation apart, as the median of repeated runs."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from msrl_jax.training.folder import describe_devices
+from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
+
+# A chunk this long hides the host's work between chunks; short enough that slow settings need not wait for long.
+_CHUNK_SECONDS = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """How fast one setting trains.
+
+    Attributes:
+      algorithm: name of the algorithm.
+      env: name of the environment.
+      policy: the distribution policy.
+      platform: of the devices.
+      devices: how many devices are in use.
+      num_envs: environments.
+      unroll_length: steps of every environment per iteration.
+      compile_seconds: time to trace and compile the program of the first chunk.
+      steps_per_second: environment steps per second, median of `runs`.
+      runs: environment steps per second of every timed run.
+      jit_steps_per_second: the same for the plain `jax.jit(jax.lax.scan(...))`, None if that was not asked for.
+      jit_runs: its timed runs, each beside the one of `runs` at the same place.
+      ratio: `steps_per_second / jit_steps_per_second`.
+      flops: floating point operations of one iteration, as XLA's cost analysis counts them for the fused program.
+      jit_flops: likewise for the plain one.
+      bytes: bytes accessed by one iteration, as XLA's cost analysis counts them for the fused program.
+      jit_bytes: likewise for the plain one.
+    """
+
+    algorithm: str
+    env: str
+    policy: str
+    platform: str
+    devices: int
+    num_envs: int
+    unroll_length: int
+    compile_seconds: float
+    steps_per_second: float
+    runs: tuple[float, ...]
+    jit_steps_per_second: float | None = None
+    jit_runs: tuple[float, ...] = ()
+    ratio: float | None = None
+    flops: float | None = None
+    jit_flops: float | None = None
+    bytes: float | None = None
+    jit_bytes: float | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
+        what = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
+        ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
+        return f"{what}, {where}: {self.steps_per_second:,.0f} steps/s (compile {self.compile_seconds:.1f} s){ratio}"
+
+
+class Runner:
+    """Something that trains: a chunk of iterations at a time, from where it left off."""
+
+    def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
+        """Takes its first chunk, which compiles and warms up.
+
+        Args:
+          step: runs a chunk, `state -> state`, and may reuse the state's memory.
+          state: where to start.
+          steps: environment steps of a chunk.
+        """
+        self._step, self._state, self._steps = step, state, steps
+        self.run(1)
+
+    def run(self, chunks: int) -> float:
+        """Runs chunks and returns environment steps per second."""
+        start = time.perf_counter()
+        for _ in range(chunks):
+            self._state = self._step(self._state)
+        jax.block_until_ready(self._state)
+        return chunks * self._steps / (time.perf_counter() - start)
+
+
+def interleave(runners: Sequence[Runner], chunks: int, repeats: int) -> list[tuple[float, ...]]:
+    """Times runners in turn, so that a machine that slows down slows all of them down.
+
+    Args:
+      runners: what to time.
+      chunks: how many chunks a timed run has.
+      repeats: timed runs of each runner; the order is reversed every other time.
+
+    Returns:
+      For each runner the steps per second of its runs.
+    """
+    rates: list[list[float]] = [[] for _ in runners]
+    for repeat in range(repeats):
+        order = list(enumerate(runners))
+        for i, runner in order[:: -1 if repeat % 2 else 1]:
+            rates[i].append(runner.run(chunks))
+    return [tuple(r) for r in rates]
+
+
+def measure(
+    setup: Setup,
+    policy: Any,
+    *,
+    repeats: int = 3,
+    seconds: float = 1.0,
+    against: Literal["jit"] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Measurement:
+    """Measures one setting.
+
+    Args:
+      setup: what to train.
+      policy: the distribution policy.
+      repeats: timed runs.
+      seconds: how long a timed run is, about.
+      against: "jit" compares with the same iteration in a plain `jax.jit(jax.lax.scan(...))` that starts from the same
+        state on the same devices, and reads the same metrics.
+      devices: which devices the policy may use.
+
+    Returns:
+      The measurement.
+    """
+    steps = setup.actor.agent.steps_per_iteration * setup.seeds
+    program = setup.compile(policy, devices)
+    initial = setup.initial_state()
+    chunk = 1
+    runner = Runner(lambda s: program.run(s, 1, chunk=1, donate=True)[0], program.place(initial), steps)
+    compile_seconds = program.compile_seconds
+    chunk = max(1, round(_CHUNK_SECONDS * max(runner.run(1), runner.run(4)) / steps))
+    runner = Runner(
+        lambda s: program.run(s, chunk, chunk=chunk, donate=True)[0], program.place(initial), chunk * steps
+    )
+    runners, compiled = [runner], None
+    if against == "jit":
+
+        def plain(state):
+            return jax.lax.scan(lambda s, _: setup.agent.iteration(s), state, None, length=chunk)
+
+        state = program.unwrap(program.place(initial))
+        compiled = jax.jit(plain, donate_argnums=0).lower(state).compile()
+
+        def step(state):
+            state, metrics = compiled(state)
+            jax.device_get(metrics)
+            return state
+
+        runners.append(Runner(step, state, chunk * steps))
+    chunks = max(1, math.ceil(seconds / _CHUNK_SECONDS)) if chunk > 1 else max(1, round(seconds * runner.run(1) / steps))
+    runs, *others = interleave(runners, chunks, repeats)
+    where = describe_devices(program.devices)
+    measurement = Measurement(
+        algorithm=setup.algorithm.name, env=setup.env_name, policy=describe_policy(policy),
+        platform=where["platform"], devices=where["count"], num_envs=setup.config.num_envs,
+        unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
+        steps_per_second=statistics.median(runs), runs=runs,
+    )  # fmt: skip
+    if compiled is None:
+        return measurement
+    jit_rate = statistics.median(others[0])
+    return dataclasses.replace(
+        measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate
+    )
+
+
+def bench(
+    algos: Sequence[str] = ("ppo",),
+    envs: Sequence[str] = ("CartPole-v1",),
+    policies: Sequence[Any] = ("GPUOnly",),
+    num_envs: Sequence[int] = (64,),
+    unroll_lengths: Sequence[int] = (128,),
+    *,
+    repeats: int = 3,
+    seconds: float = 1.0,
+    against: Literal["jit"] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    on_measurement: Callable[[Measurement], None] | None = None,
+    **overrides: Any,
+) -> list[Measurement]:
+    """Measures environment steps per second over a grid of settings, in this process.
+
+    Args:
+      algos: names of algorithms.
+      envs: names of environments, or environments.
+      policies: distribution policies, or their names.
+      num_envs: numbers of environments.
+      unroll_lengths: lengths of an unroll.
+      repeats: timed runs per setting; the median counts.
+      seconds: how long a timed run is, about.
+      against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration, runs interleaved.
+      devices: which devices the policies may use; all if None.
+      on_measurement: called with each measurement as it is made.
+      **overrides: other fields of the algorithms' configs.
+
+    Returns:
+      One measurement per combination.
+
+    Raises:
+      ValueError: on a combination that cannot work, before any is measured.
+    """
+    if repeats < 1 or seconds <= 0:
+        raise ValueError(f"{repeats=} must be at least 1 and {seconds=} above 0")
+    grid = [
+        (resolve(algo, env, overrides=overrides | {"num_envs": n, "unroll_length": t}), resolve_policy(policy))
+        for algo, env, policy, n, t in itertools.product(algos, envs, policies, num_envs, unroll_lengths)
+    ]
+    for setup, policy in grid:
+        setup.compile(policy, devices)
+    measurements = []
+    for setup, policy in grid:
+        measurements.append(
+            measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices)
+        )
+        if on_measurement is not None:
+            on_measurement(measurements[-1])
+    return measurements
+
+
+def format_table(measurements: Sequence[Measurement]) -> str:
+    """Measurements as a table of text."""
+    header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "spread", "compile s"]
+    compared = any(m.ratio is not None for m in measurements)
+    rows = [header + ["jit steps/s", "ratio"] * compared]
+    for m in measurements:
+        spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
+        row = [
+            m.algorithm, m.env, m.policy, f"{m.devices} {m.platform}", str(m.num_envs), str(m.unroll_length),
+            f"{m.steps_per_second:,.0f}", f"{spread:.0%}", f"{m.compile_seconds:.1f}",
+        ]  # fmt: skip
+        if compared and m.jit_steps_per_second is not None:
+            row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}"]
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
