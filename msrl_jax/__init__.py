@@ -1,3 +1,13 @@
 """msrl_jax: reinforcement learning as fragmented dataflow graphs, native to JAX."""
 
+from msrl_jax import algorithms as algorithms
+from msrl_jax import envs as envs
+from msrl_jax import policies as policies
+from msrl_jax.fragments import Delayed as Delayed
+from msrl_jax.fragments import Plan as Plan
+from msrl_jax.fragments import Program as Program
+from msrl_jax.fragments import compile as compile
 from msrl_jax.fragments import fragment as fragment
+from msrl_jax.metrics import Mean as Mean
+from msrl_jax.training import Result as Result
+from msrl_jax.training import train as train

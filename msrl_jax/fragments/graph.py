@@ -32,7 +32,7 @@ class Node:
     Attributes:
       eqn: the equation it evaluates, over the variables of its region.
       placement: where it runs; None for glue, whose place follows from its neighbours, and for an opened loop.
-      fragments: names of the fragments in it, in order of appearance.
+      fragments: names of the fragments in it, in order of appearance, nested ones included.
       roles: their roles.
       loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.
     """
@@ -48,8 +48,13 @@ class Node:
         """Whether this is unmarked code between fragments."""
         return self.placement is None and self.loop is None
 
+    @property
+    def title(self) -> str:
+        """The fragments in it that no other fragment holds."""
+        return "+".join(_names(self.eqn, nested=False)[0])
+
     def __str__(self) -> str:
-        what = "+".join(self.fragments) or self.eqn.primitive.name
+        what = self.title or self.eqn.primitive.name
         if self.loop is not None:
             return f"loop x{self.loop.length} ({what})"
         return f"{what} @ {self.placement.name}" if self.placement else f"glue {what}"
@@ -178,7 +183,7 @@ class _Builder:
             placed = eqn.replace(invars=ins, outvars=outs)
             names, roles = _names(eqn)
             if len(found) > 1:
-                node = Node(placed, None, names, roles, self.open(eqn, found, home))
+                node = Node(placed, None, names, roles, self.open(placed, found, home))
             else:
                 node = Node(placed, next(iter(found), home), names, roles)
             out.append(node)
@@ -216,8 +221,7 @@ class _Builder:
         for var, label in zip(node.eqn.outvars, region_labels, strict=True):
             if not label:
                 sources = [self.labels[a] for a in node.eqn.invars if isinstance(a, Var) and a in self.labels]
-                label = f"{node.eqn.primitive.name}({sources[0] if sources else ''})"
-                label = sources[0] if sources and len(label) > 60 else label
+                label = sources[0] if sources else node.eqn.primitive.name
             self.labels[var] = label
 
 
@@ -225,7 +229,7 @@ def _output_labels(eqn: JaxprEqn) -> list[str]:
     """A readable name for each result of an equation: the result path of the fragment that makes it, or ''."""
     if is_fragment(eqn):
         paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
-        return [f"{eqn.params['name']}(){path or ''}" for path in paths]
+        return [f"{eqn.params['name']}(){path}" for path in paths]
     body: ClosedJaxpr | None = eqn.params["jaxpr"] if eqn.primitive is scan_p else call_body(eqn)
     if body is None:
         return [""] * len(eqn.outvars)
@@ -235,7 +239,8 @@ def _output_labels(eqn: JaxprEqn) -> list[str]:
     return [made.get(a, "") if isinstance(a, Var) else "" for a in body.jaxpr.outvars]
 
 
-def _names(eqn: JaxprEqn) -> tuple[tuple[str, ...], frozenset[str]]:
+def _names(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names and roles of the fragments in an equation."""
     names: dict[str, None] = {}
     roles: set[str] = set()
 
@@ -243,6 +248,8 @@ def _names(eqn: JaxprEqn) -> tuple[tuple[str, ...], frozenset[str]]:
         if is_fragment(e):
             names[e.params["name"]] = None
             roles.add(e.params["role"])
+            if not nested:
+                return
         for sub in sub_jaxprs(e):
             for inner in sub.eqns:
                 visit(inner)

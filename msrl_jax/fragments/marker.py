@@ -123,20 +123,15 @@ def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: 
         args, kwargs, fixed = _split_static(signature, static, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         _check_arrays(name, args, kwargs)
-        out_tree = None
 
         def flat(*leaves):
-            nonlocal out_tree
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            result = fn(*_merge_static(args, fixed), **kwargs, **fixed.keywords)
-            leaves, out_tree = jax.tree.flatten(result)
-            return leaves
+            return fn(*_merge_static(args, fixed), **kwargs, **fixed.keywords)
 
-        closed = jax.make_jaxpr(flat)(*leaves)
-        body = _as_inputs(closed, name)
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        body = _as_inputs(closed, name, shapes)
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=name, role=role)
-        assert out_tree is not None
-        return jax.tree.unflatten(out_tree, results)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return marked
 
@@ -180,13 +175,13 @@ def _check_arrays(name: str, args: tuple, kwargs: dict) -> None:
             ) from None
 
 
-def _as_inputs(closed: ClosedJaxpr, name: str) -> ClosedJaxpr:
+def _as_inputs(closed: ClosedJaxpr, name: str, result: Any) -> ClosedJaxpr:
     """The same body with its captured values (arrays and tracers of an outer trace) turned into leading inputs."""
     jaxpr = closed.jaxpr
-    info = jaxpr.debug_info
-    names = ("captured",) * len(closed.consts) + tuple(info.arg_names or (None,) * len(jaxpr.invars))
+    names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
+    paths = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
     inner = Jaxpr(
         (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects,
-        debug_info=DebugInfo("fragment", name, names, info.result_paths),
+        debug_info=DebugInfo("fragment", name, names, paths),
     )  # fmt: skip
     return ClosedJaxpr(inner, ())

@@ -91,7 +91,7 @@ class Placement:
             ways = self.mesh.shape[self.scatter]
             spec += [None] * (len(shape) - len(spec))
             free = [d for d, size in enumerate(shape) if spec[d] is None and size >= ways and size % ways == 0]
-            if free:
+            if free and ways > 1:
                 spec[max(free, key=lambda d: shape[d])] = self.scatter
         while spec and spec[-1] is None:
             spec.pop()

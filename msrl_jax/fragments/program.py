@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.explain import Plan, explain
 from msrl_jax.fragments.graph import Region, build, delay
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule
@@ -80,7 +81,8 @@ def compile(  # noqa: A001 - msrl_jax.compile reads as jax.jit(...).lower(...).c
     plan = schedule(partition(region, default), default)
     fused = jaxpr_as_fun(closed) if len(plan.body) and _is_fused(region, layout) else None
     trees = jax.tree.structure(state), jax.tree.structure(metrics)
-    return Program(layout, region, plan, fused, trees, time.perf_counter() - start)
+    costs = tuple(fragment_costs(closed.jaxpr))
+    return Program(layout, region, plan, fused, trees, costs, time.perf_counter() - start)
 
 
 def _check_sizes(layout: Layout, sizes: dict[str, int]) -> None:
@@ -123,9 +125,11 @@ class Program(Generic[State]):
         plan: Schedule,
         fused: Callable | None,
         trees: tuple[Any, Any],
+        costs: tuple[FragmentCost, ...],
         seconds: float,
     ):
         self.layout, self.graph, self.schedule = layout, graph, plan
+        self._costs = costs
         self._fused, (self._tree, self._metrics_tree) = fused, trees
         self._programs = Programs(seconds=seconds)
         self._scans: dict[int, jax.stages.Compiled] = {}
@@ -244,7 +248,8 @@ class Program(Generic[State]):
         """
         self.warm_up()
         compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._programs.compiled
-        return explain(self.layout, self.graph, self.instructions, compiled, self._programs.shardings)
+        shardings = self._programs.shardings
+        return explain(self.layout, self._costs, self.instructions, compiled, shardings, self.is_fused)
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:

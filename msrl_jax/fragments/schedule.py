@@ -169,7 +169,7 @@ class _Emitter:
         written = [(v, pair) for v in [*made, *reads] for pair in self.writes.pop((v, placement.mesh), ())]
         needs_index = bool(rows or written)
         fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
-        name = "+".join(fragments) or "glue"
+        name = "+".join(dict.fromkeys(n.title for n in group.nodes if n.title)) or "glue"
         self.out.append(
             Run(
                 name,

@@ -1,0 +1,87 @@
+"""What XLA's partitioner did: the collectives of a compiled program, read from its text."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
+_WHILE = re.compile(r" while\(.*?body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+      kind: such as "all-reduce".
+      nbytes: bytes of its result on each device.
+      times: how often one run of the program executes it (1 for a loop of unknown length).
+      source: where it comes from, as JAX names it.
+    """
+
+    kind: str
+    nbytes: int
+    times: int
+    source: str
+
+
+def collectives(text: str) -> tuple[list[Collective], bool]:
+    """Finds the collectives of a compiled program.
+
+    Args:
+      text: the optimised HLO (`compiled.as_text()`).
+
+    Returns:
+      The collectives, and whether all of them are in loops of known length.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry, current = "", ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = match[2]
+            bodies[current] = []
+            entry = current if match[1] else entry
+        elif current:
+            bodies[current].append(line)
+    known = True
+
+    def visit(name: str, times: int, sure: bool) -> Iterator[Collective]:
+        nonlocal known
+        for line in bodies.get(name, ()):
+            if match := _COLLECTIVE.search(line):
+                op = _OP_NAME.search(line)
+                known &= sure
+                yield Collective(match[2], _nbytes(match[1], bool(match[3])), times, op[1] if op else "")
+            if match := _WHILE.search(line):
+                trips = _TRIPS.search(line)
+                yield from visit(match[1], times * int(trips[1] if trips else 1), sure and trips is not None)
+                continue
+            branches = _BRANCHES.search(line)
+            inner = [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
+            for called in inner:
+                yield from visit(called, times, sure)
+
+    return list(visit(entry, 1, True)), known
+
+
+def _nbytes(shape: str, started: bool) -> int:
+    sizes = [
+        math.prod(map(int, filter(None, dims.split(",")))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape)
+    ]
+    # The start of an asynchronous all-gather returns its operand beside its result.
+    return max(sizes, default=0) if started and len(sizes) == 2 else sum(sizes)
+
+
+def _width(dtype: str) -> int:
+    if dtype == "pred":
+        return 1
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 0
