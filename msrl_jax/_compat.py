@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from jax.core import ShapedArray
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -13,7 +14,16 @@ from jax.extend.core import (
     jaxpr_as_fun,
     jaxprs_in_params,
 )
-from jax.extend.core.primitives import closed_call_p, cond_p, custom_jvp_call_p, custom_vjp_call_p, jit_p, remat_p, scan_p, while_p
+from jax.extend.core.primitives import (
+    closed_call_p,
+    cond_p,
+    custom_jvp_call_p,
+    custom_vjp_call_p,
+    jit_p,
+    remat_p,
+    scan_p,
+    while_p,
+)
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -25,8 +35,10 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Primitive",
+    "ShapedArray",
     "Var",
     "ad",
+    "aval",
     "batching",
     "call_body",
     "cond_p",
@@ -65,6 +77,13 @@ def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
 
 
+def aval(atom: Atom) -> ShapedArray:
+    """Shape and dtype of a variable or literal."""
+    found = atom.aval
+    assert isinstance(found, ShapedArray), found
+    return found
+
+
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds (loop bodies, branches, call bodies)."""
     for sub in jaxprs_in_params(eqn.params):
@@ -86,7 +105,7 @@ def make_jaxpr_of(
 ) -> ClosedJaxpr:
     """A closed jaxpr of `eqns` that maps `inputs` to `outputs`."""
     effects = frozenset().union(*[e.effects for e in eqns]) if eqns else frozenset()
-    info = DebugInfo("msrl_jax", name, (None,) * len(inputs), (None,) * len(outputs))
+    info = DebugInfo("msrl_jax", name, ("",) * len(inputs), ("",) * len(outputs))
     return ClosedJaxpr(Jaxpr((), list(inputs), list(outputs), list(eqns), effects, debug_info=info), ())
 
 

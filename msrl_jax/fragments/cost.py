@@ -1,18 +1,22 @@
-"""How much a piece of a training loop computes, counted on its jaxpr: XLA's own analysis counts the body of a loop once."""
+"""How much a piece of a training loop computes, counted on its jaxpr (XLA's analysis counts a loop's body once)."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msrl_jax._compat import Jaxpr, JaxprEqn, cond_p, scan_p, sub_jaxprs
+from msrl_jax._compat import Jaxpr, JaxprEqn, aval, cond_p, scan_p, sub_jaxprs
 from msrl_jax.fragments.marker import is_fragment
 
 # Primitives that move data or compute on integers only; everything else counts one operation for each result.
 _FREE = frozenset(
-    "broadcast_in_dim reshape squeeze slice dynamic_slice dynamic_update_slice gather concatenate transpose rev pad copy "
-    "iota convert_element_type bitcast_convert_type select_n stop_gradient split random_bits random_seed random_split "
-    "random_wrap random_unwrap random_fold_in threefry2x32 shift_left shift_right_logical xor or and not eq ne lt gt le ge "
-    "device_put sharding_constraint optimization_barrier expand_dims empty2 sort".split()
+    (
+        *("broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice", "gather"),
+        *("concatenate", "transpose", "rev", "pad", "copy", "iota", "convert_element_type", "bitcast_convert_type"),
+        *("select_n", "stop_gradient", "split", "expand_dims", "empty2", "sort", "device_put", "sharding_constraint"),
+        *("random_bits", "random_seed", "random_split", "random_wrap", "random_unwrap", "random_fold_in", "threefry2x32"),
+        *("shift_left", "shift_right_logical", "xor", "or", "and", "not", "eq", "ne", "lt", "gt", "le", "ge"),
+        "optimization_barrier",
+    )
 )
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "cumsum", "cumprod", "cummax")
 
@@ -37,21 +41,21 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
     if eqn.primitive is cond_p:
         return max(inner)
     if name in _REDUCTIONS:
-        return math.prod(eqn.invars[0].aval.shape)
+        return math.prod(aval(eqn.invars[0]).shape)
     if inner:
         return sum(inner)
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contract)
+        lhs = aval(eqn.invars[0]).shape
+        return 2 * math.prod(aval(eqn.outvars[0]).shape) * math.prod(lhs[d] for d in contract)
     if name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
-        kernel = eqn.invars[1].aval.shape
+        kernel = aval(eqn.invars[1]).shape
         per_result = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-        return 2 * math.prod(eqn.outvars[0].aval.shape) * per_result
+        return 2 * math.prod(aval(eqn.outvars[0]).shape) * per_result
     if name in _FREE:
         return 0
-    return sum(math.prod(v.aval.shape) for v in eqn.outvars)
+    return sum(math.prod(aval(v).shape) for v in eqn.outvars)
 
 
 @dataclass(frozen=True)

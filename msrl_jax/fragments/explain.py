@@ -184,7 +184,7 @@ def _programs(
                 i.name, i.placement.name, times,
                 getattr(memory, "argument_size_in_bytes", 0), getattr(memory, "output_size_in_bytes", 0),
                 getattr(memory, "temp_size_in_bytes", 0), getattr(memory, "alias_size_in_bytes", 0), tuple(found),
-            )  # fmt: skip
+            )
         )
     return tuple(plans), sure
 

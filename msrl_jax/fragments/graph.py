@@ -1,4 +1,4 @@
-"""The fragmented dataflow graph: a traced loop as nodes that belong to one placement each, to none (glue), or are opened loops."""
+"""The fragmented dataflow graph: a traced loop as nodes at one placement each, glue at none, and opened loops."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +129,10 @@ def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequ
     builder.labels.update(zip(state, labels, strict=True))
     nodes: list[Node] = []
     outputs = builder.inline(jaxpr, [*consts, *state], None, nodes)
-    return Region(list(builder.constants), state, [], nodes, outputs, constants=builder.constants, labels=builder.labels, axes=list(axes))
+    return Region(
+        list(builder.constants), state, [], nodes, outputs,
+        constants=builder.constants, labels=builder.labels, axes=list(axes),
+    )  # fmt: skip
 
 
 class _Builder:

@@ -4,9 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import jax
-
-from msrl_jax._compat import ClosedJaxpr
+from msrl_jax._compat import ClosedJaxpr, ShapedArray
 from msrl_jax.fragments.placement import Placement
 
 
@@ -22,7 +20,7 @@ class Value:
     """
 
     index: int
-    aval: jax.core.ShapedArray
+    aval: ShapedArray
     placement: Placement
     label: str
 

@@ -245,8 +245,7 @@ def body(run: Run) -> Callable:
     evaluate = jaxpr_as_fun(run.jaxpr)
 
     def fn(*args):
-        if run.index is not None:
-            index, *args = args
+        index, *args = args if run.index is not None else (None, *args)
         inputs, buffers = list(args[: len(run.inputs)]), args[len(run.inputs) :]
         for k in run.rows:
             inputs[k] = jax.lax.dynamic_index_in_dim(inputs[k], index, 0, keepdims=False)

@@ -105,20 +105,19 @@ def fragment(
 
 def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: str | Sequence[str]) -> Callable:
     own_name = getattr(fn, "__name__", type(fn).__name__)
-    name, role = name or own_name, role or own_name
+    name, role = str(name or own_name), str(role or own_name)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     signature = inspect.signature(fn)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    if unknown := sorted(static - set(signature.parameters)):
-        if not takes_any:
-            raise TypeError(
-                f"fragment {name!r} has no argument {unknown[0]!r}, named in static_argnames; "
-                f"its arguments are {list(signature.parameters)}"
-            )
+    if (unknown := sorted(static - set(signature.parameters))) and not takes_any:
+        raise TypeError(
+            f"fragment {name!r} has no argument {unknown[0]!r}, named in static_argnames; "
+            f"its arguments are {list(signature.parameters)}"
+        )
 
     @functools.wraps(fn)
     def marked(*args, **kwargs):
-        if jax.config.jax_disable_jit:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
         args, kwargs, fixed = _split_static(signature, static, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))

@@ -1,12 +1,26 @@
-"""Where fragments run: a placement is a named sub-mesh with rules from logical axes to mesh axes; a layout maps roles to placements."""
+"""Where fragments run: a placement is a named sub-mesh with rules for logical axes; a layout maps roles to placements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class Device(Protocol):
+    """What the compiler knows of a device; `jax.Device` is one."""
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """Such as "cpu", "gpu" or "tpu"."""
+        ...
+
 
 Rules = tuple[tuple[str, str], ...]
 
@@ -37,7 +51,7 @@ class Placement:
     def over(
         cls,
         name: str,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         *,
         split: Sequence[str] = ("env", "agent", "member"),
         scatter: bool = False,
@@ -62,7 +76,7 @@ class Placement:
         return cls(name, Mesh(np.asarray(devices, dtype=object), ("devices",)), rules, "devices" if scatter else None)
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices of the mesh, in order."""
         return tuple(self.mesh.devices.flat)
 
@@ -154,7 +168,7 @@ class Layout:
         return tuple(dict.fromkeys(self.roles.values()))
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """All devices in use, each once."""
         return tuple(dict.fromkeys(d for p in self.placements for d in p.devices))
 
@@ -163,7 +177,7 @@ class Layout:
 class DistributionPolicy(Protocol):
     """Decides where the fragments of a training loop run: any object with this one method."""
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the roles.
 
         Args:

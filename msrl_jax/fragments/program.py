@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from msrl_jax.fragments.graph import Region, build, delay
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule
 from msrl_jax.fragments.lower import Programs, lower
 from msrl_jax.fragments.partition import partition
-from msrl_jax.fragments.placement import DistributionPolicy, Layout
+from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.trace import axis_sizes, leaf_axes, state_avals, trace
@@ -39,13 +39,13 @@ class Delayed(NamedTuple):
     registers: tuple[jax.Array, ...]
 
 
-def compile(  # noqa: A001 - msrl_jax.compile reads as jax.jit(...).lower(...).compile() does
+def compile(
     iteration: Callable[[State], tuple[State, Any]],
     state: State,
     *,
     policy: DistributionPolicy,
     axes: Any = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> "Program[State]":
     """Compiles a training iteration for a distribution policy.
 
@@ -151,7 +151,7 @@ class Program(Generic[State]):
         return self._fused is not None
 
     @property
-    def devices(self) -> tuple[jax.Device, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """The devices in use."""
         return self.layout.devices
 
@@ -185,7 +185,7 @@ class Program(Generic[State]):
         Returns:
           A pytree like the one that the program was compiled for.
         """
-        return state.state if isinstance(state, Delayed) else state
+        return cast(State, state.state) if isinstance(state, Delayed) else state
 
     def __call__(self, state: State | Delayed) -> tuple[Any, Any]:
         """Runs one iteration.
@@ -344,7 +344,7 @@ def _put(flat: Sequence[Any], shardings: Sequence[tuple[jax.sharding.NamedShardi
         x = flat[i]
         # A transfer may share memory with its source where the devices do, and the same array may stand in two places.
         shared = not isinstance(x, jax.Array) or bool(x.sharding.device_set & s.device_set)
-        fresh.append((shared and (copy or id(x) in seen or x.sharding != s)))
+        fresh.append(shared and (copy or id(x) in seen or x.sharding != s))
         seen.add(id(x))
     arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
     by_mesh: dict[Any, list[int]] = {}

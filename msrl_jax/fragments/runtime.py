@@ -25,7 +25,7 @@ class Executor:
             + [v.index for v in programs.shardings],
             default=0,
         )
-        self._rows: dict[tuple, list[jax.Array]] = {}
+        self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._constants = [
             (v.index, jax.device_put(data, programs.shardings[v])) for v, data in schedule.constants.items()
         ]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax._compat import Atom, Literal, Var, make_jaxpr_of
+from msrl_jax._compat import Atom, Literal, Var, aval, make_jaxpr_of
 from msrl_jax.fragments.graph import Node, Region
 from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
 from msrl_jax.fragments.ownership import settle
@@ -65,7 +65,7 @@ class _Names:
         key = (np.asarray(literal.val).tobytes(), str(literal.aval), placement.mesh)
         if key not in self._literals:
             value = self.new(literal.aval, placement, f"literal {literal.val}")
-            self.constants[value] = np.asarray(literal.val, literal.aval.dtype)
+            self.constants[value] = np.asarray(literal.val, aval(literal).dtype)
             self._literals[key] = value
         return self._literals[key]
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr
+from msrl_jax._compat import ClosedJaxpr, ShapedArray
 
 PyTree = Any
 
@@ -37,7 +37,7 @@ def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
                     f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state is an array: "
                     "close over Python objects in the iteration, or convert numbers with jnp.asarray"
                 ) from None
-            if not isinstance(aval, jax.core.ShapedArray):
+            if not isinstance(aval, ShapedArray):
                 raise TypeError(
                     f"{name} is a mutable reference ({aval}). A training iteration is pure: pass the array itself "
                     "(ref[...]) and return its next value"
@@ -167,5 +167,5 @@ def axis_sizes(state: PyTree, specs: list[PartitionSpec]) -> dict[str, int]:
     for spec, aval in zip(specs, avals, strict=True):
         for entry, size in zip(spec, aval.shape, strict=False):
             for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
-                sizes[axis] = math.gcd(sizes.get(axis, size), size)
+                sizes[axis] = math.gcd(sizes.get(axis, 0), int(size))
     return sizes

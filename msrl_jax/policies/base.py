@@ -4,37 +4,42 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from msrl_jax.fragments.placement import Device as Device
 from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
 from msrl_jax.fragments.placement import Layout as Layout
 from msrl_jax.fragments.placement import Placement as Placement
 
 
-def fitting(available: int, sizes: Mapping[str, int], axis: str = "env") -> int:
+def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ("env",)) -> int:
     """The largest number of devices, at most `available`, that divides a logical axis.
 
     Args:
       available: how many devices there are.
-      sizes: the size of each logical axis; all devices fit if `axis` is not among them.
-      axis: the axis to split.
+      sizes: the size of each logical axis.
+      axes: the axis to split: the first of these that there is; all devices fit if there is none.
 
     Returns:
       A number between 1 and `available`.
     """
-    size = sizes.get(axis, 0)
+    size = next((sizes[a] for a in axes if a in sizes), 0)
     return max((n for n in range(1, available + 1) if size % n == 0), default=1)
 
 
 def take(
-    devices: Sequence[jax.Device], wanted: Mapping[str, int | None], sizes: Mapping[str, int], policy: object
-) -> dict[str, list[jax.Device]]:
+    devices: Sequence[Device],
+    wanted: Mapping[str, int | None],
+    sizes: Mapping[str, int],
+    policy: object,
+    axes: Sequence[str] = ("env",),
+) -> dict[str, list[Device]]:
     """Divides devices between parts of a deployment, in order; parts share all devices if there is just one.
 
     Args:
       devices: the devices.
-      wanted: how many each part takes. None, for one of them, is the largest number that is left and divides the "env"
-        axis.
+      wanted: how many each part takes. None, for one of them, is the largest number that is left and divides the axis.
       sizes: the size of each logical axis.
       policy: the policy, for errors.
+      axes: the axis that a None divides: the first of these that there is.
 
     Returns:
       The devices of each part.
@@ -46,17 +51,17 @@ def take(
         if count is not None and (not isinstance(count, int) or count < 1):
             raise ValueError(f"{policy}: {part}={count!r} must be an integer of at least 1")
     explicit = sum(count for count in wanted.values() if count is not None)
-    automatic = [part for part, count in wanted.items() if count is None]
-    if len(devices) == 1 and (automatic or explicit == len(wanted)) and explicit <= len(wanted) - len(automatic):
+    needed = explicit + sum(count is None for count in wanted.values())
+    if len(devices) == 1 and needed == len(wanted):
         return {part: list(devices) for part in wanted}
-    if explicit + len(automatic) > len(devices):
+    if needed > len(devices):
         raise ValueError(
-            f"{policy} needs {explicit + len(automatic)} devices ({_spell(wanted)}), but there are {len(devices)}. "
+            f"{policy} needs {needed} devices ({_spell(wanted)}), but there are {len(devices)}. "
             "Ask for fewer, or make more: on a CPU, `jax.config.update('jax_num_cpu_devices', n)` before JAX starts "
             "(`--cpu-devices n` on the command line)"
         )
     left = len(devices) - explicit
-    counts = {part: fitting(left, sizes) if count is None else count for part, count in wanted.items()}
+    counts = {part: fitting(left, sizes, axes) if count is None else count for part, count in wanted.items()}
     taken, start = {}, 0
     for part, count in counts.items():
         taken[part] = list(devices[start : start + count])
@@ -64,7 +69,7 @@ def take(
     return taken
 
 
-def on_platform(platform: str | None, devices: Sequence[jax.Device]) -> list[jax.Device]:
+def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
     """The devices of a platform, or those given if no platform is named.
 
     Args:

@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
-from msrl_jax.policies.base import Layout, Placement, take
+from msrl_jax.policies.base import Device, Layout, Placement, take
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Central:
     workers: int | None = None
     shards: int = 1
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on devices of its own."""
         parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self)
         workers = Placement.over("workers", parts["workers"])

@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
-from msrl_jax.policies.base import Layout, Placement, on_platform, take
+from msrl_jax.policies.base import Device, Layout, Placement, on_platform, take
 
 
 @dataclass(frozen=True)
@@ -26,24 +24,19 @@ class Environments:
     agents: int | None = None
     env_platform: str | None = None
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments on one sub-mesh and agents on another."""
-        axis = {"env": sizes[a] for a in ("agent", "env") if a in sizes}
-        axis = {"env": sizes["agent"]} if "agent" in sizes else axis
+        wanted = {"agents": self.agents}
         if self.env_platform is not None:
             envs = take(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices, {"agents": self.agents}, axis, self)["agents"]
+            agents = take(devices, wanted, sizes, self, ("agent", "env"))["agents"]
         elif len(devices) == 1:
-            parts = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self)
-            envs, agents = parts["envs"], parts["agents"]
+            envs, agents = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
         else:
-            some = self.envs or (len(devices) - self.agents if self.agents else len(devices) // 2)
-            wanted = {"envs": self.envs, "agents": self.agents or 1}
-            envs = take(devices[:some] if self.envs is None else devices, {"envs": wanted["envs"]}, sizes, self)["envs"]
-            rest = devices[len(envs) :]
-            if not rest:
-                raise ValueError(f"{self}: no device is left for the agents; there are {len(devices)}, ask for fewer envs")
-            agents = take(rest, {"agents": self.agents}, axis, self)["agents"]
-        env_mesh, agent_mesh = Placement.over("envs", envs), Placement.over("agents", agents, split=("agent", "env", "member"))
+            half = len(devices) - self.agents if self.agents else max(1, len(devices) // 2)
+            envs = take(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
+            agents = take(devices[len(envs) :], wanted, sizes, self, ("agent", "env"))["agents"]
+        env_mesh = Placement.over("envs", envs)
+        agent_mesh = Placement.over("agents", agents, split=("agent", "env", "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
         return Layout(roles, policy=str(self))

@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
-from msrl_jax.policies.base import Layout, Placement, fitting
+from msrl_jax.policies.base import Device, Layout, Placement, fitting
 
 
 @dataclass(frozen=True)
@@ -20,10 +18,10 @@ class GPUOnly:
 
     num_devices: int | None = None
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
         count = fitting(len(devices), sizes) if self.num_devices is None else self.num_devices
         if not 1 <= count <= len(devices):
             raise ValueError(f"{self}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
         all_devices = Placement.over("all", devices[:count])
-        return Layout({role: all_devices for role in ("env", "actor", "learner", "server")}, policy=str(self))
+        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=str(self))

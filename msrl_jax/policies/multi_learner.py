@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
-from msrl_jax.policies.base import Layout, Placement, fitting
+from msrl_jax.policies.base import Device, Layout, Placement, fitting
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class MultiLearner:
 
     num_devices: int | None = None
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
         count = fitting(len(devices), sizes) if self.num_devices is None else self.num_devices
         if not 1 <= count <= len(devices):

@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
-from msrl_jax.policies.base import Layout, Placement, on_platform, take
+from msrl_jax.policies.base import Device, Layout, Placement, on_platform, take
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class SingleLearnerCoarse:
         if not isinstance(self.staleness, int) or self.staleness < 0:
             raise ValueError(f"staleness={self.staleness!r} must be an integer of at least 0 (iterations)")
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners on disjoint sub-meshes."""
         parts = _parts(devices, "actors", self.actors, "learners", self.learners, self.env_platform, sizes, self)
         actors, learners = Placement.over("actors", parts["actors"]), Placement.over("learners", parts["learners"])
@@ -56,7 +54,7 @@ class SingleLearnerFine:
     learners: int = 1
     env_platform: str | None = None
 
-    def layout(self, devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Layout:
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
         parts = _parts(devices, "envs", self.envs, "learners", self.learners, self.env_platform, sizes, self)
         envs, learners = Placement.over("envs", parts["envs"]), Placement.over("learners", parts["learners"])
@@ -64,7 +62,7 @@ class SingleLearnerFine:
 
 
 def _parts(
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
     first: str,
     num_first: int | None,
     second: str,
@@ -72,7 +70,7 @@ def _parts(
     platform: str | None,
     sizes: Mapping[str, int],
     policy: object,
-) -> dict[str, list[jax.Device]]:
+) -> dict[str, list[Device]]:
     if platform is None:
         return take(devices, {first: num_first, second: num_second}, sizes, policy)
     there = take(on_platform(platform, devices), {first: num_first}, sizes, policy)
