@@ -1,8 +1,8 @@
 """The command line: `msrl-jax train | evaluate | explain | bench | list`.
 
 Names may carry parameters behind a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
-`--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Heavy imports happen
-inside the commands, so that help is quick and devices can be configured before JAX starts.
+`--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Heavy imports
+happen inside the commands, so that help is quick and devices can be configured before JAX starts.
 """
 
 import dataclasses

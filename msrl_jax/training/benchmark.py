@@ -2,14 +2,15 @@
 
 import dataclasses
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 
+from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.program import Program
 from msrl_jax.training.folder import describe_devices
 from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
 
@@ -66,11 +67,19 @@ class Measurement:
         return f"{what}, {where}: {self.steps_per_second:,.0f} steps/s (compile {self.compile_seconds:.1f} s){ratio}"
 
 
+class Timed(Protocol):
+    """Something that trains and can be timed."""
+
+    def run(self, seconds: float) -> float:
+        """Trains for about `seconds` and returns environment steps per second."""
+        ...
+
+
 class Runner:
-    """Something that trains: a chunk of iterations at a time, from where it left off."""
+    """Trains in this process: chunk after chunk of iterations, from where it left off."""
 
     def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
-        """Takes its first chunk, which compiles and warms up.
+        """Takes two chunks: one that compiles and warms up, and one that tells how long a chunk is.
 
         Args:
           step: runs a chunk, `state -> state`, and may reuse the state's memory.
@@ -78,23 +87,27 @@ class Runner:
           steps: environment steps of a chunk.
         """
         self._step, self._state, self._steps = step, state, steps
-        self.run(1)
+        self._chunks(1)
+        self.rate = self._chunks(1)
 
-    def run(self, chunks: int) -> float:
-        """Runs chunks and returns environment steps per second."""
+    def _chunks(self, count: int) -> float:
         start = time.perf_counter()
-        for _ in range(chunks):
+        for _ in range(count):
             self._state = self._step(self._state)
         jax.block_until_ready(self._state)
-        return chunks * self._steps / (time.perf_counter() - start)
+        return count * self._steps / (time.perf_counter() - start)
+
+    def run(self, seconds: float) -> float:
+        """Runs whole chunks for about `seconds` and returns environment steps per second."""
+        return self._chunks(max(1, round(seconds * self.rate / self._steps)))
 
 
-def interleave(runners: Sequence[Runner], chunks: int, repeats: int) -> list[tuple[float, ...]]:
+def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[tuple[float, ...]]:
     """Times runners in turn, so that a machine that slows down slows all of them down.
 
     Args:
       runners: what to time.
-      chunks: how many chunks a timed run has.
+      seconds: how long a timed run is, about.
       repeats: timed runs of each runner; the order is reversed every other time.
 
     Returns:
@@ -104,13 +117,46 @@ def interleave(runners: Sequence[Runner], chunks: int, repeats: int) -> list[tup
     for repeat in range(repeats):
         order = list(enumerate(runners))
         for i, runner in order[:: -1 if repeat % 2 else 1]:
-            rates[i].append(runner.run(chunks))
+            rates[i].append(runner.run(seconds))
     return [tuple(r) for r in rates]
+
+
+def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
+    """A runner of a compiled program, `chunk` iterations at a time."""
+    steps = setup.actor.agent.steps_per_iteration * setup.seeds
+
+    def step(state):
+        return program.run(state, chunk, chunk=chunk, donate=True)[0]
+
+    return Runner(step, program.place(setup.initial_state()), chunk * steps)
+
+
+def jit_runner(setup: Setup, program: Program, chunk: int) -> Runner:
+    """A runner of the same iteration in a plain `jax.jit(jax.lax.scan(...))`, which reads the same metrics.
+
+    It starts from the same state on the same devices, and gives its memory back as the program does.
+    """
+    agent = setup.agent
+    iterations = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, chunk), donate_argnums=0)
+
+    def step(state):
+        state, metrics = iterations(state)
+        jax.device_get(metrics)
+        return state
+
+    state = program.unwrap(program.place(setup.initial_state()))
+    return Runner(step, state, chunk * agent.steps_per_iteration * setup.seeds)
+
+
+def calibrated_chunk(setup: Setup, program: Program) -> int:
+    """How many iterations make a chunk that is long enough to hide the host's work between chunks."""
+    rate = program_runner(setup, program, 1).run(_CHUNK_SECONDS)
+    return max(1, round(_CHUNK_SECONDS * rate / (setup.actor.agent.steps_per_iteration * setup.seeds)))
 
 
 def measure(
     setup: Setup,
-    policy: Any,
+    policy: DistributionPolicy,
     *,
     repeats: int = 3,
     seconds: float = 1.0,
@@ -131,33 +177,13 @@ def measure(
     Returns:
       The measurement.
     """
-    steps = setup.actor.agent.steps_per_iteration * setup.seeds
     program = setup.compile(policy, devices)
-    initial = setup.initial_state()
-    chunk = 1
-    runner = Runner(lambda s: program.run(s, 1, chunk=1, donate=True)[0], program.place(initial), steps)
+    chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds
-    chunk = max(1, round(_CHUNK_SECONDS * max(runner.run(1), runner.run(4)) / steps))
-    runner = Runner(
-        lambda s: program.run(s, chunk, chunk=chunk, donate=True)[0], program.place(initial), chunk * steps
-    )
-    runners, compiled = [runner], None
+    runners = [program_runner(setup, program, chunk)]
     if against == "jit":
-
-        def plain(state):
-            return jax.lax.scan(lambda s, _: setup.agent.iteration(s), state, None, length=chunk)
-
-        state = program.unwrap(program.place(initial))
-        compiled = jax.jit(plain, donate_argnums=0).lower(state).compile()
-
-        def step(state):
-            state, metrics = compiled(state)
-            jax.device_get(metrics)
-            return state
-
-        runners.append(Runner(step, state, chunk * steps))
-    chunks = max(1, math.ceil(seconds / _CHUNK_SECONDS)) if chunk > 1 else max(1, round(seconds * runner.run(1) / steps))
-    runs, *others = interleave(runners, chunks, repeats)
+        runners.append(jit_runner(setup, program, chunk))
+    runs, *others = interleave(runners, seconds, repeats)
     where = describe_devices(program.devices)
     measurement = Measurement(
         algorithm=setup.algorithm.name, env=setup.env_name, policy=describe_policy(policy),
@@ -165,7 +191,7 @@ def measure(
         unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
         steps_per_second=statistics.median(runs), runs=runs,
     )  # fmt: skip
-    if compiled is None:
+    if not others:
         return measurement
     jit_rate = statistics.median(others[0])
     return dataclasses.replace(
@@ -176,7 +202,7 @@ def measure(
 def bench(
     algos: Sequence[str] = ("ppo",),
     envs: Sequence[str] = ("CartPole-v1",),
-    policies: Sequence[Any] = ("GPUOnly",),
+    policies: Sequence[str | DistributionPolicy] = ("GPUOnly",),
     num_envs: Sequence[int] = (64,),
     unroll_lengths: Sequence[int] = (128,),
     *,
