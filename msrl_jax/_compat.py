@@ -1,8 +1,9 @@
 """The one door to JAX's unstable interfaces: `jax.extend` and `jax.interpreters` are imported nowhere else."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -11,6 +12,7 @@ from jax.extend.core import (
     Literal,
     Primitive,
     Var,
+    find_top_trace,
     jaxpr_as_fun,
     jaxprs_in_params,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "drop_unused",
     "fresh",
     "is_dropped",
+    "is_traced_here",
     "jaxpr_as_fun",
     "jit_p",
     "make_jaxpr_of",
@@ -98,6 +101,11 @@ def fresh(var: Var) -> Var:
 def is_dropped(var: Var) -> bool:
     """Whether `var` is the placeholder `_` that JAX binds results nobody reads to."""
     return type(var) is not Var
+
+
+def is_traced_here(x: Any) -> bool:
+    """Whether the innermost transformation being traced acts on `x`: gives it a batch axis, a tangent."""
+    return isinstance(x, Tracer) and x._trace is find_top_trace((x,))
 
 
 def make_jaxpr_of(

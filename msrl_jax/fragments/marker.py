@@ -12,7 +12,19 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
-from msrl_jax._compat import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Primitive, ad, batching, jaxpr_as_fun, mlir, pe
+from msrl_jax._compat import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Primitive,
+    ad,
+    batching,
+    is_traced_here,
+    jaxpr_as_fun,
+    mlir,
+    pe,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,18 +39,49 @@ def _evaluate(*xs, call_jaxpr: ClosedJaxpr, name: str, role: str):
 
 
 def _batch(axis, xs, dims, *, call_jaxpr: ClosedJaxpr, **marks):
-    batched = jax.vmap(
-        jaxpr_as_fun(call_jaxpr), tuple(dims), 0,
-        axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name,
-    )  # fmt: skip
-    body = jax.make_jaxpr(batched)(*[jax.typeof(x) for x in xs])
-    if body.consts:
-        raise ValueError(f"fragment {marks['name']!r} captured {len(body.consts)} constants while it was vectorised")
-    return fragment_p.bind(*xs, call_jaxpr=body, **marks), [0] * len(body.out_avals)
+    mapped: list[bool] = []
+
+    def batched(*xs):
+        shared = []
+
+        def evaluate(*xs):
+            ys = jaxpr_as_fun(call_jaxpr)(*xs)
+            mapped[:] = [is_traced_here(y) for y in ys]
+            shared[:] = [y for y, is_mapped in zip(ys, mapped, strict=True) if not is_mapped]
+            return [y for y, is_mapped in zip(ys, mapped, strict=True) if is_mapped]
+
+        own = iter(
+            jax.vmap(
+                evaluate, tuple(dims), 0, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
+            )(*xs)
+        )
+        rest = iter(shared)
+        return [next(own if is_mapped else rest) for is_mapped in mapped]
+
+    closed, shapes = jax.make_jaxpr(batched, return_shape=True)(*[jax.typeof(x) for x in xs])
+    body = _as_inputs(closed, marks["name"], shapes)
+    results = fragment_p.bind(*closed.consts, *xs, call_jaxpr=body, **marks)
+    return results, [0 if is_mapped else None for is_mapped in mapped]
 
 
 def _jvp(primals, tangents, *, call_jaxpr: ClosedJaxpr, **_):
-    return jax.jvp(jaxpr_as_fun(call_jaxpr), tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+    # Arguments and results without a tangent stay without one: a tangent of zeros would make 0 * inf = nan downstream.
+    moving = [not isinstance(t, ad.Zero) for t in tangents]
+    moved: list[bool] = []
+
+    def of_moving(*xs):
+        it = iter(xs)
+        ys = jaxpr_as_fun(call_jaxpr)(*[next(it) if m else x for x, m in zip(primals, moving, strict=True)])
+        moved[:] = map(is_traced_here, ys)
+        return ys
+
+    ys, dys = jax.jvp(
+        of_moving,
+        tuple(x for x, m in zip(primals, moving, strict=True) if m),
+        tuple(t for t, m in zip(tangents, moving, strict=True) if m),
+    )
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in call_jaxpr.out_avals]
+    return ys, [dy if m else zero for dy, zero, m in zip(dys, zeros, moved, strict=True)]
 
 
 def _transpose(cotangents, *xs, call_jaxpr: ClosedJaxpr, **_):
