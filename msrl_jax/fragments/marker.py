@@ -18,6 +18,7 @@ from msrl_jax._compat import (
     Jaxpr,
     JaxprEqn,
     Primitive,
+    ShapedArray,
     ad,
     batching,
     is_traced_here,
@@ -162,15 +163,18 @@ def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: 
     def marked(*args, **kwargs):
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
-        args, kwargs, fixed = _split_static(signature, static, args, kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        _check_arrays(name, args, kwargs)
+        arrays, keywords, fixed = _split_static(signature, static, args, kwargs)
+        leaves, tree = jax.tree.flatten((arrays, keywords))
+        if any(map(_fault, leaves)):
+            raise _refusal(name, signature, static, args, kwargs)
 
         def flat(*leaves):
             args, kwargs = jax.tree.unflatten(tree, leaves)
             return fn(*_merge_static(args, fixed), **kwargs, **fixed.keywords)
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        if faults := list(filter(None, map(_fault, closed.consts))):
+            raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
         body = _as_inputs(closed, name, shapes)
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=name, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -204,17 +208,21 @@ def _merge_static(args: tuple, fixed: _Fixed) -> list:
     return merged
 
 
-def _check_arrays(name: str, args: tuple, kwargs: dict) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            where = jax.tree_util.keystr(path[1:])
-            kind = "positional arguments" if getattr(path[0], "idx", 0) == 0 else "keyword arguments"
-            raise TypeError(
-                f"fragment {name!r}: {kind}{where} is a {type(leaf).__name__}, not an array; "
-                "name that argument in static_argnames, or close over the value"
-            ) from None
+def _fault(x: Any) -> str | None:
+    """What `x` is instead of an array, and what to do about it; None if it is one."""
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        kind = type(x).__name__ + (f" of {x.dtype}" if hasattr(x, "dtype") else "")
+        return f"{kind}, not an array; close over it, or name its argument in static_argnames"
+    return None if isinstance(aval, ShapedArray) else "mutable reference; pass its value ref[...] and return the next"
+
+
+def _refusal(name: str, signature: inspect.Signature, static: frozenset[str], args: tuple, kwargs: dict) -> TypeError:
+    named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
+    leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in named.items() if k not in static})
+    path, fault = next((path, _fault(leaf)) for path, leaf in leaves if _fault(leaf))
+    return TypeError(f"fragment {name!r}: argument {path[0].key}{jax.tree_util.keystr(path[1:])} is a {fault}")
 
 
 def _as_inputs(closed: ClosedJaxpr, name: str, result: Any) -> ClosedJaxpr:
