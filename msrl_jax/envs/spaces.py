@@ -34,6 +34,9 @@ class Discrete:
         if not jnp.issubdtype(self.dtype, jnp.integer):
             raise ValueError(f"Discrete(dtype={self.dtype}) is no integer dtype; use int32")
 
+    def __repr__(self) -> str:
+        return f"Discrete({self.n})"
+
     @property
     def shape(self) -> tuple[()]:
         """The shape of a value: a scalar."""
@@ -83,6 +86,10 @@ class Box:
         for name, value in {"low": low, "high": high, "shape": shape, "dtype": dtype}.items():
             object.__setattr__(self, name, value)
 
+    def __repr__(self) -> str:
+        low, high = (_brief(bound) for bound in (self.low, self.high))
+        return f"Box({low}, {high}, {self.shape}, {self.dtype})"
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Box) or self.dtype != other.dtype:
             return False
@@ -98,8 +105,8 @@ class Box:
         its only bound where it has one.
         """
         if jnp.issubdtype(self.dtype, jnp.integer):
-            high = np.where(self.high < np.iinfo(self.high.dtype).max, self.high.astype(np.int64) + 1, self.high)
-            return jax.random.randint(key, self.shape, self.low, high).astype(self.dtype)
+            end = np.minimum(self.high.astype(np.int64) + 1, np.iinfo(np.int32).max)
+            return jax.random.randint(key, self.shape, self.low, end).astype(self.dtype)
         uniform_key, normal_key, tail_key = jax.random.split(key, 3)
         has_low, has_high = np.isfinite(self.low), np.isfinite(self.high)
         low, high = np.where(has_low, self.low, 0), np.where(has_high, self.high, 0)
@@ -116,6 +123,12 @@ class Box:
         if x.shape != self.shape:
             return jnp.asarray(False)
         return jnp.all((x >= self.low) & (x <= self.high))
+
+
+def _brief(bound: np.ndarray) -> str:
+    if bound.size and np.all(bound == bound.flat[0]):
+        return str(bound.flat[0])
+    return np.array2string(bound.ravel(), threshold=6, edgeitems=2, max_line_width=1000)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,207 @@
+"""vectorise: automatic reset by hand, keys, what it refuses, and that splitting the environments changes nothing."""
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corridor import Corridor, CorridorState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax import envs
+
+COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(")
+
+
+def rollout(venv, state, actions):
+    return jax.jit(lambda state, actions: jax.lax.scan(venv.step, state, actions))(state, actions)
+
+
+def sample_actions(venv, num_steps, seed=7):
+    keys = jax.random.split(jax.random.key(seed), (num_steps, venv.num_envs))
+    return jax.vmap(jax.vmap(venv.action_space.sample))(keys)
+
+
+def plain(tree):
+    """The tree with typed keys as integers, for comparisons."""
+
+    def convert(x):
+        return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+    return jax.tree.map(convert, tree)
+
+
+def test_a_custom_environment_just_works_and_its_trajectory_is_as_worked_by_hand():
+    venv = envs.vectorise(Corridor(length=3, max_steps=4), 2)
+    state, obs = venv.reset(jax.random.key(0))
+    np.testing.assert_array_equal(obs, [[0], [0]])
+    # The first walks right: the end at step 3, then anew. The second dithers and is cut off at step 4, in cell 2.
+    actions = jnp.array([[1, 0], [1, 0], [1, 1], [0, 1], [1, 1]])
+    _, steps = rollout(venv, state, actions)
+    np.testing.assert_array_equal(steps.final_obs[..., 0], [[1, 0], [2, 0], [3, 1], [0, 2], [1, 1]])
+    np.testing.assert_array_equal(steps.obs[..., 0], [[1, 0], [2, 0], [0, 1], [0, 0], [1, 1]])
+    np.testing.assert_array_equal(steps.reward, [[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(steps.terminated, [[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(steps.truncated, [[0, 0], [0, 0], [0, 0], [0, 1], [0, 0]])
+    assert steps.reward.dtype == jnp.float32 and steps.terminated.dtype == steps.truncated.dtype == bool
+
+
+class Noise:
+    """Observes fresh noise at each step, and has its key in the state too."""
+
+    observation_space = envs.Box(-np.inf, np.inf, ())
+    action_space = envs.Box(-1, 1, (2,))
+
+    def reset(self, key):
+        return {"key": key, "last": 0.0}, jax.random.normal(key)
+
+    def step(self, key, state, action):
+        obs = jax.random.normal(key)
+        return {"key": key, "last": obs + action.sum()}, obs, obs, jax.random.bernoulli(key, 0.2), False
+
+
+def test_every_environment_and_step_has_its_own_randomness():
+    venv = envs.vectorise(Noise(), 8)
+    state, first = venv.reset(jax.random.key(0))
+    _, steps = rollout(venv, state, jnp.zeros((50, 8, 2)))
+    fresh = np.asarray(steps.obs)[np.asarray(steps.terminated)]
+    assert len(fresh) > 20
+    draws = np.concatenate([np.ravel(first), np.ravel(steps.final_obs), fresh])
+    assert len(np.unique(draws)) == len(draws)
+
+
+def test_the_trajectory_of_an_environment_depends_on_its_own_key_only():
+    actions = jnp.zeros((20, 8, 2))
+    venv = envs.vectorise(Noise(), 8)
+    state, _ = venv.reset(jax.random.key(0))
+    _, together = rollout(venv, state, actions)
+    _, alone = rollout(envs.vectorise(Noise(), 1), jax.tree.map(lambda x: x[5:6], state), actions[:, 5:6])
+    np.testing.assert_array_equal(alone.obs, together.obs[:, 5:6])
+
+
+def test_states_can_be_carried_through_a_scan():
+    venv = envs.vectorise(Noise(), 3)  # its reset returns a Python float
+    state, obs = jax.eval_shape(venv.reset, jax.random.key(0))
+    stepped, time_step = jax.eval_shape(venv.step, state, jnp.zeros((3, 2)))
+    assert jax.tree.structure(state) == jax.tree.structure(stepped)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(stepped), strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+        assert not before.weak_type and not after.weak_type
+    assert time_step.obs == time_step.final_obs == obs
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
+def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_no_bit(name):
+    # Eight environments per device: XLA's CPU code for fewer may round the last bit of an observation otherwise.
+    venv = envs.vectorise(envs.make(name, max_steps_in_episode=40), 64)
+    state, _ = jax.jit(venv.reset)(jax.random.key(0))
+    actions = sample_actions(venv, 60)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("env",))
+    by_env, by_time_env = NamedSharding(mesh, P("env")), NamedSharding(mesh, P(None, "env"))
+
+    def run(state, actions):
+        return jax.lax.scan(venv.step, state, actions)
+
+    split = jax.jit(run, in_shardings=(by_env, by_time_env), out_shardings=(by_env, by_time_env))
+    program = split.lower(state, actions).compile()
+    assert not COLLECTIVE.findall(program.as_text())
+    one = jax.jit(run)(state, actions)
+    eight = program(jax.device_put(state, by_env), jax.device_put(actions, by_time_env))
+    assert eight[1].obs.sharding.device_set == set(jax.devices()[:8])
+    assert np.any(one[1].terminated | one[1].truncated)
+    jax.tree.map(np.testing.assert_array_equal, plain(one), plain(eight))
+
+
+def test_initial_states_do_not_depend_on_the_number_of_devices():
+    venv = envs.vectorise(envs.make("CartPole-v1"), 64)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("env",))
+    split = jax.jit(venv.reset, out_shardings=NamedSharding(mesh, P("env")))(jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, plain(jax.jit(venv.reset)(jax.random.key(3))), plain(split))
+
+
+class BrokenState(NamedTuple):
+    cell: jax.Array
+
+
+def broken(**changes):
+    """A Corridor, some of whose members are replaced."""
+    env = Corridor()
+    for name, value in changes.items():
+        setattr(env, name, value)
+    return env
+
+
+def returning(change):
+    """A Corridor whose step returns something else."""
+    env = Corridor()
+    step = env.step
+    env.step = lambda key, state, action: change(*step(key, state, action))
+    return env
+
+
+STEP, RESET = r"Corridor\.step", r"Corridor\.reset"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (returning(lambda s, o, r, d, t: (s, o, r, d)), STEP + r" returned a tuple of 4; return the 5 values"),
+        (returning(lambda s, o, r, d, t: (o, s, r, d, t, {})), r"a tuple of 6; return the 5 values \(state, obs"),
+        (returning(lambda s, o, r, d, t: (s, o, r, r, t)), r"terminated of " + STEP + r" is float32\[\]"),
+        (returning(lambda s, o, r, d, t: (s, o, r, d, t[None])), r"truncated of " + STEP + r" is bool\[1\]"),
+        (returning(lambda s, o, r, d, t: (s, o, r[None], d, t)), r"reward of " + STEP + r" is float32\[1\]"),
+        (returning(lambda s, o, r, d, t: (s, o[0], r, d, t)), r"of " + STEP + r" has a value of float32\[\], but its obs"),
+        (
+            returning(lambda s, o, r, d, t: (s._replace(cell=s.cell / 2), o, r, d, t)),
+            rf"state of {STEP} has \.cell of float32\[\], but that of {RESET} has int32\[\]; .*jnp\.int32",
+        ),
+        (
+            returning(lambda s, o, r, d, t: (BrokenState(s.cell), o, r, d, t)),
+            rf"that of {RESET} has \.steps, which the state of {STEP} has not",
+        ),
+        (
+            returning(lambda s, o, r, d, t: (tuple(s), o, r, d, t)),
+            rf"state of {STEP} has \[0\], which that of {RESET} has not",
+        ),
+        (
+            broken(reset=lambda key: CorridorState(jnp.int32(0), jnp.int32(0))),
+            rf"observation of {RESET} has a value of int32\[\], but its observation_space has float32\[1\]",
+        ),
+        (broken(reset=lambda key: [key, key]), RESET + r" returned a list; return the 2 values"),
+        (broken(observation_space=envs.Box(0, 3, (1,), jnp.int32)), r"but its observation_space has int32\[1\]"),
+    ],
+)
+def test_an_environment_that_breaks_the_protocol_is_refused_with_the_value_named(env, message):
+    with pytest.raises(TypeError, match=message):
+        envs.vectorise(env, 2)
+
+
+def test_an_incomplete_environment_is_refused():
+    class NoActions:
+        observation_space = envs.Box(0, 1, ())
+        reset = step = None
+
+    with pytest.raises(TypeError, match="NoActions has no action_space"):
+        envs.vectorise(NoActions(), 2)
+
+
+@pytest.mark.parametrize("num_envs", [0, -1, 2.0, True])
+def test_a_bad_number_of_environments_is_refused(num_envs):
+    with pytest.raises(ValueError, match=r"num_envs=.* must be an int of at least 1"):
+        envs.vectorise(Corridor(), num_envs)
+
+
+def test_bad_keys_and_actions_are_refused():
+    venv = envs.vectorise(Corridor(), 2)
+    with pytest.raises(TypeError, match=r"make it with jax.random.key\(seed\)"):
+        venv.reset(jax.random.PRNGKey(0))
+    with pytest.raises(TypeError, match="needs one typed key"):
+        venv.reset(jax.random.split(jax.random.key(0), 2))
+    state, _ = venv.reset(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"action of Corridor is int32\[2, 1\]; it must be int32\[2\]"):
+        venv.step(state, jnp.zeros((2, 1), jnp.int32))
+    with pytest.raises(ValueError, match=r"is float32\[2\]; it must be int32\[2\]"):
+        venv.step(state, jnp.zeros(2))
