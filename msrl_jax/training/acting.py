@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
+from msrl_jax.fragments.placement import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Actor:
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         return tuple(id(v) in used for v in jaxpr.invars)
 
-    def take(self, state: Any, device: jax.Device | None = None) -> list[jax.Array]:
+    def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting depends on to one device (the first local one if not given)."""
         leaves = [leaf for leaf, needed in zip(jax.tree.leaves(state), self._needed, strict=True) if needed]
         return jax.device_put(leaves, device or jax.local_devices()[0])

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 
-from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.training.folder import describe_devices
 from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
@@ -36,9 +36,10 @@ class Measurement:
       jit_steps_per_second: the same for the plain `jax.jit(jax.lax.scan(...))`, None if that was not asked for.
       jit_runs: its timed runs, each beside the one of `runs` at the same place.
       ratio: `steps_per_second / jit_steps_per_second`.
-      flops: floating point operations of one iteration, as XLA's cost analysis counts them for the fused program.
+      flops: floating point operations of one iteration, as XLA's cost analysis counts them for the program of a policy
+        that fuses the loop; None if it does not.
       jit_flops: likewise for the plain one.
-      bytes: bytes accessed by one iteration, as XLA's cost analysis counts them for the fused program.
+      bytes: bytes accessed by one iteration, likewise.
       jit_bytes: likewise for the plain one.
     """
 
@@ -131,21 +132,27 @@ def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
     return Runner(step, program.place(setup.initial_state()), chunk * steps)
 
 
-def jit_runner(setup: Setup, program: Program, chunk: int) -> Runner:
-    """A runner of the same iteration in a plain `jax.jit(jax.lax.scan(...))`, which reads the same metrics.
+def plain_program(setup: Setup, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
+    """The same iteration in a plain `jax.jit(jax.lax.scan(...))`, with a state to start from.
 
-    It starts from the same state on the same devices, and gives its memory back as the program does.
+    It starts from the same state on the same devices, and may reuse the state's memory as the program does.
     """
-    agent = setup.agent
-    iterations = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, chunk), donate_argnums=0)
+    iteration = setup.agent.iteration
+    scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
+    state = program.unwrap(program.place(setup.initial_state()))
+    return scan.lower(state).compile(), state
+
+
+def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
+    """A runner of the plain program, which reads the metrics of a chunk as the other one does."""
+    compiled, state = plain_program(setup, program, chunk)
 
     def step(state):
-        state, metrics = iterations(state)
+        state, metrics = compiled(state)
         jax.device_get(metrics)
         return state
 
-    state = program.unwrap(program.place(setup.initial_state()))
-    return Runner(step, state, chunk * agent.steps_per_iteration * setup.seeds)
+    return Runner(step, state, chunk * setup.actor.agent.steps_per_iteration * setup.seeds)
 
 
 def calibrated_chunk(setup: Setup, program: Program) -> int:
@@ -161,7 +168,7 @@ def measure(
     repeats: int = 3,
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Measurement:
     """Measures one setting.
 
@@ -182,7 +189,7 @@ def measure(
     compile_seconds = program.compile_seconds
     runners = [program_runner(setup, program, chunk)]
     if against == "jit":
-        runners.append(jit_runner(setup, program, chunk))
+        runners.append(plain_runner(setup, program, chunk))
     runs, *others = interleave(runners, seconds, repeats)
     where = describe_devices(program.devices)
     measurement = Measurement(
@@ -194,9 +201,13 @@ def measure(
     if not others:
         return measurement
     jit_rate = statistics.median(others[0])
+    plain = plain_program(setup, program, 1)[0].cost_analysis() or {}
+    fused = (program._scan(1).cost_analysis() or {}) if program.is_fused else {}
     return dataclasses.replace(
-        measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate
-    )
+        measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate,
+        flops=fused.get("flops"), jit_flops=plain.get("flops"),
+        bytes=fused.get("bytes accessed"), jit_bytes=plain.get("bytes accessed"),
+    )  # fmt: skip
 
 
 def bench(
@@ -209,7 +220,7 @@ def bench(
     repeats: int = 3,
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     on_measurement: Callable[[Measurement], None] | None = None,
     **overrides: Any,
 ) -> list[Measurement]:
@@ -256,7 +267,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     """Measurements as a table of text."""
     header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
-    rows = [header + ["jit steps/s", "ratio"] * compared]
+    rows = [header + ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared]
     for m in measurements:
         spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
         row = [
@@ -264,7 +275,12 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             f"{m.steps_per_second:,.0f}", f"{spread:.0%}", f"{m.compile_seconds:.1f}",
         ]  # fmt: skip
         if compared and m.jit_steps_per_second is not None:
-            row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}"]
+            row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}", _quotient(m.flops, m.jit_flops)]
+            row += [_quotient(m.bytes, m.jit_bytes)]
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _quotient(ours: float | None, plain: float | None) -> str:
+    return f"{ours / plain:.3f} x" if ours and plain else "-"

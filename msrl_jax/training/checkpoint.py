@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax.fragments.placement import Device
+
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -41,7 +43,7 @@ def save_state(path: Path, state: Any) -> None:
         checkpointer.save(path.absolute(), entries)
 
 
-def load_state(path: Path, like: Any, device: jax.Device | None = None) -> Any:
+def load_state(path: Path, like: Any, device: Device | None = None) -> Any:
     """Reads what `save_state` wrote.
 
     Args:

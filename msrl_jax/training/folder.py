@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
 
 
-def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:
+def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """Platform, kind and number of the devices in use, and the precision that matrix products default to."""
     first = devices[0]
     return {

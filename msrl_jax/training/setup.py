@@ -11,7 +11,7 @@ import jax
 from msrl_jax import algorithms, envs, policies
 from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.envs import Environment
-from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training.acting import Actor
@@ -119,7 +119,7 @@ class Setup:
         """The state that the run starts from."""
         return jax.jit(self.agent.init)(initial_key(self.seed, self.seeds))
 
-    def compile(self, policy: DistributionPolicy, devices: Sequence[jax.Device] | None = None) -> Program:
+    def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
         state = jax.eval_shape(self.initial_state)
         return compile_program(self.agent.iteration, state, policy=policy, axes=self.agent.axes, devices=devices)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from msrl_jax.envs import Environment
-from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import folder
 from msrl_jax.training.callbacks import Callback, Tick
@@ -176,7 +176,7 @@ def train(
     seed: int = 0,
     seeds: int = 1,
     config: Any = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     out: str | os.PathLike | None = None,
     chunk: int | None = None,
     eval_episodes: int = 32,
