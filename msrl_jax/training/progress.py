@@ -4,7 +4,7 @@ import contextlib
 import html
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from msrl_jax.training.callbacks import Tick
 
 Progress = bool | Literal["auto", "bar", "lines", "notebook"]
 Show = Callable[[Tick], None]
+Display = Callable[[str, int], contextlib.AbstractContextManager[Show]]
 
 _SHOWN = {"episode_return": "return", "eval_return": "eval"}
 
@@ -24,31 +25,26 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-@contextlib.contextmanager
-def show_progress(progress: Progress, title: str, total_steps: int) -> Iterator[Show]:
-    """Opens a display of a run's progress.
+def choose_display(progress: Progress) -> Display:
+    """Chooses how to show a run's progress.
 
     Args:
       progress: "bar" in a terminal, "lines" of text, "notebook"; "auto" or True chooses; False shows nothing.
-      title: what runs.
-      total_steps: environment steps that the run will take.
 
-    Yields:
-      A callback that updates the display.
+    Returns:
+      A function `(title, total_steps)` whose context manager gives the callback that updates the display.
 
     Raises:
       ValueError: on any other value of `progress`.
     """
-    displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
     if progress is False:
-        yield lambda tick: None
-        return
+        return _nothing
     if progress in ("auto", True):
         progress = "notebook" if in_notebook() else "bar" if sys.stderr.isatty() else "lines"
+    displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
     if progress not in displays:
         raise ValueError(f"progress={progress!r}: choose one of {['auto', *displays]}, or False")
-    with contextlib.contextmanager(displays[progress])(title, total_steps) as show:
-        yield show
+    return displays[progress]
 
 
 def _facts(tick: Tick) -> str:
@@ -61,7 +57,13 @@ def _facts(tick: Tick) -> str:
     return "  ".join(facts)
 
 
-def _bar(title: str, total_steps: int) -> Generator[Show, None, None]:
+@contextlib.contextmanager
+def _nothing(title: str, total_steps: int) -> Iterator[Show]:
+    yield lambda tick: None
+
+
+@contextlib.contextmanager
+def _bar(title: str, total_steps: int) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -76,7 +78,8 @@ def _bar(title: str, total_steps: int) -> Generator[Show, None, None]:
         yield lambda tick: bar.update(task, completed=tick.step, facts=_facts(tick))
 
 
-def _lines(title: str, total_steps: int) -> Generator[Show, None, None]:
+@contextlib.contextmanager
+def _lines(title: str, total_steps: int) -> Iterator[Show]:
     print(f"{title}: compiling", file=sys.stderr, flush=True)
     last = -np.inf
 
@@ -91,7 +94,8 @@ def _lines(title: str, total_steps: int) -> Generator[Show, None, None]:
     yield show
 
 
-def _notebook(title: str, total_steps: int) -> Generator[Show, None, None]:
+@contextlib.contextmanager
+def _notebook(title: str, total_steps: int) -> Iterator[Show]:
     from IPython.display import HTML, display
 
     def page(step: int, facts: str) -> HTML:

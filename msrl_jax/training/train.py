@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import threading
@@ -21,7 +22,7 @@ from msrl_jax.training.callbacks import Callback, Tick
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
 from msrl_jax.training.history import Row, first_non_finite, reduce_chunk, stack_rows
 from msrl_jax.training.members import initial_key
-from msrl_jax.training.progress import Progress, show_progress
+from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
 from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
 
@@ -62,7 +63,7 @@ def chunk_length(iterations: int, ticks: int = TICKS) -> int:
     """
     if iterations <= ticks:
         return 1
-    lengths = range(max(1, iterations // (2 * ticks)), iterations * 5 // (2 * ticks) + 1)
+    lengths = range(math.ceil(iterations / (2 * ticks)), iterations * 5 // (2 * ticks) + 1)
     divisors = [length for length in lengths if iterations % length == 0]
     return min(divisors, key=lambda n: abs(iterations / n - ticks)) if divisors else round(iterations / ticks)
 
@@ -216,7 +217,7 @@ def train(
       DivergedError: if a metric is nan or infinite; it carries the result so far.
     """
     started = time.perf_counter()
-    distribution = resolve_policy(policy)
+    display, distribution = choose_display(progress), resolve_policy(policy)
     _check_counts(
         total_steps=(total_steps, 1), chunk=(chunk, 1), eval_episodes=(eval_episodes, 0), eval_every=(eval_every, 1)
     )
@@ -257,7 +258,7 @@ def train(
     if path is not None:
         callbacks = (folder.RowWriter(path, description), *callbacks)
     title = f"{setup.algorithm.name} {setup.env_name}"
-    with show_progress(progress, title, iterations * per_iteration) as show, _interruptible() as interrupted:
+    with display(title, iterations * per_iteration) as show, _interruptible() as interrupted:
         run_state = program.place(setup.initial_state())
         run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started)
         del run_state  # the run donates it

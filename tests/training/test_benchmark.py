@@ -1,0 +1,57 @@
+import statistics
+
+import pytest
+
+from msrl_jax.training.benchmark import bench, format_table, interleave
+
+
+class Recorder:
+    """Notes when it is its turn."""
+
+    def __init__(self, name, turns):
+        self.name, self.turns = name, turns
+
+    def run(self, seconds):
+        self.turns.append((self.name, seconds))
+        return float(len(self.turns))
+
+
+def test_runs_are_interleaved_and_the_order_alternates():
+    turns = []
+    rates = interleave([Recorder("a", turns), Recorder("b", turns)], 0.5, 3)
+    assert [name for name, _ in turns] == ["a", "b", "b", "a", "a", "b"]
+    assert {seconds for _, seconds in turns} == {0.5}
+    assert rates == [(1.0, 4.0, 5.0), (2.0, 3.0, 6.0)]
+
+
+@pytest.fixture(scope="module")
+def measurements(tiny, one_device):
+    config = {k: v for k, v in tiny.items() if k not in ("num_envs", "unroll_length")}
+    return bench(num_envs=(8,), unroll_lengths=(8,), seconds=0.05, against="jit", devices=one_device, **config)
+
+
+def test_a_measurement_is_the_median_of_its_runs(measurements):
+    (m,) = measurements
+    assert len(m.runs) == len(m.jit_runs) == 3
+    assert m.steps_per_second == statistics.median(m.runs) > 0
+    assert m.ratio == m.steps_per_second / statistics.median(m.jit_runs)
+    assert m.compile_seconds > 0 and m.num_envs == 8 and m.unroll_length == 8
+
+
+def test_the_fused_program_costs_what_plain_jax_costs(measurements):
+    (m,) = measurements
+    assert m.flops == pytest.approx(m.jit_flops, rel=1e-3) and m.bytes == pytest.approx(m.jit_bytes, rel=1e-2)
+
+
+def test_the_table_has_a_line_per_measurement(measurements):
+    header, line = format_table(measurements).splitlines()
+    assert header.split()[:3] == ["algorithm", "env", "policy"]
+    assert f"{measurements[0].steps_per_second:,.0f}" in line and f"{measurements[0].ratio:.3f}" in line
+
+
+@pytest.mark.parametrize("mistake", [{"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}])
+def test_one_mistake_in_the_grid_stops_it_before_anything_is_measured(mistake):
+    measured = []
+    with pytest.raises(ValueError):
+        bench(**{"num_envs": (8,), **mistake}, on_measurement=measured.append)
+    assert measured == []

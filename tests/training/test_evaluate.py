@@ -1,0 +1,100 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_envs import Lottery
+
+import msrl_jax as msrl
+from msrl_jax import algorithms
+from msrl_jax.training.acting import Actor
+from msrl_jax.training.evaluate import make_evaluator
+
+
+@pytest.fixture(scope="module")
+def lottery(tiny):
+    env = Lottery(short=1, long=40)
+    algorithm = algorithms.get("ppo")
+    agent = algorithm.build(env, algorithm.config(**tiny))
+    return Actor(agent, env), jax.jit(agent.init)(jax.random.key(0))
+
+
+def test_every_environment_counts_one_whole_episode(lottery):
+    actor, state = lottery
+    evaluation = make_evaluator(actor, 64)(state, jax.random.key(1))
+    # Counting whatever episodes end first would give almost only short ones: 40 of them end before a long one does.
+    assert set(evaluation.lengths.tolist()) == {1, 40}
+    share = np.mean(evaluation.lengths == 40)
+    assert abs(share - 0.5) < 4 * np.sqrt(0.25 / 64), "long episodes are as likely as short ones"
+    np.testing.assert_array_equal(evaluation.returns, evaluation.lengths)
+    assert evaluation.finished.all()
+    assert evaluation.mean_return == pytest.approx(evaluation.returns.mean())
+
+
+def test_the_cap_cuts_long_episodes_and_says_so(lottery):
+    actor, state = lottery
+    evaluation = make_evaluator(actor, 64, max_steps=10)(state, jax.random.key(1))
+    assert set(evaluation.lengths.tolist()) == {1, 10}
+    np.testing.assert_array_equal(evaluation.finished, evaluation.lengths == 1)
+    assert f"{int((evaluation.lengths == 10).sum())} cut off" in repr(evaluation)
+
+
+def test_evaluation_repeats_with_its_key(lottery):
+    actor, state = lottery
+    evaluate = make_evaluator(actor, 16)
+    first, again, other = (evaluate(state, jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(first.lengths, again.lengths)
+    assert (first.lengths != other.lengths).any()
+
+
+@pytest.mark.parametrize("arguments", [{"episodes": 0}, {"episodes": 1, "max_steps": 0}])
+def test_an_evaluation_of_nothing_is_refused(lottery, arguments):
+    with pytest.raises(ValueError, match="at least one episode of one step"):
+        make_evaluator(lottery[0], **arguments)
+
+
+def test_acting_uses_the_statistics_of_training(trained):
+    # The wrapper's running mean and variance, applied by NumPy; then the agent's own network on the outcome.
+    statistics, _ = trained.actor.agent.env.statistics(trained.state.env_state)
+    mean, variance = (np.asarray(x, np.float64) for x in (statistics.mean, statistics.var))
+    assert np.abs(mean).max() > 1e-3, "the statistics have seen data"
+    obs = np.random.default_rng(0).normal(0, 0.1, (16, 4)).astype(np.float32)
+    normalised = np.clip((obs - mean) / np.sqrt(variance + 1e-8), -10, 10).astype(np.float32)
+    expected = trained.actor.agent.act(trained.state, jnp.asarray(normalised), None)
+    np.testing.assert_array_equal(trained.act(obs), expected)
+    raw = trained.actor.agent.act(trained.state, jnp.asarray(obs), None)
+    assert (np.asarray(raw) != np.asarray(expected)).any(), "normalising matters here"
+
+
+def test_only_what_acting_needs_is_copied(trained):
+    needed = trained.actor.take(trained.state)
+    total = sum(x.size for x in jax.tree.leaves(trained.state))
+    assert sum(x.size for x in needed) < total / 2
+    restored = jax.eval_shape(trained.actor.restore, needed)
+    assert jax.tree.structure(restored) == jax.tree.structure(trained.state)
+
+
+def test_a_state_spread_over_devices_evaluates_the_same(trained, one_device):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    spread = jax.device_put(trained.state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    evaluate = make_evaluator(trained.actor, 4)
+    np.testing.assert_array_equal(
+        evaluate(spread, jax.random.key(0)).returns, evaluate(trained.state, jax.random.key(0)).returns
+    )
+
+
+def test_training_evaluates_greedily_from_the_key_of_its_seed(trained):
+    key = jax.random.fold_in(jax.random.key(3), 1)
+    again = make_evaluator(trained.actor, 4)(trained.state, key)
+    np.testing.assert_array_equal(trained.evaluation.returns, again.returns)
+
+
+def test_stale_actors_are_evaluated_with_the_newest_parameters(tiny, tmp_path):
+    run = msrl.train(
+        "ppo", "CartPole-v1:max_steps_in_episode=30", policy="SingleLearnerCoarse:actors=1,learners=1,staleness=1",
+        total_steps=3 * 64, chunk=1, eval_episodes=4, devices=jax.devices()[:2], progress=False, out=tmp_path / "run",
+        **tiny,
+    )  # fmt: skip
+    assert int(run.state.iteration) == 3 and len(run.registers) > 0
+    loaded = msrl.Result.load(tmp_path / "run")
+    np.testing.assert_array_equal(loaded.evaluate(4).returns, run.evaluate(4).returns)
+    assert (tmp_path / "run" / "checkpoint" / "registers").is_dir()

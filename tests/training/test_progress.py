@@ -1,0 +1,89 @@
+import io
+
+import nbclient
+import nbformat
+import numpy as np
+import pytest
+
+from msrl_jax.training import TensorBoard, Tick, WandB
+from msrl_jax.training.callbacks import scalars
+from msrl_jax.training.progress import choose_display
+
+
+def tick(step, **metrics):
+    return Tick(step, step // 10, 100, {"step": step, "steps_per_second": 1234.0, **metrics}, lambda: None)
+
+
+def test_a_pipe_gets_plain_lines_on_stderr(capsys):
+    with choose_display("auto")("ppo CartPole-v1", 100) as show:
+        show(tick(10, episode_return=7.0))
+        show(tick(20, episode_return=8.0))
+        show(tick(100, episode_return=np.array([9.0, 11.0]), eval_return=np.nan))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    # The second tick comes within a second of the first: a fast run does not flood a log.
+    assert captured.err.splitlines() == [
+        "ppo CartPole-v1: compiling",
+        "ppo CartPole-v1: 10/100 steps (10%)  1,234 steps/s  return 7.0",
+        "ppo CartPole-v1: 100/100 steps (100%)  1,234 steps/s  return 10.0",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    with choose_display("auto")("ppo CartPole-v1", 100) as show:
+        show(tick(100, episode_return=7.0, eval_return=8.0))
+    text = terminal.getvalue()
+    assert "100/100 steps" in text and "return 7.0  eval 8.0" in text and "\x1b[" in text
+
+
+def test_silence_is_silent(capfd):
+    with choose_display(False)("title", 100) as show:
+        show(tick(100))
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_notebook_gets_a_display_that_updates():
+    code = """
+from msrl_jax.training import Tick
+from msrl_jax.training.progress import choose_display
+with choose_display("auto")("ppo <CartPole>", 100) as show:
+    for step in (50, 100):
+        show(Tick(step, 1, 100, {"steps_per_second": 1234.0, "episode_return": 7.0}, lambda: None))
+"""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=120).execute()
+    (output,) = notebook.cells[0].outputs
+    assert output.output_type == "display_data"
+    page = output.data["text/html"]
+    assert "value='100'" in page and "return 7.0" in page and "&lt;CartPole&gt;" in page
+
+
+@pytest.mark.parametrize(("logger", "module", "arguments"), [(TensorBoard, "tensorboardX", ("x",)), (WandB, "wandb", ())])
+def test_a_missing_logger_names_the_extra(monkeypatch, logger, module, arguments):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(ImportError, match=r"pip install 'msrl-jax\[(tensorboard|wandb)\]'"):
+        logger(*arguments)
+
+
+def test_tensorboard_writes_every_metric(tmp_path):
+    reader = pytest.importorskip("tensorboardX.event_file_writer")
+    del reader
+    logger = TensorBoard(tmp_path)
+    logger(tick(10, episode_return=np.array([1.0, 3.0]), eval_return=np.nan))
+    (events,) = tmp_path.iterdir()
+    content = events.read_bytes()
+    assert b"episode_return/1" in content and b"eval_return" not in content
+
+
+def test_members_are_logged_with_their_mean():
+    assert scalars({"loss": np.array([1.0, 3.0]), "step": 4}) == {"loss": 2.0, "loss/0": 1.0, "loss/1": 3.0, "step": 4.0}

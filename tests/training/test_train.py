@@ -1,0 +1,198 @@
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_envs import Poison
+
+import msrl_jax as msrl
+from msrl_jax import algorithms, envs
+from msrl_jax.training import DivergedError, Result
+
+ENV = "CartPole-v1:max_steps_in_episode=30"
+
+
+def assert_trees_close(actual, expected, **tolerance):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, x), y in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_allclose(x, y, err_msg=jax.tree_util.keystr(path), **tolerance)
+
+
+@pytest.fixture(scope="module")
+def by_hand(tiny):
+    """The same run in plain JAX: a Python loop around one jitted iteration."""
+    algorithm = algorithms.get("ppo")
+    env = envs.make("CartPole-v1", max_steps_in_episode=30)
+    agent = algorithm.build(env, algorithm.config(total_steps=6 * 64 + 5, **tiny))
+    state, step, metrics = jax.jit(agent.init)(jax.random.key(3)), jax.jit(agent.iteration), []
+    for _ in range(6):
+        state, m = step(state)
+        metrics.append(jax.device_get(m))
+    return state, metrics
+
+
+def test_training_is_the_plain_loop(trained, by_hand):
+    state, metrics = by_hand
+    assert_trees_close(trained.state, state, rtol=1e-5, atol=1e-6)
+    for chunk in range(3):
+        first, second = metrics[2 * chunk : 2 * chunk + 2]
+        entropy = (float(first["entropy"]) + float(second["entropy"])) / 2
+        assert trained.history["entropy"][chunk] == pytest.approx(entropy, rel=1e-5)
+        (total1, count1), (total2, count2) = first["episode_return"], second["episode_return"]
+        assert trained.history["episode_return"][chunk] == pytest.approx((total1 + total2) / (count1 + count2), rel=1e-6)
+
+
+def test_the_history_counts_whole_iterations(trained):
+    np.testing.assert_array_equal(trained.history["step"], [128, 256, 384])
+    np.testing.assert_array_equal(trained.history["iteration"], [2, 4, 6])
+    assert trained.status == "finished" and not trained.interrupted
+    assert (np.diff(trained.history["seconds"]) > 0).all() and trained.history["seconds"][-1] < trained.wall_seconds
+    assert (trained.history["steps_per_second"] > 0).all()
+    assert 0 < trained.compile_seconds < trained.wall_seconds
+
+
+def test_compilation_is_left_out_of_the_rate(trained):
+    # With compilation inside, the first chunk alone would take compile_seconds.
+    assert 128 / trained.history["steps_per_second"][0] < 0.5 * trained.compile_seconds
+
+
+def test_the_state_does_not_depend_on_the_chunk(trained, tiny, one_device):
+    run = msrl.train(
+        "ppo", ENV, total_steps=6 * 64, chunk=4, seed=3, eval_episodes=0, devices=one_device, progress=False, **tiny
+    )
+    np.testing.assert_array_equal(run.history["iteration"], [4, 6])
+    assert_trees_close(run.state, trained.state, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluations_happen_when_due_and_at_the_end(tiny, one_device):
+    run = msrl.train(
+        "ppo", ENV, total_steps=6 * 64, chunk=1, eval_episodes=2, eval_every=150, devices=one_device, progress=False, **tiny
+    )
+    # 150 is passed at 192, 300 at 320; 384 is the end.
+    np.testing.assert_array_equal(~np.isnan(run.history["eval_return"]), [False, False, True, False, True, True])
+    assert run.evaluation is not None
+    assert run.history["eval_return"][-1] == run.evaluation.mean_return
+
+
+def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
+    seen = []
+
+    def stop_after_two(tick):
+        seen.append((tick.step, tick.iteration, tick.total_steps, tick.metrics["entropy"]))
+        iteration = jax.device_get(tick.state.iteration)
+        assert iteration == tick.iteration
+        return tick.iteration == 2
+
+    run = msrl.train(
+        "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[stop_after_two],
+        progress=False, **tiny,
+    )  # fmt: skip
+    assert [s[:3] for s in seen] == [(64, 1, 256), (128, 2, 256)]
+    np.testing.assert_array_equal(run.history["entropy"], [s[3] for s in seen])
+    assert run.status == "stopped" and int(run.state.iteration) == 2
+
+
+def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(tick):
+        if tick.iteration == 2:
+            signal.raise_signal(signal.SIGINT)  # is noted, and the chunk ends first
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)  # the second one means it
+
+    run = msrl.train(
+        "ppo", ENV, total_steps=4 * 64, chunk=1, devices=one_device, out=tmp_path / "run", callbacks=[press],
+        progress=False, **tiny,
+    )  # fmt: skip
+    assert run.interrupted and signal.getsignal(signal.SIGINT) is before
+    np.testing.assert_array_equal(run.history["iteration"], [1, 2])
+    loaded = Result.load(tmp_path / "run")
+    assert loaded.interrupted and int(loaded.state.iteration) == 2
+
+
+def test_a_callback_may_raise_ctrl_c(tiny, one_device):
+    def press(tick):
+        raise KeyboardInterrupt
+
+    run = msrl.train(
+        "ppo", ENV, total_steps=2 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[press], progress=False,
+        **tiny,
+    )  # fmt: skip
+    assert run.interrupted and int(run.state.iteration) == 1
+
+
+def test_divergence_names_metric_and_iteration_and_keeps_the_history(tiny, one_device, tmp_path):
+    # Rewards are nan from step 20 on: iterations of 8 steps go wrong in the third.
+    with pytest.raises(DivergedError, match="not finite in iteration 3") as caught:
+        msrl.train(
+            "ppo", Poison(after=20), total_steps=8 * 64, chunk=4, eval_episodes=2, devices=one_device, out=tmp_path / "run",
+            progress=False, **tiny,
+        )  # fmt: skip
+    error = caught.value
+    assert error.iteration == 3 and error.member is None
+    assert np.isnan(error.result.history[error.metric]).any()
+    assert error.result.status == "diverged" and len(error.result.history["step"]) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
+
+
+def test_a_member_that_diverges_is_named(tiny, one_device):
+    with pytest.raises(DivergedError, match=r"of member 0 \(seed 5\)"):
+        msrl.train(
+            "ppo", Poison(after=2), total_steps=64, seed=5, seeds=2, eval_episodes=0, devices=one_device, progress=False,
+            **tiny,
+        )  # fmt: skip
+
+
+MISTAKES = [
+    ({"algo": "pppo"}, "did you mean 'ppo'"),
+    ({"env": "CartPol-v1"}, "did you mean 'CartPole-v1'"),
+    ({"env": "CartPole-v1:max_steps=3"}, "max_steps"),
+    ({"env": "CartPole-v1:max_steps"}, "cannot read 'max_steps'"),
+    ({"policy": "GPUOnli"}, "did you mean 'GPUOnly'"),
+    ({"policy": "SingleLearnerCoarse:learner=2"}, "did you mean 'learners'"),
+    ({"num_env": 3}, "has no field 'num_env'; did you mean 'num_envs'"),
+    ({"num_envs": 0}, "num_envs=0"),
+    ({"total_steps": 63}, "less than the 64 steps of one iteration"),
+    ({"total_steps": 0}, "total_steps=0"),
+    ({"seeds": 0}, "seeds=0"),
+    ({"chunk": 0}, "chunk=0"),
+    ({"eval_episodes": -1}, "eval_episodes=-1"),
+    ({"eval_every": 0}, "eval_every=0"),
+    ({"progress": "loud"}, "progress='loud'"),
+    ({"config": object()}, "takes a PPOConfig"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
+def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog):
+    arguments = {"total_steps": 64, "progress": False, "out": tmp_path / "run", **tiny} | mistake
+    with jax.log_compiles(), pytest.raises(ValueError, match=message):
+        msrl.train(**arguments)
+    assert not [r for r in caplog.records if "Finished XLA compilation of jit(initial_state)" in r.getMessage()]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused(trained, run_folder, tiny):
+    before = (run_folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        msrl.train("ppo", ENV, total_steps=64, out=run_folder, progress=False, **tiny)
+    assert (run_folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_nothing_is_written_unless_asked_for(tiny, one_device, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    msrl.train("ppo", ENV, total_steps=64, eval_episodes=0, devices=one_device, progress=False, **tiny)
+    assert list(tmp_path.iterdir()) == []
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+@pytest.mark.slow
+def test_ppo_solves_cartpole(one_device):
+    run = msrl.train("ppo", "CartPole-v1", total_steps=200_000, devices=one_device, progress=False)
+    assert run.evaluation is not None and run.evaluation.mean_return > 475
