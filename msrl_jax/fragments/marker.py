@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+from jax.ref import AbstractRef
 
 from msrl_jax._compat import (
     ClosedJaxpr,
@@ -18,13 +19,13 @@ from msrl_jax._compat import (
     Jaxpr,
     JaxprEqn,
     Primitive,
-    ShapedArray,
     ad,
     batching,
     is_traced_here,
     jaxpr_as_fun,
     mlir,
     pe,
+    sub_jaxprs,
 )
 
 P = ParamSpec("P")
@@ -140,7 +141,8 @@ def fragment(
       A function of the same signature, or a decorator if `fn` is not given.
 
     Raises:
-      TypeError: on a static name that the function does not have, or, when called, on an argument that is no array.
+      TypeError: on a static name that the function does not have, or, when called, on an argument that is no array or
+        on a mutable reference.
     """
     if fn is None:
         return functools.partial(_mark, role=role, name=name, static_argnames=static_argnames)
@@ -175,6 +177,8 @@ def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         if faults := list(filter(None, map(_fault, closed.consts))):
             raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
+        if closed.effects and _makes_reference(closed.jaxpr):
+            raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
         body = _as_inputs(closed, name, shapes)
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=name, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -215,7 +219,14 @@ def _fault(x: Any) -> str | None:
     except TypeError:
         kind = type(x).__name__ + (f" of {x.dtype}" if hasattr(x, "dtype") else "")
         return f"{kind}, not an array; close over it, or name its argument in static_argnames"
-    return None if isinstance(aval, ShapedArray) else "mutable reference; pass its value ref[...] and return the next"
+    return "mutable reference; pass its value ref[...] and return the next" if isinstance(aval, AbstractRef) else None
+
+
+def _makes_reference(jaxpr: Jaxpr) -> bool:
+    return any(
+        any(isinstance(v.aval, AbstractRef) for v in eqn.outvars) or any(map(_makes_reference, sub_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _refusal(name: str, signature: inspect.Signature, static: frozenset[str], args: tuple, kwargs: dict) -> TypeError:
