@@ -49,6 +49,13 @@ class Node:
         return self.placement is None and self.loop is None
 
     @property
+    def placements(self) -> set[Placement]:
+        """Where it runs: several placements if it is an opened loop."""
+        if self.loop is not None:
+            return {p for node in self.loop.nodes for p in node.placements}
+        return {self.placement} if self.placement else set()
+
+    @property
     def title(self) -> str:
         """The fragments in it that no other fragment holds."""
         return "+".join(_names(self.eqn, nested=False)[0])

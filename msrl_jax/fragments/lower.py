@@ -5,15 +5,16 @@ carries a sharding over by its logical axes. Where nothing is known (a value mad
 reads the value chooses: XLA propagates shardings to parameters too.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, Jaxpr, Literal, Var, is_dropped, jaxpr_as_fun
-from msrl_jax.fragments.instructions import Alloc, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
 
 
 @dataclass(eq=False)
@@ -47,7 +48,7 @@ class Programs:
         return self._cache[key]
 
 
-def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs) -> None:
+def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs) -> Schedule:
     """Compiles a schedule.
 
     Args:
@@ -55,28 +56,24 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs)
       axes: logical axes of each state leaf (and register).
       programs: receives the compiled programs and the shardings of all values.
 
-    Raises:
-      ValueError: if a carried value would change its sharding from one time to the next.
+    Returns:
+      The schedule, with a copy wherever a carried value would otherwise come back with another sharding.
     """
     logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
     known: dict[Value, NamedSharding | None] = dict(inputs)
     for value in schedule.constants:
         known[value] = _whole(value)
-    fixed = {
-        leave: inputs[enter]
-        for enters, leaves in zip(schedule.inputs, schedule.outputs, strict=True)
-        for enter, leave in zip(enters, leaves, strict=True)
-    }
-    _Lowering(programs, known, logical).line(schedule.body, fixed, {})
-    for enters, leaves in zip(schedule.inputs, schedule.outputs, strict=True):
-        for enter, leave in zip(enters, leaves, strict=True):
-            if known[enter] != known[leave]:
-                raise ValueError(
-                    f"state leaf {enter.label} is sharded as {known[enter]} before an iteration but takes the value of "
-                    f"{leave.label}, sharded as {known[leave]}; give both the same logical axes in `axes`"
-                )
+    back = [pair for pair in zip(schedule.inputs, schedule.outputs, strict=True)]
+    fixed = {leave: inputs[enter] for enters, leaves in back for enter, leave in zip(enters, leaves, strict=True)}
+    lowering = _Lowering(programs, known, logical)
+    body = lowering.line(schedule.body, fixed, {})
+    outputs = []
+    for enters, leaves in back:
+        pairs = [(leave, inputs[enter]) for enter, leave in zip(enters, leaves, strict=True)]
+        outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
     programs.shardings.update({v: s or _whole(v) for v, s in known.items()})
+    return replace(schedule, body=tuple(body), outputs=tuple(outputs))
 
 
 def _whole(value: Value) -> NamedSharding:
@@ -90,34 +87,52 @@ class _Lowering:
         self, programs: Programs, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]
     ):
         self.programs, self.known, self.logical = programs, known, logical
+        self.numbers = itertools.count(1_000_000)
 
     def line(
         self,
         instructions: Iterable[Instruction],
         fixed: dict[Value, NamedSharding],
         returns_to: dict[Value, Value],
-    ) -> None:
+    ) -> list[Instruction]:
         """Lowers a straight line: `fixed` prescribes shardings, `returns_to` pairs what leaves with what enters."""
-        instructions = list(instructions)
+        done: list[Instruction] = []
         for i in instructions:
             if isinstance(i, Run):
                 self.run(i, fixed, returns_to)
             elif isinstance(i, Move):
-                for source, result in zip(i.sources, i.results, strict=True):
-                    enter = returns_to.get(result)
-                    self.known[result] = fixed.get(result) or (self.known[enter] if enter else None)
-                    self.known[result] = self.known[result] or self.moved(source, result)
-                    if enter and self.known[enter] is None:
-                        self.known[enter] = self.known[result]
+                self.move(i, fixed, returns_to)
             elif isinstance(i, Alloc):
                 self.known.update(dict.fromkeys(i.results))
             elif isinstance(i, Loop):
-                self.loop(i, instructions, fixed)
-        for i in instructions:
+                i = self.loop(i, done, fixed)
+            done.append(i)
+        for i in done:
             if isinstance(i, Move) and i.shares_devices:
                 self.copy(i)
             elif isinstance(i, Alloc):
                 self.alloc(i)
+        return done
+
+    def move(self, i: Move, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
+        for source, result in zip(i.sources, i.results, strict=True):
+            enter = returns_to.get(result)
+            prescribed = fixed.get(result) or (self.known[enter] if enter else None)
+            self.known[result] = prescribed or (self.known[source] if i.is_copy else self.moved(source, result))
+            if enter and self.known[enter] is None:
+                self.known[enter] = self.known[result]
+
+    def resharded(self, value: Value, at: NamedSharding, into: list[Instruction]) -> Value:
+        """The value with the sharding `at`: itself, or a copy that replaces it, appended to `into`."""
+        if _same(at, self.known[value] or at, value):
+            self.known[value] = self.known[value] or at
+            return value
+        copy = Value(next(self.numbers), value.aval, value.placement, value.label)
+        self.known[copy] = at
+        move = Move((value,), (copy,))
+        self.copy(move)
+        into.append(move)
+        return copy
 
     def moved(self, source: Value, result: Value) -> NamedSharding | None:
         """The sharding that a Move gives, or None if its reader shall choose."""
@@ -131,35 +146,34 @@ class _Lowering:
             return None
         return result.placement.sharding(source.placement.logical(at), result.aval.shape)
 
-    def loop(self, i: Loop, line: Sequence[Instruction], fixed: dict[Value, NamedSharding]) -> None:
+    def loop(self, i: Loop, before: list[Instruction], fixed: dict[Value, NamedSharding]) -> Loop:
         soft = {
-            v for r in line if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in fixed
+            v for r in before if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in fixed
         }  # glue such as jnp.zeros has no opinion on its sharding; the loop has
         for c in i.carry:
-            size = c.init.placement.mesh.size
-            self.known[c.enter] = None if c.init in soft and size > 1 else self.known[c.init]
+            split = c.init.placement.mesh.size > 1
+            self.known[c.enter] = fixed.get(c.result) or (None if c.init in soft and split else self.known[c.init])
             if c.init in self.logical:
                 self.logical[c.enter] = self.logical[c.init]
         for v in i.indices:
             self.known[v] = _whole(v)
-        self.line(i.body, {}, {c.leave: c.enter for c in i.carry})
+        body = self.line(i.body, {}, {c.leave: c.enter for c in i.carry})
+        carry = []
         wanted: dict[Value, NamedSharding] = {}
         for c in i.carry:
             at = self.known[c.enter] or self.known[c.leave] or _whole(c.enter)
             self.known[c.enter] = self.known[c.result] = at
-            leave = self.known[c.leave] or at
-            if leave != at:
-                raise ValueError(
-                    f"a loop carries {c.enter.label} ({c.enter.aval.str_short()}) sharded as {at.spec} in and "
-                    f"{leave.spec} out at placement {c.enter.placement.name!r}; initialise it from an array sharded like "
-                    "what replaces it, or declare its logical axes"
-                )
-            if self.known[c.init] != at:
-                wanted[c.init] = at
-            self.known[c.init] = at
-        for r in line:
+            leave = self.resharded(c.leave, at, body)
+            init = c.init
+            if init in soft and not _same(at, self.known[init] or at, init):
+                wanted[init] = at
+            else:
+                init = self.resharded(init, at, before)
+            carry.append(Carry(init, c.enter, leave, c.result))
+        for r in before:
             if isinstance(r, Run) and any(v in wanted for v in r.outputs):
                 self.run(r, {**fixed, **wanted}, {})
+        return replace(i, carry=tuple(carry), body=tuple(body))
 
     def run(self, i: Run, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
         values = [*([i.index] if i.index else []), *i.reads()]
@@ -180,11 +194,12 @@ class _Lowering:
                 return self.known[pairs[v]]
             return _whole(v) if single or not values else None
 
-        first = 1 if i.index else 0
-        donate = [first + k for k in i.donated] + [first + len(i.inputs) + k for k in range(len(i.writes))]
         key = (signature(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
         while True:
             out = tuple(prescribed(v) for v in results)
+            first = 1 if i.index else 0
+            donate = [first + k for k in self.reusable(i, out)]
+            donate += [first + len(i.inputs) + k for k in range(len(i.writes))]
             compiled = self.programs.compile(key, body(i), [spec(v) for v in values], donate, out)
             chosen = list(compiled.input_shardings[0])
             made = list(compiled.output_shardings)
@@ -201,6 +216,18 @@ class _Lowering:
             if v in pairs and self.known[pairs[v]] is None:
                 self.known[pairs[v]] = self.known[v]
         self.programs.compiled[i] = compiled
+
+    def reusable(self, i: Run, out: Sequence[NamedSharding | None]) -> Iterator[int]:
+        """The donated inputs for which there is a result of the same size on each device."""
+        room = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(i.outputs, out, strict=False)]
+        open_choice = None in out
+        for k in i.donated:
+            value, at = i.inputs[k], self.known[i.inputs[k]]
+            for place in room:
+                if place[:2] == (value.aval.shape, value.aval.dtype) and (open_choice or place[2] == at):
+                    room.remove(place)
+                    yield k
+                    break
 
     def copy(self, i: Move) -> None:
         """Compiles the copy that a Move makes on the spot, or after a transfer that may have shared memory."""

@@ -72,6 +72,9 @@ def partition(region: Region, default: Placement) -> Partition:
         for i, var in enumerate(node.eqn.outvars):
             made_at[var] = _results_at(loops[node], i) if node in loops else places[node]
     needed = _needed(region, loops, places, homes)
+    for out in region.outputs[len(homes) :]:
+        if out in region.consts or out in region.xs:
+            needed.setdefault(out, {default: None})
     outer = [*region.consts, *region.carry, *region.xs]
     return Partition(region, groups, made_at, {v: list(needed.get(v, ())) for v in outer}, homes, loops)
 
@@ -256,16 +259,8 @@ def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> 
         if group.placement is None or group.has_fragment:
             continue
         made = {v for n in group.nodes for v in n.eqn.outvars}
-        readers = [
-            g for g in groups
-            if g is not group and any(a in made for n in g.nodes for a in n.eqn.invars if isinstance(a, Var))
-        ]  # fmt: skip
         elsewhere = any(v in carried and set(carried[v]) != {group.placement} for v in made)
-        copies = [
-            g for g in groups if g is not group and any(v in made for n in g.nodes for v in n.eqn.outvars)
-        ]
-        # Another placement that computes the same free value for itself reads its own copy.
-        readers = [g for g in readers if not any(c.placement == g.placement for c in copies)]
+        readers = [g for g in groups if g is not group and _reads(g, made, [o for o in groups if o is not group])]
         if len(readers) == 1 and readers[0].placement == group.placement and not elsewhere:
             into = readers[0]
             into.nodes[:0] = group.nodes
@@ -278,3 +273,9 @@ def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> 
                     if g is not into:
                         g.waits_for.add(into)
     return groups
+
+
+def _reads(reader: Group, made: set[Var], groups: list[Group]) -> bool:
+    """Whether a group reads any of these variables without a copy of its own placement's making."""
+    own = {v for g in groups if g.placement == reader.placement for n in g.nodes for v in n.eqn.outvars}
+    return any(a in made and a not in own for n in reader.nodes for a in n.eqn.invars if isinstance(a, Var))

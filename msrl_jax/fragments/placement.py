@@ -98,8 +98,9 @@ class Placement:
         spec: list[str | None] = [None] * len(names)
         for axis, mesh_axis in self.rules:
             for d, (candidates, size) in enumerate(zip(names, shape, strict=False)):
-                divides = size % self.mesh.shape[mesh_axis] == 0
-                if axis in candidates and spec[d] is None and mesh_axis not in spec and divides:
+                ways = self.mesh.shape[mesh_axis]
+                fits = ways > 1 and size % ways == 0
+                if axis in candidates and spec[d] is None and mesh_axis not in spec and fits:
                     spec[d] = mesh_axis
         if self.scatter is not None and self.scatter not in spec:
             ways = self.mesh.shape[self.scatter]

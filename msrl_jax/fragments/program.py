@@ -77,9 +77,11 @@ def compile(
     region = build(closed, layout, paths, specs)
     if layout.staleness:
         delay(region, layout.staleness, layout)
-    default = layout.placement("learner", "the training state")
+    used = {p for node in region.nodes for p in node.placements}
+    default = used.pop() if len(used) == 1 else layout.placement("learner", "the training state")
     plan = schedule(partition(region, default), default)
-    fused = jaxpr_as_fun(closed) if len(plan.body) and _is_fused(region, layout) else None
+    # If one placement holds every fragment, whole runs of iterations are one program.
+    fused = jaxpr_as_fun(closed) if not used and not layout.staleness else None
     trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
     return Program(layout, region, plan, fused, trees, costs, time.perf_counter() - start)
@@ -100,13 +102,6 @@ def _check_sizes(layout: Layout, sizes: dict[str, int]) -> None:
                     f"{what}={sizes[axis]} cannot be split over the {ways} devices of placement {placement.name!r}; use "
                     f"a multiple of {ways}, or give {placement.name!r} {' or '.join(map(str, fit))} devices in {layout.policy}"
                 )
-
-
-def _is_fused(region: Region, layout: Layout) -> bool:
-    """Whether one placement holds every fragment, so that whole runs of iterations can be one program."""
-    return not layout.staleness and len({n.placement for n in region.nodes if n.fragments}) <= 1 and not any(
-        n.loop for n in region.nodes
-    )
 
 
 class Program(Generic[State]):
@@ -295,7 +290,7 @@ class Program(Generic[State]):
 
     def _ready(self) -> Executor:
         if self._executor is None:
-            lower(self.schedule, self.graph.axes, self._programs)
+            self.schedule = lower(self.schedule, self.graph.axes, self._programs)
             self._executor = Executor(self.schedule, self._programs)
         return self._executor
 

@@ -1,0 +1,128 @@
+"""Random training loops: fragments, glue, nested loops and nested fragments, wired at random from a seed."""
+
+import random
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+
+ENVS, LENGTH = 8, 3
+ROLES = ("env", "actor", "learner", "server")
+
+
+class Pool(NamedTuple):
+    """Values at hand, by kind: per env `[E]`, whole vectors `[4]`, scalars `[]`."""
+
+    env: list
+    vector: list
+    scalar: list
+
+
+def axes():
+    return {"env": [P("env"), P("env")], "vector": [P(), P()], "scalar": [P(), P()], "keys": P("env"), "count": P()}
+
+
+def initial_state():
+    key = jax.random.key(7)
+    ks = jax.random.split(key, 5)
+    return {
+        "env": [jax.random.normal(ks[0], (ENVS,)), jax.random.uniform(ks[1], (ENVS,))],
+        "vector": [jax.random.normal(ks[2], (4,)), jnp.ones(4)],
+        "scalar": [jnp.float32(0.5), jnp.float32(-1.0)],
+        "keys": jax.random.split(ks[3], ENVS),
+        "count": jnp.int32(0),
+    }
+
+
+def make_iteration(seed: int):
+    """A pure iteration `state -> (state, metrics)` that is the same for the same seed."""
+
+    def iteration(state):
+        rng = random.Random(seed)
+        pool = Pool(list(state["env"]), list(state["vector"]), list(state["scalar"]))
+        keys = state["keys"]
+        for _ in range(rng.randint(3, 7)):
+            pool, keys = add_part(rng, pool, keys, depth=0)
+        count = state["count"] + 1
+        new = {
+            "env": [rng.choice(pool.env) for _ in range(2)],
+            "vector": [rng.choice(pool.vector) for _ in range(2)],
+            "scalar": [rng.choice(pool.scalar), pool.scalar[-1] * 0.5 + count * 0.01],
+            "keys": keys,
+            "count": count,
+        }
+        return new, {"a": rng.choice(pool.scalar), "b": jnp.tanh(rng.choice(pool.scalar)), "n": state["count"], "c": new["scalar"][0]}
+
+    return iteration
+
+
+def add_part(rng, pool, keys, depth):
+    kind = rng.choice(["fragment"] * 4 + ["glue"] * 3 + ["scan"] * (3 if depth < 2 else 0) + ["keys", "nested", "twice"])
+    if kind == "glue":
+        pool.env.append(jnp.tanh(rng.choice(pool.env) + rng.choice(pool.scalar)))
+        pool.scalar.append(jnp.sin(rng.choice(pool.scalar) + rng.choice(pool.scalar)))
+        if rng.random() < 0.5:
+            pool.vector.append(rng.choice(pool.vector) * rng.choice(pool.scalar))
+    elif kind == "keys":
+        @msrl.fragment(role=rng.choice(ROLES), name="draw")
+        def draw(keys):
+            pairs = jax.vmap(jax.random.split)(keys)
+            return pairs[:, 0], jax.vmap(jax.random.uniform)(pairs[:, 1])
+
+        keys, noise = draw(keys)
+        pool.env.append(noise)
+    elif kind == "scan":
+        pool, keys = add_scan(rng, pool, keys, depth)
+    else:
+        args = rng.choice(pool.env), rng.choice(pool.vector), rng.choice(pool.scalar)
+        part = make_fragment(rng, nested=kind == "nested")
+        out = part(*args)
+        if kind == "twice":
+            out2 = part(rng.choice(pool.env), out[1], out[2])
+            for values, x in zip(pool, out2, strict=True):
+                values.append(x)
+        for values, x in zip(pool, out, strict=True):
+            values.append(x)
+    return pool, keys
+
+
+def make_fragment(rng, nested):
+    role, factor = rng.choice(ROLES), rng.uniform(0.5, 1.0)
+    inner = make_fragment(rng, False) if nested else None
+
+    @msrl.fragment(role=role, name=f"{role}_part")
+    def part(x, v, s):
+        x = jnp.cos(x * factor + v.sum() * 0.1 + s)
+        if inner is not None:
+            x, v, s = inner(x, v, s)
+        return x, jnp.tanh(v + x.mean()), jnp.sin(s + x.max() * factor)
+
+    return part
+
+
+def add_scan(rng, pool, keys, depth):
+    xs = (jnp.stack([rng.choice(pool.env)] * LENGTH) if rng.random() < 0.5 else None, jnp.arange(LENGTH, dtype=jnp.float32))
+    constant = rng.choice(pool.env), rng.choice(pool.vector), rng.choice(pool.scalar)
+    seed = rng.random()
+    reverse = rng.random() < 0.4
+    carry = (rng.choice(pool.env), rng.choice(pool.vector), rng.choice(pool.scalar), keys, jnp.zeros((ENVS,)), jnp.int32(0))
+
+    def body(carry, row):
+        inner = random.Random(seed)
+        x, v, s, keys, acc, n = carry
+        here = Pool([x, constant[0]], [v, constant[1]], [s, constant[2], row[1]])
+        if row[0] is not None:
+            here.env.append(row[0])
+        for _ in range(inner.randint(1, 4)):
+            here, keys = add_part(inner, here, keys, depth + 1)
+        carry = (here.env[-1], here.vector[-1], inner.choice(here.scalar), keys, acc + inner.choice(here.env), n + 1)
+        return carry, (inner.choice(here.env), inner.choice(here.scalar), x, row[1], n)
+
+    (x, v, s, keys, acc, n), ys = jax.lax.scan(body, carry, xs, reverse=reverse)
+    pool.env.extend([x, acc, ys[0].sum(0), ys[2].mean(0)])
+    pool.vector.append(v)
+    pool.scalar.extend([s, ys[1].sum(), ys[3].sum() + n + ys[4].sum()])
+    return pool, keys
