@@ -5,6 +5,7 @@ Names may carry parameters behind a colon, as in `--policy SingleLearnerCoarse:l
 happen inside the commands, so that help is quick and devices can be configured before JAX starts.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -248,17 +249,19 @@ def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import training
 
     out = args.out or _default_folder(args)
-    loggers: list[training.Callback] = []
-    if args.tensorboard:
-        loggers.append(training.TensorBoard(out))
-    if args.wandb:
-        settings = dataclasses.asdict(args) | config
-        loggers.append(training.WandB(project=args.wandb, name=out.name, config=settings))
-    result = training.train(
-        args.algo, args.env, policy=args.policy, total_steps=args.total_steps, seed=args.seed, seeds=args.seeds,
-        out=out, chunk=args.chunk, eval_episodes=args.eval_episodes, eval_every=args.eval_every, callbacks=loggers,
-        progress=False if args.progress == "none" else args.progress, **config,
-    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        loggers: list[training.Callback] = []
+        if args.tensorboard:
+            loggers.append(stack.enter_context(contextlib.closing(training.TensorBoard(out))))
+        if args.wandb:
+            settings = dataclasses.asdict(args) | config
+            wandb = training.WandB(project=args.wandb, name=out.name, config=settings)
+            loggers.append(stack.enter_context(contextlib.closing(wandb)))
+        result = training.train(
+            args.algo, args.env, policy=args.policy, total_steps=args.total_steps, seed=args.seed, seeds=args.seeds,
+            out=out, chunk=args.chunk, eval_episodes=args.eval_episodes, eval_every=args.eval_every, callbacks=loggers,
+            progress=False if args.progress == "none" else args.progress, **config,
+        )  # fmt: skip
     print(result)
     if args.json:
         _print_json(result.summary() | {"folder": out})

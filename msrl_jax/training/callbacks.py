@@ -1,7 +1,6 @@
 """What happens once per chunk of iterations: the tick that callbacks receive, and loggers, which are callbacks."""
 
 import dataclasses
-import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -60,7 +59,7 @@ def _import_extra(module: str, extra: str) -> ModuleType:
 
 
 class TensorBoard:
-    """Logs every metric to TensorBoard, against environment steps."""
+    """Logs every metric to TensorBoard, against environment steps; close it after the run."""
 
     def __init__(self, folder: str | os.PathLike):
         """Looks for TensorBoard's writer; the event file is opened at the first tick.
@@ -71,23 +70,28 @@ class TensorBoard:
         Raises:
           ImportError: if the extra is not installed; the message says how to install it.
         """
-        self._open = functools.cache(_import_extra("tensorboardX", "tensorboard").SummaryWriter)
+        self._writer_type = _import_extra("tensorboardX", "tensorboard").SummaryWriter
         self._folder = os.fspath(folder)
+        self._writer = None
 
     def __call__(self, tick: Tick) -> None:
         """Writes one tick."""
-        writer = self._open(self._folder)
+        self._writer = self._writer or self._writer_type(self._folder)
         for name, value in scalars(tick.metrics).items():
             if np.isfinite(value):
-                writer.add_scalar(name, value, tick.step)
-        writer.flush()
+                self._writer.add_scalar(name, value, tick.step)
+
+    def close(self) -> None:
+        """Writes what is pending and closes the event file."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandB:
-    """Logs every metric to Weights & Biases, against environment steps."""
+    """Logs every metric to Weights & Biases, against environment steps; close it after the run."""
 
     def __init__(self, **init: Any):
-        """Starts a run, which ends when the process does or with `wandb.finish()`.
+        """Starts a run.
 
         Args:
           **init: the arguments of `wandb.init`, such as `project`, `name` and `config`.
@@ -100,3 +104,7 @@ class WandB:
     def __call__(self, tick: Tick) -> None:
         """Logs one tick."""
         self._run.log({k: v for k, v in scalars(tick.metrics).items() if np.isfinite(v)}, step=tick.step)
+
+    def close(self) -> None:
+        """Uploads what is pending and ends the run."""
+        self._run.finish()

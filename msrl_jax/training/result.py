@@ -157,7 +157,7 @@ class Result:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch.
         """
         kind = self.actor.observation_type
-        obs = jax.tree.map(lambda x, t: np.asarray(x, t.dtype), obs, kind)
+        obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
         shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
         single = shapes == wanted
         if not single and [s[1:] for s in shapes] != wanted:

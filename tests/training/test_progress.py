@@ -76,10 +76,10 @@ def test_a_missing_logger_names_the_extra(monkeypatch, logger, module, arguments
 
 
 def test_tensorboard_writes_every_metric(tmp_path):
-    reader = pytest.importorskip("tensorboardX.event_file_writer")
-    del reader
+    pytest.importorskip("tensorboardX")
     logger = TensorBoard(tmp_path)
     logger(tick(10, episode_return=np.array([1.0, 3.0]), eval_return=np.nan))
+    logger.close()
     (events,) = tmp_path.iterdir()
     content = events.read_bytes()
     assert b"episode_return/1" in content and b"eval_return" not in content
