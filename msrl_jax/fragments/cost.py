@@ -4,18 +4,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from msrl_jax._compat import Jaxpr, JaxprEqn, aval, cond_p, scan_p, sub_jaxprs
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, aval, cond_p, scan_p, sub_jaxprs
 from msrl_jax.fragments.marker import is_fragment
 
-# Primitives that move data or compute on integers only; everything else counts one operation for each result.
+# Primitives that only move data; what makes no floating-point values (integers, random bits, comparisons) is free too.
 _FREE = frozenset(
     (
-        *("broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice", "gather"),
-        *("concatenate", "transpose", "rev", "pad", "copy", "iota", "convert_element_type", "bitcast_convert_type"),
-        *("select_n", "stop_gradient", "split", "expand_dims", "empty2", "sort", "device_put", "sharding_constraint"),
-        *("random_bits", "random_seed", "random_split", "random_wrap", "random_unwrap", "random_fold_in", "threefry2x32"),
-        *("shift_left", "shift_right_logical", "xor", "or", "and", "not", "eq", "ne", "lt", "gt", "le", "ge"),
-        "optimization_barrier",
+        *("broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter"),
+        *("concatenate", "transpose", "rev", "pad", "copy", "convert_element_type", "bitcast_convert_type", "select_n"),
+        *("stop_gradient", "split", "expand_dims", "iota", "empty2", "sort", "device_put", "sharding_constraint"),
+        *("optimization_barrier", "pvary"),
     )
 )
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "cumsum", "cumprod", "cummax")
@@ -25,7 +26,8 @@ def flops(jaxpr: Jaxpr) -> int:
     """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
 
     Args:
-      jaxpr: the jaxpr; loops count as often as they run, a `while` once, a `cond` as its dearest branch.
+      jaxpr: the jaxpr; loops count as often as they run, a `while` once, a `cond` as its dearest branch, a `shard_map`
+        on all of its devices.
 
     Returns:
       The number.
@@ -35,27 +37,51 @@ def flops(jaxpr: Jaxpr) -> int:
 
 def _eqn_flops(eqn: JaxprEqn) -> int:
     name = eqn.primitive.name
-    inner = [flops(sub) for sub in sub_jaxprs(eqn)]
-    if eqn.primitive is scan_p:
-        return eqn.params["length"] * sum(inner)
-    if eqn.primitive is cond_p:
-        return max(inner)
-    if name in _REDUCTIONS:
-        return math.prod(aval(eqn.invars[0]).shape)
-    if inner:
-        return sum(inner)
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
         lhs = aval(eqn.invars[0]).shape
         return 2 * math.prod(aval(eqn.outvars[0]).shape) * math.prod(lhs[d] for d in contract)
     if name == "conv_general_dilated":
-        numbers = eqn.params["dimension_numbers"]
-        kernel = aval(eqn.invars[1]).shape
-        per_result = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-        return 2 * math.prod(aval(eqn.outvars[0]).shape) * per_result
-    if name in _FREE:
-        return 0
-    return sum(math.prod(aval(v).shape) for v in eqn.outvars)
+        return 2 * _conv_products(eqn)
+    if name.startswith("scatter") and name not in _FREE:
+        return _floats(eqn.invars[2])
+    if name.startswith("reduce_window"):
+        return _floats(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
+    if name in _REDUCTIONS:
+        return _floats(eqn.invars[0])
+    if inner := [flops(sub) for sub in sub_jaxprs(eqn)]:
+        return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
+    return 0 if name in _FREE else sum(map(_floats, eqn.outvars))
+
+
+def _floats(atom: Atom) -> int:
+    return math.prod(aval(atom).shape) if jnp.issubdtype(aval(atom).dtype, jnp.inexact) else 0
+
+
+def _conv_products(eqn: JaxprEqn) -> int:
+    """Multiply-adds of a convolution, without those that meet padding or the holes of a dilated input."""
+    numbers = eqn.params["dimension_numbers"]
+    (_, _, *inputs), (_, features, *kernels), (batch, channels, *outputs) = (
+        [aval(v).shape[d] for d in spec]
+        for v, spec in zip((*eqn.invars, *eqn.outvars), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True)
+    )
+    products = batch * channels * features
+    dilations = zip(eqn.params["lhs_dilation"], eqn.params["rhs_dilation"], strict=True)
+    strides = zip(eqn.params["window_strides"], eqn.params["padding"], dilations, strict=True)
+    for size, kernel, output, (stride, (low, _), (holes, dilation)) in zip(inputs, kernels, outputs, strides, strict=True):
+        at = np.arange(output)[:, None] * stride + np.arange(kernel) * dilation - low
+        products *= int(np.sum((at >= 0) & (at < size * holes) & (at % holes == 0)))
+    return products
+
+
+def _repeats(eqn: JaxprEqn) -> int:
+    """How often an equation evaluates the jaxpr that it holds, on all devices together."""
+    if eqn.primitive is scan_p:
+        return eqn.params["length"]
+    if eqn.primitive.name == "shard_map":
+        axes = next(v for k, v in eqn.params.items() if k.endswith("manual_axes"))  # JAX renamed it: newly_manual_axes
+        return math.prod(eqn.params["mesh"].shape[a] for a in axes)
+    return 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +93,7 @@ class FragmentCost:
       role: its role.
       depth: how many fragments it is nested in.
       flops: operations of one call.
-      calls: calls per iteration.
+      calls: calls per iteration; inside a `shard_map`, on all of its devices together.
     """
 
     name: str
@@ -93,6 +119,5 @@ def fragment_costs(jaxpr: Jaxpr, times: int = 1, depth: int = 0) -> Iterator[Fra
         if marked:
             body = eqn.params["call_jaxpr"].jaxpr
             yield FragmentCost(eqn.params["name"], eqn.params["role"], depth, flops(body), times)
-        repeat = eqn.params["length"] if eqn.primitive is scan_p else 1
         for sub in sub_jaxprs(eqn):
-            yield from fragment_costs(sub, times * repeat, depth + marked)
+            yield from fragment_costs(sub, times * _repeats(eqn), depth + marked)
