@@ -5,14 +5,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+_KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
-_WHILE = re.compile(r" while\(.*?body=%?([\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_WHILE = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
 _CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_BRACKETS = re.compile(r"[()\[\]{},]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -23,7 +27,8 @@ class Collective:
     Attributes:
       kind: such as "all-reduce".
       nbytes: bytes of its result on each device.
-      times: how often one run of the program executes it (1 for a loop of unknown length).
+      times: how often one run of the program executes it, if a loop of unknown length runs once and a conditional takes
+        all of its branches.
       source: where it comes from, as JAX names it.
     """
 
@@ -59,11 +64,16 @@ def collectives(text: str) -> tuple[list[Collective], bool]:
             if match := _COLLECTIVE.search(line):
                 op = _OP_NAME.search(line)
                 known &= sure
-                yield Collective(match[2], _nbytes(match[1], bool(match[3])), times, op[1] if op else "")
+                shape = _result(match[1]) if match[3] and match[2] != "all-reduce" else match[1]
+                yield Collective(match[2], _nbytes(shape), times, op[1] if op else "")
             if match := _WHILE.search(line):
                 trips = _TRIPS.search(line)
-                yield from visit(match[1], times * int(trips[1] if trips else 1), sure and trips is not None)
+                length, sure_inside = int(trips[1]) if trips else 1, sure and trips is not None
+                yield from visit(match[1], times * (length + 1 if trips else 1), sure_inside)
+                yield from visit(match[2], times * length, sure_inside)
                 continue
+            if " async-update(" in line or " async-done(" in line:
+                continue  # names the computation that async-start calls
             branches = _BRANCHES.search(line)
             inner = [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
             for called in inner:
@@ -72,12 +82,21 @@ def collectives(text: str) -> tuple[list[Collective], bool]:
     return list(visit(entry, 1, True)), known
 
 
-def _nbytes(shape: str, started: bool) -> int:
-    sizes = [
-        math.prod(map(int, filter(None, dims.split(",")))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape)
-    ]
-    # The start of an asynchronous all-gather returns its operand beside its result.
-    return max(sizes, default=0) if started and len(sizes) == 2 else sum(sizes)
+def _result(shape: str) -> str:
+    """The result in the shape of an asynchronous start: a tuple of operands, results and perhaps contexts."""
+    if not shape.startswith("("):
+        return shape
+    depth, commas = 0, []
+    for bracket in _BRACKETS.finditer(shape):
+        if bracket[0] == ",":
+            commas += [bracket.start()] if depth == 1 else []
+        else:
+            depth += 1 if bracket[0] in "([{" else -1
+    return shape[commas[0] : commas[1] if len(commas) > 1 else None]
+
+
+def _nbytes(shape: str) -> int:
+    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
 
 
 def _width(dtype: str) -> int:
