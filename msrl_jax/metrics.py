@@ -1,11 +1,11 @@
 """Metrics that reduce correctly: the value types an iteration may report."""
 
-from typing import NamedTuple
-
 import jax
+from flax import struct
 
 
-class Mean(NamedTuple):
+@struct.dataclass
+class Mean:
     """A mean kept as two sums, so that it stays exact when iterations and devices are added up.
 
     Attributes:

@@ -64,7 +64,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs)
     known: dict[Value, NamedSharding | None] = dict(inputs)
     for value in schedule.constants:
         known[value] = _whole(value)
-    back = [pair for pair in zip(schedule.inputs, schedule.outputs, strict=True)]
+    back = list(zip(schedule.inputs, schedule.outputs, strict=True))
     fixed = {leave: inputs[enter] for enters, leaves in back for enter, leave in zip(enters, leaves, strict=True)}
     lowering = _Lowering(programs, known, logical)
     body = lowering.line(schedule.body, fixed, {})

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, Var, aval, make_jaxpr_of
-from msrl_jax.fragments.graph import Node, Region
+from msrl_jax.fragments.graph import Node
 from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
 from msrl_jax.fragments.ownership import settle
 from msrl_jax.fragments.partition import Group, Partition
@@ -28,7 +28,8 @@ def schedule(part: Partition, default: Placement) -> Schedule:
     """
     names = _Names(part.region.labels)
     region = part.region
-    emit = _Emitter(part, names, default, is_iteration=True)
+    emit = _Emitter(part, names, default)
+    emit.read_later(region.outputs[len(region.carry) :])
     inputs = []
     for var, homes in zip(region.carry, part.homes, strict=True):
         inputs.append(tuple(emit.define(var, p) for p in homes))
@@ -80,15 +81,15 @@ class _Row:
 class _Emitter:
     """Emits one region; `table` holds the value of each variable on each mesh."""
 
-    def __init__(self, part: Partition, names: _Names, default: Placement, is_iteration: bool = False):
-        self.part, self.names, self.default, self.is_iteration = part, names, default, is_iteration
+    def __init__(self, part: Partition, names: _Names, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()):
+        self.part, self.names, self.default = part, names, default
         self.table: dict[tuple[Var, Mesh], Value | _Row] = {}
         self.out: list[Instruction] = []
         self.indices: dict[Mesh, Value] = {}
         self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
         self._inherited = {*part.region.consts, *part.region.carry, *part.region.xs}
         self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
-        self._read_from = self._find_readers()
+        self._read_from = self._find_readers(stacked)
 
     def define(self, var: Var, placement: Placement) -> Value:
         """Names a variable's value at a placement."""
@@ -196,19 +197,20 @@ class _Emitter:
             node.eqn.invars[num_consts : num_consts + num_carry],
             node.eqn.invars[num_consts + num_carry :],
         )
-        body = _Emitter(inner, self.names, self.default)
+        stacked = self.stacked(node, inner)
+        body = _Emitter(inner, self.names, self.default, [(atom, p) for _, atom, p in stacked])
         outer: dict[Value, None] = {}
         for var, atom in zip([*region.consts, *region.xs], [*consts, *xs], strict=True):
-            stacked = var in region.xs
             for p in inner.needed_at[var]:
                 value = self.at(atom, p)
                 outer[value] = None
-                body.table[var, p.mesh] = _Row(value) if stacked else value
+                body.table[var, p.mesh] = _Row(value) if var in region.xs else value
         pending: list[tuple[Value, Value, Value]] = []
         for var, atom, homes in zip(region.carry, init, inner.homes, strict=True):
             for p in homes:
-                pending.append((self.at(atom, p), body.define(var, p), self.define_result(node, var, region, p)))
-        buffers = self.buffers(node, inner, body)
+                result = node.eqn.outvars[region.carry.index(var)]
+                pending.append((self.at(atom, p), body.define(var, p), self.define(result, p)))
+        buffers = [self.buffer(var, atom, p, body) for var, atom, p in stacked]
         self.flush()
         for mesh in dict.fromkeys(init.placement.mesh for init, *_ in buffers):
             self.out.append(Alloc(tuple(init for init, *_ in buffers if init.placement.mesh == mesh)))
@@ -229,24 +231,19 @@ class _Emitter:
         indices = tuple(body.indices.values())
         self.out.append(Loop(region.length, region.reverse, carry, tuple(outer), indices, instructions))
 
-    def define_result(self, node: Node, var: Var, region: Region, placement: Placement) -> Value:
-        return self.define(node.eqn.outvars[region.carry.index(var)], placement)
+    def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
+        """The stacked results of a loop that somebody reads: result, row in the body, where."""
+        first = len(inner.region.carry)
+        pairs = zip(node.eqn.outvars[first:], inner.region.outputs[first:], strict=True)
+        return [(var, atom, p) for var, atom in pairs for p in _per_mesh(p for v, p in self._read_from if v is var)]
 
-    def buffers(self, node: Node, inner: Partition, body: "_Emitter"):
-        """For each stacked result that is read: (init, enter, leave, atom, placement, result)."""
-        region = inner.region
-        num_carry = len(region.carry)
-        found = []
-        for i, atom in enumerate(region.outputs[num_carry:], num_carry):
-            var = node.eqn.outvars[i]
-            for placement in _per_mesh([p for v, p in self._read_from if v is var]):
-                init, enter, leave = (
-                    self.names.new(var.aval, placement, self.names.labels.get(var, "")) for _ in range(3)
-                )
-                if isinstance(atom, Var):
-                    body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
-                found.append((init, enter, leave, atom, placement, self.define(var, placement)))
-        return found
+    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter"):
+        """What a stacked result is written to: (init, enter, leave, row, placement, result)."""
+        label = self.names.labels.get(var, "")
+        init, enter, leave = (self.names.new(var.aval, placement, label) for _ in range(3))
+        if isinstance(atom, Var):
+            body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
+        return init, enter, leave, atom, placement, self.define(var, placement)
 
     def write(self, atom: Atom, placement: Placement, enter: Value, leave: Value) -> None:
         """Emits a program of its own that stores a row which no program here makes."""
@@ -260,7 +257,13 @@ class _Emitter:
                 ((enter, leave),), self.index(placement))
         )  # fmt: skip
 
-    def _find_readers(self) -> dict[tuple[Var, Placement], set[Group | None]]:
+    def read_later(self, atoms: Iterable[Atom]) -> None:
+        """Notes that somebody reads these afterwards, wherever they are made."""
+        for atom in atoms:
+            if isinstance(atom, Var):
+                self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
+
+    def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[Group | None]]:
         """For each variable and placement it is had from, the groups that read it (None: what comes after)."""
         part = self.part
         found: dict[tuple[Var, Placement], set[Group | None]] = {}
@@ -284,10 +287,10 @@ class _Emitter:
         for atom, homes in zip(part.region.outputs, part.homes, strict=False):
             for p in homes:
                 read(atom, p, None)
-        if self.is_iteration:
-            for atom in part.region.outputs[len(part.homes) :]:
-                if isinstance(atom, Var):
-                    read(atom, self.source(atom, self.default), None)
+        looped = {v for node in part.loops for v in node.eqn.outvars}
+        for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes are results to be read
+            if atom in looped:
+                read(atom, p, None)
         return found
 
 

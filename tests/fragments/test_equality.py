@@ -1,0 +1,139 @@
+"""The signature of the library: one source, the same training run under every policy and device count."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from msrl_jax.policies import Layout, Placement
+
+from . import random_loops, toy
+from .conftest import POLICIES, assert_close, run_plain
+
+
+@pytest.fixture(scope="module")
+def toy_reference():
+    return run_plain(toy.iteration, toy.initial_state(), 4)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", POLICIES)
+def test_actor_critic_is_the_same_run(name, num_devices, toy_reference, devices):
+    state = toy.initial_state()
+    policy = msrl.policies.get(name)
+    program = msrl.compile(toy.iteration, state, policy=policy, axes=toy.AXES, devices=devices[:num_devices])
+    result, metrics = program.run(state, 4, chunk=2)
+    assert_close((result, metrics), toy_reference)
+
+
+def hierarchy(state):
+    """Nothing like PPO: a manager over workers, loops in loops, a fragment used twice, a carry that no fragment touches."""
+
+    @msrl.fragment(role="learner")
+    def score(goal, x):
+        return jnp.tanh(x @ goal)
+
+    @msrl.fragment(role="actor")
+    def manager(goal, x, bonus):
+        return goal + 0.1 * jnp.sin(goal) * score(goal, x).mean() + bonus  # holds a fragment of another role
+
+    @msrl.fragment(role="env")
+    def world(x, push):
+        return 0.8 * x + 0.2 * jnp.cos(push)[:, None]
+
+    @msrl.fragment(role="server")
+    def ledger(total, value):
+        return total + value, jnp.sqrt(jnp.abs(total) + 1)
+
+    def outer(carry, weight):
+        goal, x, total, untouched, clock = carry
+        goal = manager(goal, x, weight)
+
+        def inner(carry, _):
+            x, total, t = carry
+            push = score(goal, x)
+            x = world(x, push)
+            total, root = ledger(total, push.mean())
+            return (x, total, t + 1), (push.max(), root, t)
+
+        (x, total, clock), (pushes, roots, times) = jax.lax.scan(inner, (x, total, clock), None, length=3, reverse=True)
+        final = score(-goal, x)  # the same fragment again, on other values
+        return (goal, x, total, untouched[::-1], clock), (pushes, roots.sum(), final, times)
+
+    weights = jnp.linspace(0.0, 1.0, 4)
+    start = state["goal"], state["x"], state["total"], state["untouched"], state["clock"]
+    (goal, x, total, untouched, clock), (pushes, roots, finals, times) = jax.lax.scan(outer, start, weights)
+    after = {"goal": goal, "x": x, "total": total, "untouched": untouched, "clock": clock}
+    return after, {"push": pushes.mean(), "root": roots.sum(), "final": finals.sum(0).mean(), "times": times.sum()}
+
+
+def hierarchy_state():
+    return {
+        "goal": jnp.array([0.3, -0.7]),
+        "x": jax.random.normal(jax.random.key(0), (16, 2)),
+        "total": jnp.float32(0),
+        "untouched": jnp.arange(5),
+        "clock": jnp.int32(0),
+    }
+
+
+@pytest.fixture(scope="module")
+def hierarchy_reference():
+    return run_plain(hierarchy, hierarchy_state(), 3)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", POLICIES)
+def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devices):
+    state = hierarchy_state()
+    axes = {"goal": P(), "x": P("env"), "total": P(), "untouched": P(), "clock": P()}
+    policy = msrl.policies.get(name)
+    program = msrl.compile(hierarchy, state, policy=policy, axes=axes, devices=devices[:num_devices])
+    assert_close(program.run(state, 3), hierarchy_reference)
+
+
+class Scattered:
+    """Every role on a placement of its own; some of them share devices with others."""
+
+    def layout(self, devices, sizes):
+        parts = {"env": devices[:2], "actor": devices[1:5], "learner": devices[4:6], "server": devices[:1]}
+        return Layout({role: Placement.over(role, part) for role, part in parts.items()}, policy="Scattered()")
+
+
+class Apart:
+    """Every role on two devices of its own."""
+
+    def layout(self, devices, sizes):
+        parts = {role: devices[2 * i : 2 * i + 2] for i, role in enumerate(random_loops.ROLES)}
+        return Layout({role: Placement.over(role, part) for role, part in parts.items()}, policy="Apart()")
+
+
+@pytest.mark.parametrize("policy", [Scattered(), Apart(), msrl.policies.Central(shards=2)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("seed", [0, 2, 6, 12, 16])
+def test_random_loops_are_the_same_run(seed, policy):
+    iteration, state = random_loops.make_iteration(seed), random_loops.initial_state()
+    program = msrl.compile(iteration, state, policy=policy, axes=random_loops.axes())
+    after = program.run(state, 3)
+    assert_close(after, run_plain(iteration, state, 3), rtol=2e-5, atol=2e-5)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_undeclared_axes_cost_speed_but_not_results():
+    state = toy.initial_state()
+    program = msrl.compile(toy.iteration, state, policy=msrl.policies.SingleLearnerFine(learners=2))
+    assert_close(program.run(state, 3), run_plain(toy.iteration, state, 3))
+
+
+def test_members_vmapped_are_the_same_runs():
+    states = jax.vmap(lambda d: toy.initial_state()._replace(x=toy.initial_state().x + d))(jnp.arange(3.0))
+    iteration = jax.vmap(toy.iteration)
+    axes = toy.State(P(), P(), P(None, "env"), P(None, "env"), P(), P())
+    for policy in (msrl.policies.GPUOnly(), msrl.policies.SingleLearnerFine(), msrl.policies.Central(shards=2)):
+        program = msrl.compile(iteration, states, policy=policy, axes=axes)
+        result, metrics = program.run(states, 2)
+        for member in range(3):
+            alone = jax.tree.map(lambda x, m=member: x[m], states)
+            expected = run_plain(toy.iteration, alone, 2)
+            assert_close(jax.tree.map(lambda x, m=member: x[m], result), expected[0])
+            assert_close(jax.tree.map(lambda x, m=member: x[:, m], metrics), expected[1])
