@@ -21,6 +21,36 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 NETWORKS = ("auto", "mlp", "cnn")
 
 
+@jax.custom_vjp
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` for `x` `[..., M]` and `w` `[M, N]`, with a gradient that CPUs compute quickly."""
+    return x @ w
+
+
+def _matmul_forward(x, w):
+    return x @ w, (x, w)
+
+
+def _matmul_backward(residuals, g):
+    # XLA's fast CPU kernels contract the last dimension of the left operand. Left alone, XLA folds the transpose back
+    # into a product that contracts the first, which made a PPO update on two cores 20 % slower.
+    x, w = residuals
+    rows, g_rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+    w_gradient = jax.lax.platform_dependent(
+        rows, g_rows, cpu=lambda x, g: jax.lax.optimization_barrier(x.T) @ g, default=lambda x, g: x.T @ g
+    )
+    return g @ w.T, w_gradient
+
+
+matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def dense(size: int, scale: float) -> nn.Dense:
+    """A dense layer of width `size`, whose kernel starts as `scale` times an orthogonal matrix."""
+    kernel_init = nn.initializers.orthogonal(scale)
+    return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w))
+
+
 class Torso(nn.Module):
     """Features of an observation: an optional convolution of 16 3x3 filters (MinAtar's), then dense layers.
 
@@ -40,14 +70,14 @@ class Torso(nn.Module):
     def __call__(self, obs: jax.Array) -> jax.Array:
         """Maps observations `[..., *observation_shape]` to features `[..., hidden_sizes[-1]]`."""
         activation = ACTIVATIONS[self.activation]
-        kernel_init = nn.initializers.orthogonal(math.sqrt(2))
         batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
         x = obs.astype(jnp.float32)
         if self.convolve:
+            kernel_init = nn.initializers.orthogonal(math.sqrt(2))
             x = activation(nn.Conv(16, (3, 3), padding="VALID", kernel_init=kernel_init)(x))
         x = x.reshape(*batch_shape, -1)
         for size in self.hidden_sizes:
-            x = activation(nn.Dense(size, kernel_init=kernel_init)(x))
+            x = activation(dense(size, math.sqrt(2))(x))
         return x
 
 
@@ -79,8 +109,8 @@ class ActorCritic(nn.Module):
         make_torso = lambda: Torso(self.observation_shape, self.hidden_sizes, self.activation, convolve)  # noqa: E731
         self.actor_torso = make_torso()
         self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
-        self.actor_head = nn.Dense(_num_outputs(self.action_space), kernel_init=nn.initializers.orthogonal(0.01))
-        self.critic_head = nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))
+        self.actor_head = dense(_num_outputs(self.action_space), 0.01)
+        self.critic_head = dense(1, 1.0)
         if isinstance(self.action_space, Box):
             self.log_scale = self.param("log_scale", nn.initializers.zeros, (_num_outputs(self.action_space),))
 

@@ -55,7 +55,7 @@ class PPOConfig:
     num_envs: int = 32
     unroll_length: int = 64
     num_epochs: int = 4
-    num_minibatches: int = 4
+    num_minibatches: int = 8
     learning_rate: float = 1e-3
     anneal_learning_rate: bool = False
     discount: float = 0.99
@@ -258,7 +258,7 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
         if skip is not None:
             keep = lambda old, new: jnp.where(skip, old, new)  # noqa: E731
             new_params, new_opt_state = jax.tree.map(keep, (params, opt_state), (new_params, new_opt_state))
-        return new_params, new_opt_state, optax.global_norm(grads)
+        return new_params, new_opt_state, optax.tree.norm(grads)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, trajectory, last_obs, final_value):
