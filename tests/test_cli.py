@@ -10,7 +10,7 @@ import pytest
 
 from msrl_jax.cli import main
 
-TINY = "--num-envs 8 --unroll-length 8 --num-epochs 1 --num-minibatches 2 --hidden-sizes 8".split()
+TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
 
 def command(*arguments):

@@ -59,9 +59,11 @@ class Actor:
         return tuple(id(v) in used for v in jaxpr.invars)
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
-        """Copies the leaves of `state` that acting depends on to one device (the first local one if not given)."""
+        """Copies the leaves of `state` that acting depends on to one device, one of those that hold them if not given."""
         leaves = [leaf for leaf, needed in zip(jax.tree.leaves(state), self._needed, strict=True) if needed]
-        return jax.device_put(leaves, device or jax.local_devices()[0])
+        if device is None:
+            device = leaves[0].addressable_shards[0].device if leaves else jax.local_devices()[0]
+        return jax.device_put(leaves, device)
 
     def restore(self, leaves: list[jax.Array]) -> Any:
         """Rebuilds a state from what `take` kept, with zeros in place of the rest; to be called under `jit`."""

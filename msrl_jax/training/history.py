@@ -36,7 +36,7 @@ def reduce_chunk(metrics: HostMetrics) -> Row:
     row = {}
     for name, value in metrics.items():
         if isinstance(value, Mean):
-            total, count = (np.sum(np.asarray(x, np.float64), axis=0) for x in value)
+            total, count = (np.sum(np.asarray(x, np.float64), axis=0) for x in (value.total, value.count))
             row[name] = _as_cell(_ratio(total, count))
         else:
             row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))

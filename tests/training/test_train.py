@@ -42,8 +42,9 @@ def test_training_is_the_plain_loop(trained, by_hand):
         first, second = metrics[2 * chunk : 2 * chunk + 2]
         entropy = (float(first["entropy"]) + float(second["entropy"])) / 2
         assert trained.history["entropy"][chunk] == pytest.approx(entropy, rel=1e-5)
-        (total1, count1), (total2, count2) = first["episode_return"], second["episode_return"]
-        assert trained.history["episode_return"][chunk] == pytest.approx((total1 + total2) / (count1 + count2), rel=1e-6)
+        one, two = first["episode_return"], second["episode_return"]
+        mean = (one.total + two.total) / (one.count + two.count)
+        assert trained.history["episode_return"][chunk] == pytest.approx(mean, rel=1e-6)
 
 
 def test_the_history_counts_whole_iterations(trained):
