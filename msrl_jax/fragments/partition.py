@@ -119,12 +119,21 @@ def _free(region: Region) -> set[Var]:
         carried = stays
 
 
+def _depth(region: Region) -> dict[Atom, int]:
+    """For each variable, the length of the longest chain of placed nodes that leads to it."""
+    depth: dict[Atom, int] = {}
+    for node in region.nodes:
+        before = max((depth.get(a, 0) for a in node.eqn.invars if isinstance(a, Var)), default=0)
+        depth.update(dict.fromkeys(node.eqn.outvars, before + (not node.is_glue)))
+    return depth
+
+
 def _place(
     region: Region, loops: dict[Node, Partition], free: set[Var], default: Placement
 ) -> tuple[dict[Node, list[Placement]], list[list[Placement]]]:
     """The placements of every node (several for free glue), and the homes of the carry."""
     made_by = producers(region)
-    order = {node: i for i, node in enumerate(region.nodes)}
+    depth = _depth(region)
     places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
     home: dict[Var, list[Placement]] = {v: [p] for v, p in region.homes.items()}
 
@@ -138,7 +147,8 @@ def _place(
             return _results_at(loops[node], node.eqn.outvars.index(atom))
         return places.get(node, [])
 
-    # Glue that depends on a placed fragment: where its inputs are made; of several, where the last of them is.
+    # Glue that depends on a placed fragment runs where its inputs are made. Of several placements it takes the one that
+    # waits for the others anyway: on any other, what runs there next would be queued behind it.
     changed = True
     while changed:
         changed = False
@@ -147,8 +157,8 @@ def _place(
                 continue
             sources = [a for a in node.eqn.invars if located(a)]
             if sources:
-                last = max(sources, key=lambda a: order.get(made_by.get(a), -1))  # type: ignore[arg-type]
-                places[node] = located(last)[:1]
+                deepest = max(sources, key=lambda a: depth.get(a, 0))
+                places[node] = located(deepest)[:1]
                 changed = True
         for var, out in zip(region.carry, region.outputs, strict=False):
             if var not in home and var not in free and (at := located(out)):

@@ -48,6 +48,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     for name in parameters:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint} It has {', '.join(fields)}")
+            others = [n for n, other in POLICIES.items() if name in {f.name for f in dataclasses.fields(other)}]
+            hint = f"; did you mean {near[0]!r}?" if near else f"; {' and '.join(others)} has it." if others else "."
+            raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint} {cls.__name__} has {', '.join(fields)}")
     return cls(**parameters)

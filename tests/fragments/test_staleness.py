@@ -1,0 +1,112 @@
+"""Staleness is a delay on the edge from learner to actor: exact, bounded, and it frees the actor from waiting."""
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.fragments.instructions import Move, Run, walk
+
+from . import toy
+from .conftest import assert_close
+
+
+def delayed_reference(staleness, iterations):
+    """The order of events in plain Python: iteration i acts with the parameters of i - staleness."""
+    state = toy.initial_state()
+    history = [state.params] * (staleness + 1)
+    losses = []
+    roll, update = jax.jit(toy.rollout), jax.jit(toy.learn)
+    for _ in range(iterations):
+        (x, keys), trajectory = roll(history[0], state.x, state.keys)
+        key, learn_key = jax.random.split(state.key)
+        params, opt_state, loss = update(state.params, state.opt_state, learn_key, trajectory)
+        state = toy.State(params, opt_state, x, keys, key, state.step + 1)
+        history = [*history[1:], params]
+        losses.append(loss)
+    return state, np.stack(losses)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_actors_use_parameters_of_that_age(staleness):
+    policy = msrl.policies.SingleLearnerCoarse(actors=4, learners=2, staleness=staleness)
+    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+    run_state, metrics = program.run(toy.initial_state(), 6)
+    expected, losses = delayed_reference(staleness, 6)
+    assert_close((program.unwrap(run_state), metrics["loss"]), (expected, losses))
+
+
+def test_a_delayed_run_resumes_from_its_state():
+    policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=2)
+    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+    whole, _ = program.run(toy.initial_state(), 5)
+    half, _ = program.run(toy.initial_state(), 2)
+    assert isinstance(half, msrl.Delayed) and len(half.registers) == 2  # one leaf that actors read, two iterations
+    on_the_host = jax.tree.map(lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), half)
+    rest, _ = program.run(on_the_host, 3)
+    for a, b in zip(jax.tree.leaves(rest), jax.tree.leaves(whole), strict=True):
+        assert bool((a == b).all())
+
+
+def dependencies(program, staleness):
+    """For each (iteration, instruction) of a run of several iterations, what it depends on, as (iteration, fragment)."""
+    held = {v: frozenset() for copies in program.schedule.inputs for v in copies}
+    depends = {}
+    for iteration in range(staleness + 3):
+        here = dict(held)
+        for i, _ in walk(program.instructions):
+            before = frozenset().union(*(here.get(v, frozenset()) for v in i.reads()))
+            if isinstance(i, Run):
+                for fragment in i.fragments:
+                    depends[iteration, fragment] = before
+                before |= {(iteration, f) for f in i.fragments}
+            for v in i.makes():
+                here[v] = before
+        pairs = zip(program.schedule.inputs, program.schedule.outputs, strict=True)
+        held = {enter: here.get(leave, frozenset()) for ins, outs in pairs for enter, leave in zip(ins, outs, strict=True)}
+    return depends
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_the_actor_depends_on_no_younger_learner(staleness):
+    policy = msrl.policies.SingleLearnerCoarse(actors=4, staleness=staleness)
+    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+    depends = dependencies(program, staleness)
+    for iteration in range(staleness + 3):
+        learned = {i for i, fragment in depends[iteration, "act"] if fragment == "learn"}
+        assert learned == set(range(iteration - staleness))
+
+
+def test_new_parameters_move_to_the_actors_and_nothing_waits_for_them():
+    policy = msrl.policies.SingleLearnerCoarse(actors=4, staleness=1)
+    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+    down = [r for i in program.instructions if isinstance(i, Move) for r in i.results if r.placement.name == "actors"]
+    assert [v.label for v in down] == ["state.params['w']"]
+    assert not any(v in i.reads() for v in down for i in program.instructions if isinstance(i, Run))
+    assert not any("wait for the learner" in w for w in program.explain().warnings)
+
+
+def test_staleness_needs_actors_apart_from_learners():
+    class Together(msrl.policies.GPUOnly):
+        def layout(self, devices, sizes):
+            layout = super().layout(devices, sizes)
+            return msrl.policies.Layout(layout.roles, staleness=1, policy="Together()")
+
+    with pytest.raises(ValueError, match="nothing to delay.*SingleLearnerCoarse"):
+        msrl.compile(toy.iteration, toy.initial_state(), policy=Together(), axes=toy.AXES)
+    for name in ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Central", "Environments"):
+        with pytest.raises(ValueError, match="has no parameter 'staleness'.*SingleLearnerCoarse"):
+            msrl.policies.get(name, staleness=1)
+    with pytest.raises(ValueError, match="staleness=-1 must be an integer of at least 0"):
+        msrl.policies.SingleLearnerCoarse(staleness=-1)
+
+
+def test_states_of_another_staleness_are_refused():
+    def program(staleness):
+        policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
+        return msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+
+    one, two = program(1), program(2)
+    state = one.place(toy.initial_state())
+    with pytest.raises(ValueError, match=r"1 registers.*program has 2.*unwrap"):
+        two.run(state, 1)
