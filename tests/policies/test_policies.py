@@ -1,0 +1,132 @@
+"""How each policy divides devices, and that a policy of one's own is a class of a few lines."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from msrl_jax.policies import (
+    POLICIES,
+    Central,
+    Environments,
+    GPUOnly,
+    Layout,
+    MultiLearner,
+    Placement,
+    SingleLearnerCoarse,
+    SingleLearnerFine,
+)
+
+
+def counts(policy, num_devices, **sizes):
+    layout = policy.layout(jax.devices()[:num_devices], sizes)
+    return {p.name: len(p.devices) for p in layout.placements}
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_devices", "sizes", "expected"),
+    [
+        (GPUOnly(), 8, {"env": 64}, {"all": 8}),
+        (GPUOnly(), 8, {"env": 12}, {"all": 6}),  # the most that divide the environments
+        (GPUOnly(num_devices=2), 8, {"env": 64}, {"all": 2}),
+        (MultiLearner(), 4, {"env": 64}, {"actors": 4, "learners": 4}),
+        (SingleLearnerCoarse(), 8, {"env": 64}, {"actors": 4, "learners": 1}),
+        (SingleLearnerCoarse(), 8, {"env": 63}, {"actors": 7, "learners": 1}),
+        (SingleLearnerCoarse(learners=4), 8, {"env": 64}, {"actors": 4, "learners": 4}),
+        (SingleLearnerFine(envs=2, learners=2), 8, {"env": 64}, {"envs": 2, "learners": 2}),
+        (Environments(), 8, {"env": 64}, {"envs": 4, "agents": 4}),
+        (Environments(), 8, {"env": 64, "agent": 3}, {"envs": 4, "agents": 3}),
+        (Environments(agents=2), 8, {"env": 64}, {"envs": 4, "agents": 2}),
+        (Environments(envs=2), 8, {"env": 64}, {"envs": 2, "agents": 4}),
+        (Central(), 8, {"env": 64}, {"workers": 4, "server": 1}),
+        (Central(shards=4), 8, {"env": 64}, {"workers": 4, "server": 4}),
+    ],
+)
+def test_devices_are_divided(policy, num_devices, sizes, expected):
+    assert counts(policy, num_devices, **sizes) == expected
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_one_device_holds_everything(name):
+    assert set(counts(msrl.policies.get(name), 1, env=8).values()) == {1}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in POLICIES if n not in ("GPUOnly", "MultiLearner")))
+def test_parts_share_no_device_if_there_are_two(name):
+    layout = msrl.policies.get(name).layout(jax.devices()[:2], {"env": 8})
+    used = [d for p in layout.placements for d in p.devices]
+    assert len(used) == len(set(used)) == 2
+
+
+@pytest.mark.parametrize("policy", [SingleLearnerCoarse, SingleLearnerFine, Environments])
+def test_environments_may_run_on_another_platform(policy):
+    """Here the other platform is the CPU, whose devices the learner has too: the parts then share devices."""
+    layout = policy(env_platform="cpu").layout(jax.devices()[:2], {"env": 8})
+    assert {d.platform for d in layout.placement("env", "env").devices} == {"cpu"}
+    assert len(layout.placement("env", "env").devices) == 8
+    with pytest.raises(ValueError, match="env_platform='tpu'"):
+        policy(env_platform="tpu").layout(jax.devices(), {"env": 8})
+
+
+def test_a_sharded_server_keeps_a_part_of_every_large_tensor():
+    server = Central(shards=4).layout(jax.devices(), {"env": 8}).placement("server", "apply")
+    assert server.sharding(P(), (64, 128)).spec == P(None, "devices")  # the largest dimension that divides
+    assert server.sharding(P(), (6, 8)).spec == P(None, "devices")
+    assert server.sharding(P(), (3,)).spec == P()  # too small to split: whole on every shard
+    assert server.sharding(P(), ()).spec == P()
+
+
+def test_agents_are_split_along_their_axis_first():
+    agents = Environments(envs=4, agents=2).layout(jax.devices(), {"env": 8, "agent": 2}).placement("learner", "learn")
+    assert agents.sharding(P("env", "agent"), (8, 2)).spec == P(None, "devices")
+    assert agents.sharding(P("env"), (8, 2)).spec == P("devices")
+
+
+def test_names_are_found_whatever_their_case():
+    assert msrl.policies.get("gpuonly") == GPUOnly()
+    assert msrl.policies.get("CENTRAL", shards=2) == Central(shards=2)
+
+
+@dataclass(frozen=True)
+class BufferApart:
+    """A policy of one's own: replay on a device of its own, everything else together."""
+
+    def layout(self, devices, sizes):
+        rest, buffer = Placement.over("rest", devices[:-1]), Placement.over("buffer", devices[-1:])
+        return Layout({"env": rest, "actor": rest, "learner": rest, "buffer": buffer}, policy="BufferApart()")
+
+
+def test_a_policy_of_ones_own():
+    @msrl.fragment(role="buffer")
+    def store(buffer, rows):
+        buffer = jnp.roll(buffer, -rows.shape[0], 0).at[-rows.shape[0] :].set(rows)
+        return buffer, buffer[::2].mean(0)
+
+    @msrl.fragment(role="learner")
+    def fit(w, batch):
+        return w + 0.1 * batch
+
+    @msrl.fragment(role="env")
+    def act(x, w):
+        return jnp.tanh(x + w)
+
+    def iteration(state):
+        x, w, buffer = state
+        x = act(x, w)
+        buffer, batch = store(buffer, x[:4])
+        return (x, fit(w, batch), buffer), {"w": w.sum()}
+
+    state = jnp.ones((4, 3)), jnp.zeros(3), jnp.zeros((8, 3))
+    program = msrl.compile(iteration, state, policy=BufferApart(), axes=(P("env"), P(), P()), devices=jax.devices()[:3])
+    (_, w, buffer), _ = program.run(state, 4)
+    assert {d.id for d in buffer.sharding.device_set} == {2}
+    assert [c.value for c in program.explain().crossings] == ["act()", "store()[1]"]
+    expected, step = state, jax.jit(iteration)
+    for _ in range(4):
+        expected, _ = step(expected)
+    np.testing.assert_allclose(w, expected[1], rtol=1e-6)
+    np.testing.assert_allclose(buffer, expected[2], rtol=1e-6)
