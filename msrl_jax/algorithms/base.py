@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from msrl_jax import envs
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.metrics import Mean
 
@@ -51,6 +52,26 @@ class Algorithm:
     name: str
     config: type
     build: Callable[[Environment, Any], Agent]
+
+
+def training_environment(
+    env: Environment, num_envs: int, *, normalize_observations: bool, normalize_rewards: bool, discount: float
+) -> VectorEnvironment:
+    """Makes the vector environment that an algorithm trains on: episode statistics, then normalisation if wanted.
+
+    Args:
+      env: one environment.
+      num_envs: how many, `E`.
+      normalize_observations: whether observations are standardised by running statistics.
+      normalize_rewards: whether rewards are divided by the running deviation of the discounted return.
+      discount: the factor per step of that return.
+
+    Returns:
+      The vector environment; its statistics are of raw rewards.
+    """
+    vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorise(env, num_envs))
+    observed = envs.NormalizeObservation(vector) if normalize_observations else vector
+    return envs.NormalizeReward(observed, discount) if normalize_rewards else observed
 
 
 ALGORITHMS: dict[str, Algorithm] = {}

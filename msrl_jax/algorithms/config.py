@@ -1,10 +1,20 @@
-"""Checks for the fields of an algorithm's config: every message names the field, its value and what it should be."""
+"""Checks for the fields of an algorithm's config: every message names the field, its value and what it should be.
+
+A field whose default is None may be None.
+"""
 
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+
+def _given(config: Any, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None or getattr(type(config), field, ...) is not None:
+            yield field, value
 
 
 def _reject(config: Any, field: str, remedy: str) -> ValueError:
@@ -12,26 +22,28 @@ def _reject(config: Any, field: str, remedy: str) -> ValueError:
 
 
 def _is_integer(value: Any, minimum: int) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= minimum
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
 def check_integers(config: Any, minimum: int, *fields: str) -> None:
     """Raises ValueError unless every named field is an integer of at least `minimum`."""
-    for field in fields:
-        if not _is_integer(getattr(config, field), minimum):
+    for field, value in _given(config, fields):
+        if not _is_integer(value, minimum):
             raise _reject(config, field, f"an integer of at least {minimum}")
 
 
 def check_numbers(
-    config: Any, *fields: str, low: float = 0.0, high: float = math.inf, open_low: bool = False
+    config: Any, *fields: str, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
 ) -> None:
-    """Raises ValueError unless every named field is a finite number within [low, high] (above `low` if `open_low`)."""
-    for field in fields:
-        value = getattr(config, field)
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < low or value > high or (open_low and value == low):
-            upper = "" if high == math.inf else f" and at most {high:g}"
-            raise _reject(config, field, f"a finite number {'above' if open_low else 'of at least'} {low:g}{upper}")
+    """Raises ValueError unless every named field is a finite number in [low, high], and greater than `above`."""
+    wanted = " and ".join(
+        f"{relation} {bound:g}" for relation, bound in (("above", above), ("at least", low), ("at most", high))
+        if math.isfinite(bound)
+    )  # fmt: skip
+    for field, value in _given(config, fields):
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+        if not (math.isfinite(number) and low <= number <= high and number > above):
+            raise _reject(config, field, f"a finite number {wanted}".rstrip())
 
 
 def check_booleans(config: Any, *fields: str) -> None:

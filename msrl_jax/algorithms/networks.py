@@ -1,7 +1,10 @@
 """Networks: an actor-critic for any supported pair of observation and action space."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +24,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 NETWORKS = ("auto", "mlp", "cnn")
 
 
-@jax.custom_vjp
-def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x @ w` for `x` `[..., M]` and `w` `[M, N]`, with a gradient that CPUs compute quickly."""
-    return x @ w
-
-
 def _matmul_forward(x, w):
     return x @ w, (x, w)
 
@@ -42,6 +39,8 @@ def _matmul_backward(residuals, g):
     return g @ w.T, w_gradient
 
 
+matmul = jax.custom_vjp(jnp.matmul)
+"""`x @ w` for `x` `[..., M]` and `w` `[M, N]`, with a gradient that CPUs compute quickly."""
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
@@ -81,38 +80,26 @@ class Torso(nn.Module):
         return x
 
 
-class ActorCritic(nn.Module):
-    """A policy and a value function, with a torso each or one for both; orthogonal initialisation.
-
-    A `Discrete` action space gives a `Categorical`, a `Box` a `Normal` whose log-scale does not depend on the
-    observation and starts at 0; see `action_transform` for its units.
-
-    Attributes:
-      observation_shape: shape of one observation.
-      action_space: space of one action.
-      hidden_sizes: widths of the dense layers of a torso.
-      activation: a key of `ACTIVATIONS`.
-      network: `"mlp"`, `"cnn"`, or `"auto"`, which convolves observations of three dimensions.
-      shared_torso: whether policy and value share a torso.
-    """
+class _Module(nn.Module):
+    """The network of `actor_critic`."""
 
     observation_shape: tuple[int, ...]
-    action_space: Space
+    action_space: Discrete | Box
     hidden_sizes: tuple[int, ...]
     activation: str
-    network: str
+    convolve: bool
     shared_torso: bool
 
     def setup(self):
         """Makes the parts."""
-        convolve = self.network == "cnn" or (self.network == "auto" and len(self.observation_shape) == 3)
-        make_torso = lambda: Torso(self.observation_shape, self.hidden_sizes, self.activation, convolve)  # noqa: E731
+        make_torso = lambda: Torso(self.observation_shape, self.hidden_sizes, self.activation, self.convolve)  # noqa: E731
         self.actor_torso = make_torso()
         self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
-        self.actor_head = dense(_num_outputs(self.action_space), 0.01)
+        num_outputs = self.action_space.n if isinstance(self.action_space, Discrete) else math.prod(self.action_space.shape)
+        self.actor_head = dense(num_outputs, 0.01)
         self.critic_head = dense(1, 1.0)
         if isinstance(self.action_space, Box):
-            self.log_scale = self.param("log_scale", nn.initializers.zeros, (_num_outputs(self.action_space),))
+            self.log_scale = self.param("log_scale", nn.initializers.zeros, (num_outputs,))
 
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
         """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
@@ -138,6 +125,65 @@ class ActorCritic(nn.Module):
         return self.critic_head(features)[..., 0]
 
 
+@dataclasses.dataclass(frozen=True)
+class ActorCritic:
+    """A policy and a value function as pure functions of their parameters; any library's network can be put here.
+
+    Attributes:
+      init: `(key, obs [..., *observation_shape]) -> params`.
+      apply: `(params, obs) -> (distribution over actions, value [...])`.
+      policy: `(params, obs) -> distribution over actions`.
+      value: `(params, obs) -> value [...]`.
+    """
+
+    init: Callable[[jax.Array, jax.Array], Any]
+    apply: Callable[[Any, jax.Array], tuple[Distribution, jax.Array]]
+    policy: Callable[[Any, jax.Array], Distribution]
+    value: Callable[[Any, jax.Array], jax.Array]
+
+
+def actor_critic(
+    observation_space: Space,
+    action_space: Space,
+    *,
+    hidden_sizes: tuple[int, ...],
+    activation: str,
+    network: str,
+    shared_torso: bool,
+) -> ActorCritic:
+    """Makes the network for a pair of spaces.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      action_space: `Discrete`, or a `Box` of floats.
+      hidden_sizes: widths of the dense layers of a torso.
+      activation: a key of `ACTIVATIONS`.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+      shared_torso: whether policy and value share a torso.
+
+    Returns:
+      The network: a torso each for policy and value or one for both, and heads; orthogonal initialisation. A `Discrete`
+      action space gives a `Categorical`. A `Box` gives a `Normal` whose log-scale does not depend on the observation
+      and starts at 0; `action_transform` says in which units.
+
+    Raises:
+      TypeError: if a space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    if not isinstance(observation_space, Box):
+        raise TypeError(f"no network for observations in {observation_space}; wrap the environment in FlattenObservation")
+    is_box = isinstance(action_space, Box)
+    if not isinstance(action_space, Discrete | Box) or (is_box and not jnp.issubdtype(action_space.dtype, jnp.floating)):
+        raise TypeError(f"no policy for actions in {action_space}; use a Discrete space or a Box of floats")
+    shape = observation_space.shape
+    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
+    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
+        raise ValueError(f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape}; use network='mlp'")
+    module = _Module(shape, action_space, hidden_sizes, activation, convolve, shared_torso)
+    policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
+    return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
+
+
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     """Makes the map from a policy's actions to those that an environment takes.
 
@@ -150,24 +196,15 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     Returns:
       A function from `[..., N]` to `[..., *space.shape]`, or, if the space is `Discrete`, from `[...]` to `[...]`.
     """
-    _num_outputs(space)
     if not isinstance(space, Box):
         return lambda action: action
-    low, high = (np.broadcast_to(np.asarray(b, np.float32), space.shape).reshape(-1) for b in (space.low, space.high))
+    low, high = space.low.reshape(-1), space.high.reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)
     centre = np.where(bounded, low / 2 + high / 2, 0).astype(np.float32)
     half_width = np.where(bounded, high / 2 - low / 2, 1).astype(np.float32)
 
     def transform(action: jax.Array) -> jax.Array:
-        action = jnp.clip(centre + half_width * action, low, high)
-        return action.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
+        fitted = jnp.clip(centre + half_width * action, low, high)
+        return fitted.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
 
     return transform
-
-
-def _num_outputs(space: Space) -> int:
-    if isinstance(space, Discrete):
-        return int(space.n)
-    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
-        return math.prod(space.shape)
-    raise TypeError(f"no policy for the action space {space}; use a Discrete space or a Box of floats")

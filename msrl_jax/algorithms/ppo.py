@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax import envs
 from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
 from msrl_jax.algorithms.losses import approximate_kl, clipped_surrogate_loss, clipped_value_loss, value_loss
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, ActorCritic, action_transform
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, action_transform, actor_critic
 from msrl_jax.algorithms.returns import gae
+from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
@@ -76,19 +76,15 @@ class PPOConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        check.check_integers(self, 1, "num_envs", "unroll_length", "num_epochs", "num_minibatches")
-        check.check_numbers(self, "learning_rate", "clip_ratio", "max_grad_norm", open_low=True)
-        check.check_numbers(self, "discount", "gae_lambda", high=1.0)
-        check.check_numbers(self, "entropy_coef", "value_coef")
+        check.check_integers(self, 1, "num_envs", "unroll_length", "num_epochs", "num_minibatches", "total_steps")
+        check.check_numbers(self, "learning_rate", "clip_ratio", "max_grad_norm", "clip_value", "target_kl", above=0.0)
+        check.check_numbers(self, "discount", "gae_lambda", low=0.0, high=1.0)
+        check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
         check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
         check.check_booleans(self, "normalize_rewards", "shared_torso")
-        optional = [field for field in ("clip_value", "target_kl") if getattr(self, field) is not None]
-        check.check_numbers(self, *optional, open_low=True)
         check.check_sizes(self, "hidden_sizes")
         check.check_choice(self, "activation", ACTIVATIONS)
         check.check_choice(self, "network", NETWORKS)
-        if self.total_steps is not None:
-            check.check_integers(self, 1, "total_steps")
         if self.unroll_length % self.num_minibatches:
             below = self.unroll_length - self.unroll_length % self.num_minibatches
             raise ValueError(
@@ -111,7 +107,7 @@ class PPOState(NamedTuple):
       obs: the observations to act on next. shape=(E, ...)
     """
 
-    params: optax.Params
+    params: Any
     opt_state: optax.OptState
     iteration: jax.Array
     key: jax.Array
@@ -140,17 +136,7 @@ class Trajectory(NamedTuple):
     truncated: jax.Array
 
 
-class Batch(NamedTuple):
-    """What the losses need; every leaf is `[T, E, ...]`."""
-
-    obs: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
-    value: jax.Array
-    advantage: jax.Array
-
-
-def build(env: envs.Environment, config: PPOConfig) -> Agent:
+def build(env: Environment, config: PPOConfig) -> Agent:
     """Builds PPO for one environment.
 
     Args:
@@ -161,19 +147,18 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
       The agent.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None.
-      TypeError: if the action space is not supported.
+      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      TypeError: if a space is not supported.
     """
     if config.anneal_learning_rate and config.total_steps is None:
         raise ValueError("PPOConfig.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False")
-    venv = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs))
-    if config.normalize_observations:
-        venv = envs.NormalizeObservation(venv)
-    if config.normalize_rewards:
-        venv = envs.NormalizeReward(venv, config.discount)
-    network = ActorCritic(
-        venv.observation_space.shape, venv.action_space,
-        config.hidden_sizes, config.activation, config.network, config.shared_torso,
+    venv = training_environment(
+        env, config.num_envs, normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards, discount=config.discount,
+    )  # fmt: skip
+    network = actor_critic(
+        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
+        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
     )  # fmt: skip
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5))
@@ -187,8 +172,11 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
         return PPOState(params, optimizer.init(params), jnp.int32(0), learner_key, actor_keys, env_state, obs)
 
     def unroll_values(params, obs):
-        value = network.apply(params, flatten(obs), method="value")
+        value = network.value(params, flatten(obs))
         return value.reshape(obs.shape[1], obs.shape[0]).T
+
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    bootstrap = fragment(role="actor", name="bootstrap")(unroll_values)
 
     @fragment(role="actor")
     def draw_keys(keys):
@@ -197,7 +185,7 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
 
     @fragment(role="actor")
     def act(params, obs, keys):
-        policy = network.apply(params, obs, method="policy")
+        policy = network.policy(params, obs)
         action = policy.sample(keys)
         return action, policy.log_prob(action)
 
@@ -205,30 +193,24 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    @fragment(role="env")
-    def drain(env_state):
-        return venv.drain(env_state)
-
-    @fragment(role="actor")
-    def bootstrap(params, final_obs):
-        return unroll_values(params, final_obs)
+    drain = fragment(role="env", name="drain")(venv.drain)
 
     @fragment(role="learner")
     def estimate_advantages(params, trajectory, last_obs, final_value):
         value = unroll_values(params, trajectory.obs)
-        last_value = network.apply(params, last_obs, method="value")
+        last_value = network.value(params, last_obs)
         next_value = jnp.concatenate([value[1:], last_value[None]])
         next_value = jnp.where(trajectory.truncated, final_value, next_value)
         advantage = gae(
             trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated,
             discount=config.discount, gae_lambda=config.gae_lambda,
         )  # fmt: skip
-        return Batch(trajectory.obs, trajectory.action, trajectory.log_prob, value, advantage)
+        return value, advantage
 
     @fragment(role="learner")
     def gradients(params, batch, times):
-        batch = jax.tree.map(lambda x: flatten(x[times]), batch)
-        advantage, target = batch.advantage, batch.advantage + batch.value
+        batch, old_value, advantage = jax.tree.map(lambda x: flatten(x[times]), batch)
+        target = old_value + advantage
         if config.normalize_advantage:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
@@ -238,7 +220,7 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
             if config.clip_value is None:
                 value_losses = value_loss(value, target)
             else:
-                value_losses = clipped_value_loss(value, batch.value, target, config.clip_value)
+                value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
             stats = {
                 "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio).mean(),
                 "value_loss": value_losses.mean(),
@@ -255,21 +237,20 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
     def apply_update(params, opt_state, grads, learning_rate, skip):
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new_params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+        old, new = (params, opt_state), (new_params, new_opt_state)
         if skip is not None:
-            keep = lambda old, new: jnp.where(skip, old, new)  # noqa: E731
-            new_params, new_opt_state = jax.tree.map(keep, (params, opt_state), (new_params, new_opt_state))
-        return new_params, new_opt_state, optax.tree.norm(grads)
+            new = jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, new)
+        return *new, optax.tree.norm(grads)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, trajectory, last_obs, final_value):
-        batch = estimate_advantages(params, trajectory, last_obs, final_value)
+        batch = (trajectory, *estimate_advantages(params, trajectory, last_obs, final_value))
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
         times = times.reshape(config.num_epochs * config.num_minibatches, -1)
         learning_rate = jnp.float32(config.learning_rate)
-        if config.anneal_learning_rate:
-            num_iterations = math.ceil(config.total_steps / steps_per_iteration)
-            learning_rate *= jnp.maximum(1 - iteration / num_iterations, 0)
+        if config.anneal_learning_rate and config.total_steps is not None:
+            learning_rate *= jnp.maximum(1 - iteration / math.ceil(config.total_steps / steps_per_iteration), 0)
 
         def update(carry, times):
             params, opt_state, skip = carry
@@ -301,12 +282,12 @@ def build(env: envs.Environment, config: PPOConfig) -> Agent:
         env_state, episodes = drain(env_state)
         return PPOState(params, opt_state, count, key, actor_keys, env_state, obs), metrics | episodes
 
-    def greedy_or_sampled(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        policy = network.apply(state.params, obs, method="policy")
+    def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        policy = network.policy(state.params, obs)
         return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
 
-    axes = PPOState(P(), P(), P(), P(), P("env"), venv.axes, P("env"))
-    return Agent(init, iteration, greedy_or_sampled, axes, steps_per_iteration, venv)
+    axes = PPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env")])
+    return Agent(init, iteration, choose_action, axes, steps_per_iteration, venv)
 
 
 def flatten(x: jax.Array) -> jax.Array:
