@@ -363,6 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, config = _parse(name, rest)
         _use_cpu_devices(getattr(args, "cpu_devices", None))
         return COMMANDS[name][1](args, config)
+    except KeyboardInterrupt:
+        code, message = INTERRUPTED, "interrupted"
     except FloatingPointError as error:
         code, message = DIVERGED, error
     except BrokenPipeError:  # a reader such as `head` has seen enough
