@@ -1,6 +1,6 @@
 """The fragmented dataflow graph: a traced loop as nodes at one placement each, glue at none, and opened loops."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -225,28 +225,33 @@ class _Builder:
         )
 
     def label(self, node: Node) -> None:
-        region_labels = _output_labels(node.eqn)
         if node.loop is not None:
-            region_labels = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in node.loop.outputs]
-        for var, label in zip(node.eqn.outvars, region_labels, strict=True):
-            if not label:
-                sources = [self.labels[a] for a in node.eqn.invars if isinstance(a, Var) and a in self.labels]
-                label = sources[0] if sources else node.eqn.primitive.name
-            self.labels[var] = label
+            found = [_label(a, self.labels) for a in node.loop.outputs]
+        else:
+            found = _output_labels(node.eqn, self.labels)
+        self.labels.update(zip(node.eqn.outvars, found, strict=True))
 
 
-def _output_labels(eqn: JaxprEqn) -> list[str]:
-    """A readable name for each result of an equation: the result path of the fragment that makes it, or ''."""
+def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
+    return labels.get(atom, "") if isinstance(atom, Var) else f"{atom.val}"
+
+
+def _output_labels(eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
+    """A readable name for each result of an equation: the result path of the fragment that makes it, if one does.
+
+    What no fragment makes is called after the first thing that it is made of.
+    """
     if is_fragment(eqn):
         paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
         return [f"{eqn.params['name']}(){path}" for path in paths]
     body: ClosedJaxpr | None = eqn.params["jaxpr"] if eqn.primitive is scan_p else call_body(eqn)
     if body is None:
-        return [""] * len(eqn.outvars)
-    made: dict[Var, str] = {}
-    for inner in body.jaxpr.eqns:
-        made.update({v: label for v, label in zip(inner.outvars, _output_labels(inner), strict=True) if label})
-    return [made.get(a, "") if isinstance(a, Var) else "" for a in body.jaxpr.outvars]
+        first = next((label for a in eqn.invars if (label := _label(a, labels))), eqn.primitive.name)
+        return [first] * len(eqn.outvars)
+    inner = {v: _label(a, labels) for v, a in zip(body.jaxpr.invars, eqn.invars, strict=True)}
+    for e in body.jaxpr.eqns:
+        inner.update(zip(e.outvars, _output_labels(e, inner), strict=True))
+    return [_label(a, inner) for a in body.jaxpr.outvars]
 
 
 def _names(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:

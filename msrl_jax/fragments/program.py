@@ -12,7 +12,7 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.explain import Plan, explain
 from msrl_jax.fragments.graph import Region, build, delay
-from msrl_jax.fragments.instructions import Instruction, Run, Schedule
+from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lower import Programs, lower
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
@@ -234,6 +234,21 @@ class Program(Generic[State]):
             self._scan(chunk)
         else:
             self._ready()
+
+    def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
+        """The XLA programs, for cost analysis and inspection.
+
+        Args:
+          chunk: iterations in one program, if the policy fuses the loop.
+
+        Returns:
+          The one program of `chunk` iterations if the policy fuses the loop, else the programs of one iteration.
+        """
+        self.warm_up(chunk)
+        if self.is_fused:
+            return [self._scan(chunk)]
+        runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
+        return list(dict.fromkeys(self._programs.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
         """The plan: fragments, what crosses, collectives, dispatches and warnings. Compiles, but runs nothing.

@@ -2,7 +2,7 @@
 
 import gymnax
 import pytest
-from corridor import Corridor
+from tests.envs.corridor import Corridor
 
 from msrl_jax import envs
 from msrl_jax.envs import registry

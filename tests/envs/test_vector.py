@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corridor import Corridor, CorridorState
+from tests.envs.corridor import Corridor, CorridorState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corridor import Corridor
+from tests.envs.corridor import Corridor
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

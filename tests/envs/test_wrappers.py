@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corridor import Corridor
+from tests.envs.corridor import Corridor
 
 from msrl_jax import envs
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_envs import Lottery
+from tests.training.training_envs import Lottery
 
 import msrl_jax as msrl
 from msrl_jax.training import Result

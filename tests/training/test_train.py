@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_envs import Poison
+from tests.training.training_envs import Poison
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
