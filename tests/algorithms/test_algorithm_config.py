@@ -1,0 +1,68 @@
+"""Configs and the registry refuse what is wrong before anything is compiled, and say what to do."""
+
+import dataclasses
+import math
+
+import pytest
+from .random_walk import RandomWalk
+
+from msrl_jax import algorithms
+from msrl_jax.algorithms import PPOConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("num_envs", 0, "an integer of at least 1"),
+        ("num_envs", 4.0, "an integer of at least 1"),
+        ("num_envs", None, "an integer of at least 1"),
+        ("num_epochs", True, "an integer of at least 1"),
+        ("total_steps", -1, "an integer of at least 1"),
+        ("learning_rate", 0.0, "a finite number above 0"),
+        ("learning_rate", math.nan, "a finite number above 0"),
+        ("learning_rate", "fast", "a finite number above 0"),
+        ("max_grad_norm", math.inf, "a finite number above 0"),
+        ("clip_value", -1.0, "a finite number above 0"),
+        ("target_kl", 0.0, "a finite number above 0"),
+        ("discount", 1.01, "a finite number at least 0 and at most 1"),
+        ("gae_lambda", -0.1, "a finite number at least 0 and at most 1"),
+        ("entropy_coef", -0.01, "a finite number at least 0"),
+        ("normalize_advantage", 1, "True or False"),
+        ("hidden_sizes", [64, 64], r"a tuple of positive integers, such as \(64, 64\)"),
+        ("hidden_sizes", (64, 0), "a tuple of positive integers"),
+        ("activation", "tahn", "use 'tanh'"),
+        ("network", "transformer", r"one of \['auto', 'cnn', 'mlp'\]"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
+    with pytest.raises(ValueError, match=rf"PPOConfig\.{field}=.*: use .*{remedy}|PPOConfig\.{field}=.*{remedy}"):
+        PPOConfig(**{field: value})
+
+
+def test_minibatches_must_divide_the_unroll():
+    with pytest.raises(ValueError, match=r"unroll_length=10 .* num_minibatches=4 .* unroll_length=12"):
+        PPOConfig(unroll_length=10, num_minibatches=4)
+
+
+def test_annealing_needs_a_horizon():
+    with pytest.raises(ValueError, match="anneal_learning_rate needs total_steps"):
+        algorithms.get("ppo").build(RandomWalk(), PPOConfig(anneal_learning_rate=True))
+
+
+def test_every_field_is_documented_with_its_usual_value():
+    for field in dataclasses.fields(PPOConfig):
+        line = (PPOConfig.__doc__ or "").split(f"      {field.name}: ")[1].split("\n      " + "n")[0]
+        assert "Usual: " in line or field.name == "total_steps"
+
+
+def test_unknown_algorithms_suggest_the_nearest():
+    assert algorithms.get("ppo") is algorithms.ALGORITHMS["ppo"]
+    with pytest.raises(ValueError, match="unknown algorithm 'pppo'; did you mean 'ppo'"):
+        algorithms.get("pppo")
+    with pytest.raises(ValueError, match=r"choose from \[.*'ppo'.*\]"):
+        algorithms.get("zzz")
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(ValueError, match="'ppo' is registered already"):
+        algorithms.register(dataclasses.replace(algorithms.PPO, config=int))

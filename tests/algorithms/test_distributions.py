@@ -1,0 +1,84 @@
+"""Distributions against float64 NumPy and against their own samples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax.algorithms.distributions import Categorical, Normal
+
+RNG = np.random.default_rng(0)
+LOGITS, OTHER_LOGITS = 2 * RNG.normal(size=(2, 7, 4)).astype(np.float32)
+LOC, LOG_SCALE, OTHER_LOC, OTHER_LOG_SCALE = RNG.normal(size=(4, 7, 3)).astype(np.float32)
+
+
+def probabilities(logits):
+    weights = np.exp(logits.astype(np.float64))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def test_categorical_equals_float64_formulas():
+    policy, p, q = Categorical(jnp.asarray(LOGITS)), probabilities(LOGITS), probabilities(OTHER_LOGITS)
+    for action in range(4):
+        got = policy.log_prob(jnp.full(7, action))
+        np.testing.assert_allclose(got, np.log(p[:, action]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(policy.entropy(), -(p * np.log(p)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(policy.kl(Categorical(jnp.asarray(OTHER_LOGITS))), (p * np.log(p / q)).sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(policy.mode(), p.argmax(-1))
+    assert policy.mode().dtype == jnp.int32
+
+
+def test_normal_equals_float64_formulas():
+    policy, other = Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)), Normal(OTHER_LOC, OTHER_LOG_SCALE)
+    loc, scale, other_loc, other_scale = LOC, np.exp(LOG_SCALE.astype(np.float64)), OTHER_LOC, np.exp(OTHER_LOG_SCALE)
+    action = RNG.normal(size=(7, 3)).astype(np.float32)
+    density = np.exp(-0.5 * ((action - loc) / scale) ** 2) / (scale * np.sqrt(2 * np.pi))
+    np.testing.assert_allclose(policy.log_prob(action), np.log(density).sum(-1), rtol=1e-4)
+    np.testing.assert_allclose(policy.entropy(), np.log(scale * np.sqrt(2 * np.pi * np.e)).sum(-1), rtol=1e-4)
+    kl = np.log(other_scale / scale) + (scale**2 + (loc - other_loc) ** 2) / (2 * other_scale**2) - 0.5
+    np.testing.assert_allclose(policy.kl(other), kl.sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(policy.mode(), loc)
+
+
+def test_categorical_samples_have_the_probabilities_of_the_logits():
+    keys = jax.random.split(jax.random.key(0), (20_000, 7))
+    samples = Categorical(jnp.broadcast_to(LOGITS, (20_000, 7, 4))).sample(keys)
+    frequencies = np.stack([(np.asarray(samples) == a).mean(0) for a in range(4)], -1)
+    p = probabilities(LOGITS)
+    assert (np.abs(frequencies - p) < 5 * np.sqrt(p * (1 - p) / 20_000)).all()
+    assert samples.dtype == jnp.int32
+
+
+def test_normal_samples_have_mean_and_scale():
+    keys = jax.random.split(jax.random.key(0), (20_000, 7))
+    tile = lambda x: jnp.broadcast_to(x, (20_000, 7, 3))  # noqa: E731
+    z = (np.asarray(Normal(tile(LOC), tile(LOG_SCALE)).sample(keys)) - LOC) / np.exp(LOG_SCALE)
+    np.testing.assert_allclose(z.mean(0), np.zeros((7, 3)), atol=5 / np.sqrt(20_000))
+    np.testing.assert_allclose(z.std(0), np.ones((7, 3)), atol=5 / np.sqrt(40_000))
+
+
+def test_forbidden_choices_are_never_drawn_and_spoil_nothing():
+    logits = jnp.array([-jnp.inf, 0.0, -jnp.inf, 1.0, -jnp.inf])
+    keys = jax.random.split(jax.random.key(1), 5000)
+    drawn = Categorical(jnp.broadcast_to(logits, (5000, 5))).sample(keys)
+    assert set(np.unique(drawn)) == {1, 3}
+    p = probabilities(np.array([0.0, 1.0]))
+    np.testing.assert_allclose(Categorical(logits).entropy(), -(p * np.log(p)).sum(), rtol=1e-5)
+    gradient = jax.grad(lambda x: Categorical(x).entropy())(logits)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(Categorical(logits).kl(Categorical(logits)), 0.0)
+    assert Categorical(jnp.zeros(5)).kl(Categorical(logits)) == jnp.inf
+
+
+def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
+    largest = np.nextafter(np.float32(1), np.float32(0))
+    for number, want in ((0.0, 0), (largest, 2)):
+        monkeypatch.setattr(jax.random, "uniform", lambda key, number=number: jnp.float32(number))
+        assert Categorical(jnp.array([0.3, 0.1, -8.0, -jnp.inf])).sample(jax.random.key(0)) == want
+
+
+@pytest.mark.parametrize("policy", [Categorical(jnp.asarray(LOGITS)), Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE))])
+def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(policy):
+    keys = jax.random.split(jax.random.key(2), 7)
+    part = jax.tree.map(lambda x: x[2:4], policy)
+    np.testing.assert_array_equal(policy.sample(keys)[2:4], part.sample(keys[2:4]))

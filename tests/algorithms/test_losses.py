@@ -1,0 +1,48 @@
+"""Losses against float64 NumPy, and their gradients where clipping must stop them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax.algorithms.losses import approximate_kl, clipped_surrogate_loss, clipped_value_loss, value_loss
+
+
+@pytest.fixture
+def numbers():
+    return np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+
+
+def test_clipped_surrogate_loss_equals_its_formula(numbers):
+    log_ratio, advantage = numbers[:2]
+    ratio = np.exp(log_ratio.astype(np.float64))
+    want = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+    np.testing.assert_allclose(clipped_surrogate_loss(log_ratio, advantage, 0.2), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "moves"),
+    [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False), (0.0, 1.0, True)],
+)
+def test_the_surrogate_has_no_gradient_exactly_where_it_has_gained_enough(log_ratio, advantage, moves):
+    gradient = jax.grad(clipped_surrogate_loss)(log_ratio, advantage, 0.2)
+    assert bool(gradient != 0) == moves
+
+
+def test_value_losses_equal_their_formulas(numbers):
+    value, old, target = (x.astype(np.float64) for x in numbers[:3])
+    near = old + np.clip(value - old, -0.3, 0.3)
+    np.testing.assert_allclose(value_loss(*numbers[[0, 2]]), (value - target) ** 2 / 2, rtol=1e-5)
+    want = np.maximum((value - target) ** 2, (near - target) ** 2) / 2
+    np.testing.assert_allclose(clipped_value_loss(*numbers[:3], 0.3), want, rtol=1e-4, atol=1e-7)
+
+
+def test_approximate_kl_is_unbiased():
+    new, old = np.array([0.2, 0.3, 0.5]), np.array([0.25, 0.25, 0.5])
+    estimates = approximate_kl(jnp.log(new / old))
+    np.testing.assert_allclose((old * estimates).sum(), (old * np.log(old / new)).sum(), rtol=1e-5)
+    assert (np.asarray(estimates) >= 0).all()
+
+
+def test_approximate_kl_keeps_small_differences():
+    np.testing.assert_allclose(approximate_kl(jnp.float32(1e-3)), 0.5e-6, rtol=1e-3)
