@@ -1,0 +1,46 @@
+"""Every algorithm is the same training run under every synchronous policy, on 1, 2, 4 and 8 devices."""
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+
+SMALL = {"num_envs": 64, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (16, 16)}
+ITERATIONS = 5
+CASES = [("ppo", "CartPole-v1"), ("ppo", "Pendulum-v1")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def run(request):
+    """The agent, its initial state and the reference: GPUOnly on one device, which is plain jit(scan)."""
+    algorithm = msrl.algorithms.get(request.param[0])
+    agent = algorithm.build(msrl.envs.make(request.param[1]), algorithm.config(**SMALL, total_steps=100_000))
+    state = jax.jit(agent.init)(jax.random.key(0))
+    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=ITERATIONS))(state)
+    return request.param[1], agent, state, jax.device_get((after.params, after.obs, metrics))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", sorted(msrl.policies.POLICIES))
+def test_the_same_training_run(name, num_devices, run):
+    env, agent, state, (params, obs, metrics) = run
+    program = msrl.compile(
+        agent.iteration, state, policy=msrl.policies.get(name), axes=agent.axes, devices=jax.devices()[:num_devices]
+    )
+    after, measured = program.run(state, ITERATIONS)
+    if env == "CartPole-v1":
+        np.testing.assert_array_equal(after.obs, obs)
+    else:
+        # Continuous actions carry the rounding of the gradient's sum (it is added up per device) into the dynamics.
+        np.testing.assert_allclose(after.obs, obs, rtol=1e-4, atol=1e-4)
+    difference = max(relative_difference(a, b) for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True))
+    assert difference < 1e-5
+    for a, b in zip(jax.tree.leaves(measured), jax.tree.leaves(metrics), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def relative_difference(a, b):
+    """Largest deviation of a tensor, relative to its norm per element."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.abs(a - b).max() / max(np.sqrt((b**2).mean()), 1e-3)
