@@ -200,8 +200,8 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
         return lambda action: action
     low, high = space.low.reshape(-1), space.high.reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)
-    centre = np.where(bounded, low / 2 + high / 2, 0).astype(np.float32)
-    half_width = np.where(bounded, high / 2 - low / 2, 1).astype(np.float32)
+    lowest, highest = np.where(bounded, low, -1).astype(np.float32), np.where(bounded, high, 1).astype(np.float32)
+    centre, half_width = lowest / 2 + highest / 2, highest / 2 - lowest / 2
 
     def transform(action: jax.Array) -> jax.Array:
         fitted = jnp.clip(centre + half_width * action, low, high)

@@ -4,10 +4,11 @@ import dataclasses
 import math
 
 import pytest
-from .random_walk import RandomWalk
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPOConfig
+
+from .random_walk import RandomWalk
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""PPO learns what it should, within the steps it should need."""
+
+import jax
+import numpy as np
+import pytest
+
+from msrl_jax import algorithms, envs
+from msrl_jax.algorithms import PPOConfig
+
+pytestmark = pytest.mark.slow
+
+
+def returns(env, total_steps, seeds, **overrides):
+    """Mean return of the episodes that ended in each tenth of training. `[seeds, 10]`"""
+    agent = algorithms.get("ppo").build(envs.make(env), PPOConfig(**overrides))
+    length = total_steps // agent.steps_per_iteration
+    train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1])
+    curves = []
+    for seed in range(seeds):
+        episodes = train(jax.jit(agent.init)(jax.random.key(seed)))["episode_return"]
+        tenths = zip(np.array_split(episodes.total, 10), np.array_split(episodes.count, 10), strict=True)
+        curves.append([total.sum() / count.sum() for total, count in tenths])
+    return np.array(curves)
+
+
+def test_defaults_solve_cartpole_on_nine_of_ten_seeds():
+    assert (returns("CartPole-v1", 500_000, 10)[:, -1] >= 475).sum() >= 9
+
+
+def test_pendulum_swings_up():
+    options = {"normalize_observations": True, "normalize_rewards": True, "discount": 0.95, "entropy_coef": 0.0}
+    curves = returns("Pendulum-v1", 300_000, 3, **options)
+    assert (curves[:, -1] > -300).all()
+
+
+def test_breakout_improves_from_images():
+    options = {"num_envs": 64, "unroll_length": 32, "hidden_sizes": (128,), "activation": "relu"}
+    curve = returns("Breakout-MinAtar", 300_000, 1, **options)[0]
+    assert curve[-1] > 5 * curve[0]
