@@ -12,6 +12,7 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax.algorithms.distributions import Categorical, Distribution, Normal
+from msrl_jax.algorithms.layers import convolution, dense
 from msrl_jax.envs import Box, Discrete, Space
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -22,32 +23,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
 }
 NETWORKS = ("auto", "mlp", "cnn")
-
-
-def _matmul_forward(x, w):
-    return x @ w, (x, w)
-
-
-def _matmul_backward(residuals, g):
-    # XLA's fast CPU kernels contract the last dimension of the left operand. Left alone, XLA folds the transpose back
-    # into a product that contracts the first, which made a PPO update on two cores 20 % slower.
-    x, w = residuals
-    rows, g_rows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-    w_gradient = jax.lax.platform_dependent(
-        rows, g_rows, cpu=lambda x, g: jax.lax.optimization_barrier(x.T) @ g, default=lambda x, g: x.T @ g
-    )
-    return g @ w.T, w_gradient
-
-
-matmul = jax.custom_vjp(jnp.matmul)
-"""`x @ w` for `x` `[..., M]` and `w` `[M, N]`, with a gradient that CPUs compute quickly."""
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-def dense(size: int, scale: float) -> nn.Dense:
-    """A dense layer of width `size`, whose kernel starts as `scale` times an orthogonal matrix."""
-    kernel_init = nn.initializers.orthogonal(scale)
-    return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w))
 
 
 class Torso(nn.Module):
@@ -72,8 +47,7 @@ class Torso(nn.Module):
         batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
         x = obs.astype(jnp.float32)
         if self.convolve:
-            kernel_init = nn.initializers.orthogonal(math.sqrt(2))
-            x = activation(nn.Conv(16, (3, 3), padding="VALID", kernel_init=kernel_init)(x))
+            x = activation(convolution(16, 3)(x))
         x = x.reshape(*batch_shape, -1)
         for size in self.hidden_sizes:
             x = activation(dense(size, math.sqrt(2))(x))
