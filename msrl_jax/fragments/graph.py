@@ -49,6 +49,11 @@ class Node:
         return self.placement is None and self.loop is None
 
     @property
+    def kinds(self) -> set[str]:
+        """The roles without their suffixes."""
+        return {role.partition(":")[0] for role in self.roles}
+
+    @property
     def placements(self) -> set[Placement]:
         """Where it runs: several placements if it is an opened loop."""
         if self.loop is not None:
@@ -81,6 +86,7 @@ class Region:
       labels: readable names of variables, as pytree paths where there is one.
       axes: logical axes of the carry, where declared.
       homes: the placements of carried variables that are told where to live (registers), not found.
+      delayed: positions of the carried variables that have registers.
     """
 
     consts: list[Var]
@@ -94,6 +100,7 @@ class Region:
     labels: dict[Var, str] = field(default_factory=dict)
     axes: list[PartitionSpec] = field(default_factory=list)
     homes: dict[Var, Placement] = field(default_factory=dict)
+    delayed: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -140,6 +147,25 @@ def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequ
         list(builder.constants), state, [], nodes, outputs,
         constants=builder.constants, labels=builder.labels, axes=list(axes),
     )  # fmt: skip
+
+
+def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
+    """Appends code without fragments as nodes at a placement.
+
+    Args:
+      closed: the code; it captures nothing.
+      args: its arguments.
+      placement: where it runs.
+      out: receives the nodes.
+
+    Returns:
+      Variables of its results.
+    """
+    assert not closed.consts, "captured arrays have no place here"
+    builder = _Builder(Layout({}))
+    results = builder.inline(closed.jaxpr, args, placement, out)
+    assert all(isinstance(a, Var) and a not in args for a in results)
+    return [a for a in results if isinstance(a, Var)]
 
 
 class _Builder:
@@ -317,7 +343,7 @@ def delay(region: Region, depth: int, layout: Layout) -> int:
             return False
         if node.is_glue:
             return any(learned(a) for a in node.eqn.invars)
-        return bool(node.roles & {"learner", "server"}) and node.placement != actors
+        return bool(node.kinds & {"learner", "server"}) and node.placement != actors
 
     num_state = len(region.carry)
     registers: dict[Var, Var] = {
@@ -346,7 +372,7 @@ def delay(region: Region, depth: int, layout: Layout) -> int:
 
     used = False
     for node in region.nodes:
-        if "actor" in node.roles and not node.roles & {"learner", "server"}:
+        if "actor" in node.kinds and not node.kinds & {"learner", "server"}:
             ins = [delayed(a, node) for a in node.eqn.invars]
             used |= any(a is not b for a, b in zip(ins, node.eqn.invars, strict=True))
             node.eqn = node.eqn.replace(invars=ins)
@@ -362,7 +388,8 @@ def delay(region: Region, depth: int, layout: Layout) -> int:
     for leaf, oldest in kept:
         row = [oldest, *[fresh(leaf) for _ in range(depth - 1)]]
         region.labels.update({v: f"{region.labels[leaf]} (delayed {depth - i})" for i, v in enumerate(row)})
-        region.axes += [region.axes[region.carry.index(leaf)]] * depth
+        region.delayed.append(region.carry.index(leaf))
+        region.axes += [region.axes[region.delayed[-1]]] * depth
         region.carry += row
         region.homes.update(dict.fromkeys(row, actors))
         next_state += [*row[1:], leaf]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,12 +22,21 @@ class Device(Protocol):
         ...
 
 
+if TYPE_CHECKING:
+    from msrl_jax.fragments.codec import Codec
+
 Rules = tuple[tuple[str, str], ...]
 
 ROLES = ("env", "actor", "learner", "buffer", "server", "evaluator")
 
 # Where a role lives when a layout does not say: next to the role that feeds or reads it.
-_FALLBACK = {"actor": "env", "env": "actor", "server": "learner", "buffer": "learner", "evaluator": "actor"}
+_FALLBACK = {
+    "actor": ("env",),
+    "env": ("actor",),
+    "server": ("learner",),
+    "buffer": ("learner",),
+    "evaluator": ("actor", "env"),
+}
 
 
 @dataclass(frozen=True)
@@ -125,17 +134,42 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Edge:
+    """Packs what crosses from one placement to another with a codec.
+
+    Attributes:
+      source: name of the placement that it comes from.
+      destination: name of the placement that it goes to.
+      codec: a codec, or the name of one.
+      only: packs only values with this text in their label (`program.explain()` shows the labels); all if empty.
+    """
+
+    source: str
+    destination: str
+    codec: "str | Codec"
+    only: str = ""
+
+    def matches(self, source: str, destination: str, label: str) -> bool:
+        """Whether a value with this label that crosses from `source` to `destination` is packed."""
+        return (self.source, self.destination) == (source, destination) and self.only in label
+
+
+@dataclass(frozen=True)
 class Layout:
     """What a distribution policy decides: a placement for each role, and how stale an actor's parameters may be.
 
     Attributes:
       roles: role -> placement. A role that is not listed lives with its neighbour: "env" and "actor" with each other,
-        "server" and "buffer" with "learner", "evaluator" with "actor".
+        "server" and "buffer" with "learner", "evaluator" with "actor". A role may have a suffix, as "learner:critic" has:
+        it then runs where that very role is placed, or else where "learner" is.
       staleness: how many iterations the parameters of actors lag behind those of a synchronous run.
+      codecs: how to pack what crosses between placements; the first that fits an array is used.
+      policy: how plans and errors call the policy.
     """
 
     roles: Mapping[str, Placement]
     staleness: int = 0
+    codecs: tuple[Edge, ...] = ()
     policy: str = field(default="", compare=False)
 
     def placement(self, role: str, fragment: str) -> Placement:
@@ -151,13 +185,11 @@ class Layout:
         Raises:
           ValueError: if the layout has none.
         """
-        tried = role
-        while tried is not None:
-            if tried in self.roles:
-                return self.roles[tried]
-            tried = _FALLBACK.get(tried) if tried != "env" or role == "env" else None
-            if tried == role:
-                break
+        general = role.partition(":")[0]
+        neighbours = _FALLBACK.get(general, ())
+        for candidate in (role, general, *neighbours):
+            if candidate in self.roles:
+                return self.roles[candidate]
         raise ValueError(
             f"fragment {fragment!r} has role {role!r}, for which policy {self.policy or 'layout'} has no placement; "
             f"it places {sorted(self.roles)}. Mark the fragment with one of these, or add {role!r} to the policy's layout"

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.compress import Check, compress
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.explain import Plan, explain
 from msrl_jax.fragments.graph import Region, build, delay
@@ -79,12 +80,13 @@ def compile(
         delay(region, layout.staleness, layout)
     used = {p for node in region.nodes for p in node.placements}
     default = used.pop() if len(used) == 1 else layout.placement("learner", "the training state")
+    checks = compress(region, layout, default)
     plan = schedule(partition(region, default), default)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fused = jaxpr_as_fun(closed) if not used and not layout.staleness else None
     trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
-    return Program(layout, region, plan, fused, trees, costs, time.perf_counter() - start)
+    return Program(layout, region, plan, fused, trees, costs, checks, time.perf_counter() - start)
 
 
 def _check_sizes(layout: Layout, sizes: dict[str, int]) -> None:
@@ -121,10 +123,11 @@ class Program(Generic[State]):
         fused: Callable | None,
         trees: tuple[Any, Any],
         costs: tuple[FragmentCost, ...],
+        checks: Sequence[Check],
         seconds: float,
     ):
         self.layout, self.graph, self.schedule = layout, graph, plan
-        self._costs = costs
+        self._costs, self._checks = costs, checks
         self._fused, (self._tree, self._metrics_tree) = fused, trees
         self._programs = Programs(seconds=seconds)
         self._scans: dict[int, jax.stages.Compiled] = {}
@@ -276,7 +279,11 @@ class Program(Generic[State]):
                 jax.block_until_ready(leaves)
             elif len(in_flight) > _AHEAD + self.layout.staleness:
                 jax.block_until_ready(in_flight.popleft())
-        return leaves, [np.stack(column) for column in zip(*jax.device_get(rows), strict=True)]
+        columns = [np.stack(column) for column in zip(*jax.device_get(rows), strict=True)]
+        num_metrics = len(columns) - 3 * len(self._checks)
+        for k, check in enumerate(self._checks):
+            check.raise_if_lost(*columns[num_metrics + 3 * k : num_metrics + 3 * k + 3])
+        return leaves, columns[:num_metrics]
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""
@@ -329,14 +336,8 @@ class Program(Generic[State]):
                     f"{aval.dtype}{list(aval.shape)}"
                 )
         if extra:
-            flat += state.registers if delayed else [flat[i] for i in self._registers() for _ in range(depth)]
+            flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
         return _put(flat, self._shardings, copy)
-
-    def _registers(self) -> list[int]:
-        """The positions of the leaves that have registers."""
-        num_state = self._tree.num_leaves
-        last = self.graph.outputs[num_state + self.layout.staleness - 1 : len(self.graph.carry) : self.layout.staleness]
-        return [self.graph.carry.index(leaf) for leaf in last]  # type: ignore[arg-type]
 
     def _wrap(self, leaves: Leaves) -> Any:
         flat = [copies[0] for copies in leaves]
