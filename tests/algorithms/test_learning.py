@@ -36,4 +36,4 @@ def test_pendulum_swings_up():
 def test_breakout_improves_from_images():
     options = {"num_envs": 64, "unroll_length": 32, "hidden_sizes": (128,), "activation": "relu"}
     curve = returns("Breakout-MinAtar", 300_000, 1, **options)[0]
-    assert curve[-1] > 5 * curve[0]
+    assert curve[0] < 2 and curve[-1] > 5
