@@ -63,7 +63,7 @@ SCALED_UINT8 = Codec(
     name="scaled_uint8",
     encode=_quantise,
     decode=lambda packed, aval: (packed[0].astype(jnp.float32) * packed[2] + packed[1]).astype(aval.dtype),
-    takes=_is_float32,
+    takes=lambda aval: aval.dtype == jnp.float32 and aval.size > 4,  # offset and scale cross too
     holds=lambda x: jnp.isfinite(x).all(),
     promise="an absolute error of at most 1/510 of the array's range, for finite values",
     lossless=False,

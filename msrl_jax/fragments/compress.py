@@ -124,7 +124,9 @@ class _Pass:
 
     def pack(self, var: Var, source: Placement, to: Placement, codec: Codec, label: str) -> Var:
         shape = aval(var)
-        crossing, tree = self.call(lambda x: codec.encode(x), [var], source, f"{label} as {codec.name}")
+        before = f"{label} as {codec.name} (plain: {shape.size * shape.dtype.itemsize} bytes)"
+        crossing, tree = self.call(lambda x: codec.encode(x), [var], source, before)
+        self.region.labels.update(dict.fromkeys(crossing[1:], f"{label} as {codec.name}, continued"))
         (result,), _ = self.call(lambda *xs: codec.decode(jax.tree.unflatten(tree, xs), shape), crossing, to, label)
         self.packed.update(crossing)
         if codec.holds is not None:

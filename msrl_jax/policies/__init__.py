@@ -1,6 +1,7 @@
 """Distribution policies: where each role of a training loop runs."""
 
 from msrl_jax.policies.base import DistributionPolicy as DistributionPolicy
+from msrl_jax.policies.base import Edge as Edge
 from msrl_jax.policies.base import Layout as Layout
 from msrl_jax.policies.base import Placement as Placement
 from msrl_jax.policies.central import Central as Central

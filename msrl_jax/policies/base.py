@@ -4,8 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
+from msrl_jax.fragments import codec
+from msrl_jax.fragments.codec import Codec
 from msrl_jax.fragments.placement import Device as Device
 from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
+from msrl_jax.fragments.placement import Edge as Edge
 from msrl_jax.fragments.placement import Layout as Layout
 from msrl_jax.fragments.placement import Placement as Placement
 
@@ -67,6 +70,27 @@ def take(
         taken[part] = list(devices[start : start + count])
         start += count
     return taken
+
+
+def edges(
+    lower: str, upper: str, *, up: str | Codec | None = None, down: str | Codec | None = None
+) -> tuple[Edge, ...]:
+    """The codecs between two placements.
+
+    Args:
+      lower: name of one placement.
+      upper: name of the other.
+      up: packs what goes from `lower` to `upper`; None packs nothing.
+      down: packs what goes back.
+
+    Returns:
+      The edges that have a codec.
+
+    Raises:
+      ValueError: on an unknown codec.
+    """
+    pairs = ((lower, upper, up), (upper, lower, down))
+    return tuple(Edge(source, to, codec.get(c)) for source, to, c in pairs if c is not None)
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, take
+from msrl_jax.fragments.codec import Codec
+from msrl_jax.policies.base import Device, Layout, Placement, edges, take
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,20 @@ class Central:
       workers: how many devices act and compute gradients; None for the most that are left and divide the number of
         environments.
       shards: how many devices the server is split over; each keeps one part of every large tensor.
+      gradient_codec: packs what goes up, such as "bfloat16"; None sends it as it is.
+      parameter_codec: packs what comes down.
     """
 
     workers: int | None = None
     shards: int = 1
+    gradient_codec: str | Codec | None = None
+    parameter_codec: str | Codec | None = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on devices of its own."""
         parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self)
         workers = Placement.over("workers", parts["workers"])
         server = Placement.over("server", parts["shards"], split=(), scatter=True)
-        return Layout({"env": workers, "actor": workers, "learner": workers, "server": server}, policy=str(self))
+        roles = {"env": workers, "actor": workers, "learner": workers, "server": server}
+        codecs = edges("workers", "server", up=self.gradient_codec, down=self.parameter_codec)
+        return Layout(roles, codecs=codecs, policy=str(self))

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, on_platform, take
+from msrl_jax.fragments.codec import Codec
+from msrl_jax.policies.base import Device, Layout, Placement, edges, on_platform, take
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,16 @@ class SingleLearnerCoarse:
       learners: how many devices learn (data-parallel if more than one).
       staleness: how many iterations the actors' parameters lag behind; with 1 or more, acting overlaps learning.
       env_platform: platform of the acting devices, such as "cpu" beside accelerators; None for the same devices.
+      trajectory_codec: packs what goes up, such as "bfloat16"; None sends it as it is.
+      parameter_codec: packs what comes down.
     """
 
     actors: int | None = None
     learners: int = 1
     staleness: int = 0
     env_platform: str | None = None
+    trajectory_codec: str | Codec | None = None
+    parameter_codec: str | Codec | None = None
 
     def __post_init__(self):
         if not isinstance(self.staleness, int) or self.staleness < 0:
@@ -34,7 +39,8 @@ class SingleLearnerCoarse:
         parts = _parts(devices, "actors", self.actors, "learners", self.learners, self.env_platform, sizes, self)
         actors, learners = Placement.over("actors", parts["actors"]), Placement.over("learners", parts["learners"])
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
-        return Layout(roles, self.staleness, policy=str(self))
+        codecs = edges("actors", "learners", up=self.trajectory_codec, down=self.parameter_codec)
+        return Layout(roles, self.staleness, codecs, policy=str(self))
 
 
 @dataclass(frozen=True)
@@ -48,17 +54,20 @@ class SingleLearnerFine:
       envs: how many devices step environments; None for the most that are left and divide their number.
       learners: how many devices infer and learn.
       env_platform: platform of the environments' devices, such as "cpu" beside accelerators; None for the same devices.
+      observation_codec: packs what goes up, such as "uint8" for images; None sends it as it is.
     """
 
     envs: int | None = None
     learners: int = 1
     env_platform: str | None = None
+    observation_codec: str | Codec | None = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
         parts = _parts(devices, "envs", self.envs, "learners", self.learners, self.env_platform, sizes, self)
         envs, learners = Placement.over("envs", parts["envs"]), Placement.over("learners", parts["learners"])
-        return Layout({"env": envs, "actor": learners, "learner": learners, "server": learners}, policy=str(self))
+        roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
+        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=str(self))
 
 
 def _parts(

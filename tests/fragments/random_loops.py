@@ -54,7 +54,8 @@ def make_iteration(seed: int):
             "keys": keys,
             "count": count,
         }
-        return new, {"a": rng.choice(pool.scalar), "b": jnp.tanh(rng.choice(pool.scalar)), "n": state["count"], "c": new["scalar"][0]}
+        metrics = {"a": rng.choice(pool.scalar), "b": jnp.tanh(rng.choice(pool.scalar))}
+        return new, metrics | {"n": state["count"], "c": new["scalar"][0]}
 
     return iteration
 

@@ -124,7 +124,7 @@ def test_a_role_without_a_placement_is_named():
         def layout(self, devices, sizes):
             return Layout({"actor": Placement.over("actors", devices[:1])}, policy="OnlyActors()")
 
-    with pytest.raises(ValueError, match=r"fragment 'fit' has role 'learner', for which policy OnlyActors\(\) has no placement"):
+    with pytest.raises(ValueError, match=r"'fit' has role 'learner', for which policy OnlyActors\(\) has no placement"):
         compile_(lambda s: (fit(act(s)), {}), jnp.ones(4), OnlyActors())
 
 

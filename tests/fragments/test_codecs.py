@@ -1,0 +1,157 @@
+"""Compressed edges: fewer bytes, the promised values, and an error where a codec cannot keep its promise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from msrl_jax.fragments import codec
+from msrl_jax.policies import Central, Edge, Layout, SingleLearnerCoarse, SingleLearnerFine
+
+from . import toy
+from .conftest import assert_close, run_plain
+
+
+def round_trip(c, x):
+    return np.asarray(jax.jit(lambda x: c.decode(c.encode(x), jax.typeof(x)))(x))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False), min_size=2, max_size=20))
+def test_bfloat16_keeps_eight_bits(values):
+    x = np.float32(values)
+    normal = np.abs(x) > 1e-37
+    np.testing.assert_allclose(round_trip(codec.BFLOAT16, x)[normal], x[normal], rtol=2**-8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-(2.0**20), 2.0**20, width=32, allow_subnormal=False), min_size=2, max_size=20))
+def test_scaled_uint8_keeps_a_five_hundredth_of_the_range(values):
+    x = np.float32(values)
+    span = float(x.max()) - float(x.min())
+    slack = 1e-6 * np.abs(x).max() + 1e-30
+    np.testing.assert_allclose(round_trip(codec.SCALED_UINT8, x), x, rtol=0, atol=span / 510 + slack)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_uint8_is_exact_on_bytes_and_says_when_it_is_not(dtype):
+    x = np.arange(256, dtype=dtype)
+    assert (round_trip(codec.UINT8, x) == x).all() and round_trip(codec.UINT8, x).dtype == dtype
+    assert bool(codec.UINT8.holds(x)) and not bool(codec.UINT8.holds(x + 1)) and not bool(codec.UINT8.holds(x - 1))
+    assert not bool(codec.UINT8.holds(np.float32([0.5, 1.0])))
+
+
+def stacked_frames(resets, frames=3, envs=2, channels=2, seed=0):
+    """What an environment behind a frame stack returns, spelt out in NumPy."""
+    rng = np.random.default_rng(seed)
+    rows, stacks = [], [np.concatenate([rng.normal(size=(envs, 1, 1, channels))] * frames, -1) for _ in range(1)]
+    stack = stacks[0]
+    for reset in resets:
+        frame = rng.normal(size=(envs, 1, 1, channels))
+        pushed = np.concatenate([stack[..., channels:], frame], -1)
+        begun = np.concatenate([frame] * frames, -1)
+        stack = np.where(np.asarray(reset).reshape(envs, 1, 1, 1), begun, pushed)
+        rows.append(stack)
+    return np.float32(np.stack(rows))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6), st.integers(0, 99))
+def test_frame_stacks_come_back_to_the_bit_wherever_episodes_begin(resets, seed):
+    x = stacked_frames(resets, seed=seed)
+    c = codec.frame_stack(3)
+    assert bool(c.holds(jnp.asarray(x)))
+    np.testing.assert_array_equal(round_trip(c, x), x)
+    sent = sum(4 * y.size for y in jax.tree.leaves(jax.eval_shape(c.encode, x)) if y.dtype == jnp.float32)
+    assert sent == x[0].nbytes + x[1:].nbytes // 3
+    assert not bool(c.holds(jnp.asarray(x).at[1, 0, 0, 0, 0].add(1)))
+
+
+LOSSY = [
+    (SingleLearnerCoarse(trajectory_codec="bfloat16", parameter_codec="bfloat16"), SingleLearnerCoarse(), 2.5e-2),
+    (SingleLearnerCoarse(parameter_codec="bfloat16", staleness=1), SingleLearnerCoarse(staleness=1), 2.5e-2),
+    (SingleLearnerFine(observation_codec="scaled_uint8"), SingleLearnerFine(), 2.5e-2),
+    (Central(gradient_codec="bfloat16", parameter_codec="bfloat16"), Central(), 2.5e-2),
+]
+
+
+@pytest.mark.parametrize(("policy", "plain", "tolerance"), LOSSY, ids=lambda p: type(p).__name__)
+def test_a_lossy_codec_sends_less_and_changes_little(policy, plain, tolerance):
+    state = toy.initial_state()
+    packed, whole = (msrl.compile(toy.iteration, state, policy=p, axes=toy.AXES) for p in (policy, plain))
+    assert packed.explain().bytes_crossing < whole.explain().bytes_crossing
+    assert any(" as " in c.value and "(plain: " in c.value for c in packed.explain().crossings)
+    (_, a), (_, b) = packed.run(state, 3), whole.run(state, 3)
+    assert not np.array_equal(a["loss"], b["loss"])
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=tolerance, atol=tolerance)
+
+
+class Packed:
+    """A policy with codecs added to its edges."""
+
+    def __init__(self, policy, *codecs):
+        self.policy, self.codecs = policy, codecs
+
+    def layout(self, devices, sizes):
+        layout = self.policy.layout(devices, sizes)
+        return Layout(layout.roles, layout.staleness, self.codecs, layout.policy)
+
+
+def pixels(state):
+    """An environment of whole numbers, a learner that averages them."""
+
+    @msrl.fragment(role="env")
+    def env_step(x):
+        return (3 * x + 1) % 256
+
+    @msrl.fragment(role="actor")
+    def act(w, x):
+        return x + 0 * w.astype(x.dtype)
+
+    @msrl.fragment(role="learner")
+    def learn(w, rows):
+        return w + rows.astype(jnp.float32).mean()
+
+    def step(x, _):
+        x = env_step(act(state["w"], x))
+        return x, x
+
+    x, rows = jax.lax.scan(step, state["x"], None, length=4)
+    return {"w": learn(state["w"], rows) * 0.5, "x": x}, {"w": state["w"]}
+
+
+@pytest.mark.parametrize("policy", [SingleLearnerCoarse(), SingleLearnerFine()], ids=lambda p: type(p).__name__)
+def test_a_lossless_codec_changes_nothing_but_the_bytes(policy):
+    state = {"w": jnp.float32(0), "x": jnp.arange(16, dtype=jnp.int32)}
+    lower = "actors" if isinstance(policy, SingleLearnerCoarse) else "envs"
+    programs = [
+        msrl.compile(pixels, state, policy=p, axes={"w": P(), "x": P("env")})
+        for p in (policy, Packed(policy, Edge(lower, "learners", "uint8"), Edge("learners", lower, "uint8")))
+    ]
+    reference = run_plain(pixels, state, 3)
+    for program in programs:
+        assert_close(program.run(state, 3), reference)
+    plain, packed = (p.explain().bytes_crossing for p in programs)
+    assert packed < 0.45 * plain
+    np.testing.assert_array_equal(programs[0].run(state, 3)[0]["w"], programs[1].run(state, 3)[0]["w"])
+
+
+@pytest.mark.parametrize("policy", [SingleLearnerCoarse, SingleLearnerFine])
+def test_values_that_a_codec_cannot_hold_stop_the_run(policy):
+    lower = "actors" if policy is SingleLearnerCoarse else "envs"
+    program = msrl.compile(
+        toy.iteration, toy.initial_state(), policy=Packed(policy(), Edge(lower, "learners", "uint8", only="x")), axes=toy.AXES
+    )
+    with pytest.raises(ValueError, match=r"codec 'uint8' cannot hold state\.x on its way from .* to 'learners'.*\[-\d.*, \d"):
+        program.run(toy.initial_state(), 2)
+
+
+def test_unknown_codecs_are_refused():
+    with pytest.raises(ValueError, match=r"unknown codec 'bf16'; there are bfloat16, scaled_uint8, uint8"):
+        msrl.compile(toy.iteration, toy.initial_state(), policy=SingleLearnerCoarse(trajectory_codec="bf16"), axes=toy.AXES)
+    with pytest.raises(ValueError, match="at least 2 frames"):
+        codec.frame_stack(1)
