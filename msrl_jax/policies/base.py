@@ -1,5 +1,6 @@
 """What the distribution policies share: how to divide a list of devices."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,6 +12,20 @@ from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolic
 from msrl_jax.fragments.placement import Edge as Edge
 from msrl_jax.fragments.placement import Layout as Layout
 from msrl_jax.fragments.placement import Placement as Placement
+
+
+def described(policy: object) -> str:
+    """A policy as one would write it: its name, and the parameters that differ from their defaults.
+
+    Args:
+      policy: a policy.
+
+    Returns:
+      Such as `SingleLearnerCoarse(learners=2)`.
+    """
+    fields = dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
+    given = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
+    return f"{type(policy).__name__}({', '.join(given)})"
 
 
 def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ("env",)) -> int:
@@ -50,16 +65,17 @@ def take(
     Raises:
       ValueError: if a number is below 1 or there are not enough devices.
     """
+    name = described(policy)
     for part, count in wanted.items():
         if count is not None and (not isinstance(count, int) or count < 1):
-            raise ValueError(f"{policy}: {part}={count!r} must be an integer of at least 1")
+            raise ValueError(f"{name}: {part}={count!r} must be an integer of at least 1")
     explicit = sum(count for count in wanted.values() if count is not None)
     needed = explicit + sum(count is None for count in wanted.values())
     if len(devices) == 1 and needed == len(wanted):
         return {part: list(devices) for part in wanted}
     if needed > len(devices):
         raise ValueError(
-            f"{policy} needs {needed} devices ({_spell(wanted)}), but there are {len(devices)}. "
+            f"{name} needs {needed} devices ({_spell(wanted)}), but there are {len(devices)}. "
             "Ask for fewer, or make more: on a CPU, `jax.config.update('jax_num_cpu_devices', n)` before JAX starts "
             "(`--cpu-devices n` on the command line)"
         )

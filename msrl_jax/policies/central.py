@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from msrl_jax.fragments.codec import Codec
-from msrl_jax.policies.base import Device, Layout, Placement, edges, take
+from msrl_jax.policies.base import Device, Layout, Placement, described, edges, take
 
 
 @dataclass(frozen=True)
@@ -33,4 +33,4 @@ class Central:
         server = Placement.over("server", parts["shards"], split=(), scatter=True)
         roles = {"env": workers, "actor": workers, "learner": workers, "server": server}
         codecs = edges("workers", "server", up=self.gradient_codec, down=self.parameter_codec)
-        return Layout(roles, codecs=codecs, policy=str(self))
+        return Layout(roles, codecs=codecs, policy=described(self))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, on_platform, take
+from msrl_jax.policies.base import Device, Layout, Placement, described, on_platform, take
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,4 @@ class Environments:
         env_mesh = Placement.over("envs", envs)
         agent_mesh = Placement.over("agents", agents, split=("agent", "env", "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
-        return Layout(roles, policy=str(self))
+        return Layout(roles, policy=described(self))

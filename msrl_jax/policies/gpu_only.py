@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, fitting
+from msrl_jax.policies.base import Device, Layout, Placement, described, fitting
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,6 @@ class GPUOnly:
         """Places all roles on one mesh."""
         count = fitting(len(devices), sizes) if self.num_devices is None else self.num_devices
         if not 1 <= count <= len(devices):
-            raise ValueError(f"{self}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
+            raise ValueError(f"{described(self)}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
         all_devices = Placement.over("all", devices[:count])
-        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=str(self))
+        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=described(self))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, fitting
+from msrl_jax.policies.base import Device, Layout, Placement, described, fitting
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class MultiLearner:
         """Places actors and learners side by side on one mesh."""
         count = fitting(len(devices), sizes) if self.num_devices is None else self.num_devices
         if not 1 <= count <= len(devices):
-            raise ValueError(f"{self}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
+            raise ValueError(f"{described(self)}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
         actors = Placement.over("actors", devices[:count])
         learners = Placement.over("learners", devices[:count])
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
-        return Layout(roles, policy=str(self))
+        return Layout(roles, policy=described(self))

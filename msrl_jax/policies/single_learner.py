@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from msrl_jax.fragments.codec import Codec
-from msrl_jax.policies.base import Device, Layout, Placement, edges, on_platform, take
+from msrl_jax.policies.base import Device, Layout, Placement, described, edges, on_platform, take
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SingleLearnerCoarse:
         actors, learners = Placement.over("actors", parts["actors"]), Placement.over("learners", parts["learners"])
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
         codecs = edges("actors", "learners", up=self.trajectory_codec, down=self.parameter_codec)
-        return Layout(roles, self.staleness, codecs, policy=str(self))
+        return Layout(roles, self.staleness, codecs, policy=described(self))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SingleLearnerFine:
         parts = _parts(devices, "envs", self.envs, "learners", self.learners, self.env_platform, sizes, self)
         envs, learners = Placement.over("envs", parts["envs"]), Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
-        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=str(self))
+        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=described(self))
 
 
 def _parts(
