@@ -7,7 +7,7 @@ learner. A fragment may hold fragments.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -27,6 +27,7 @@ from msrl_jax._compat import (
     pe,
     sub_jaxprs,
 )
+from msrl_jax.fragments.implementations import check_platforms, evaluate_for_platform
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,7 +117,11 @@ def is_fragment(eqn: JaxprEqn) -> bool:
 def fragment(fn: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
 def fragment(
-    *, role: str | None = None, name: str | None = None, static_argnames: str | Sequence[str] = ()
+    *,
+    role: str | None = None,
+    name: str | None = None,
+    static_argnames: str | Sequence[str] = (),
+    implementations: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def fragment(
     fn: Callable[..., Any] | None = None,
@@ -125,10 +130,14 @@ def fragment(
     role: str | None = None,
     name: str | None = None,
     static_argnames: str | Sequence[str] = (),
+    implementations: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Marks a pure function as a fragment: the unit that a distribution policy places.
 
     The marked function computes what the plain one does, under every JAX transformation.
+
+    A fragment may have other bodies for some platforms, such as a kernel for GPUs. The platform of the devices that the
+    fragment is placed on decides, not JAX's default one; the other bodies are traced, but no code is made of them.
 
     Args:
       fn: the function, if used as a decorator without arguments.
@@ -136,23 +145,35 @@ def fragment(
         The function's name if not given.
       name: how plans and errors call the fragment. The function's name if not given.
       static_argnames: names of the arguments that are Python values, not arrays (as in `jax.jit`).
+      implementations: functions of the same signature and meaning, by platform: "cpu", "gpu" (both "cuda" and "rocm",
+        unless these are given) or "tpu". Elsewhere, and under `jax.disable_jit`, `fn` itself is evaluated.
 
     Returns:
       A function of the same signature, or a decorator if `fn` is not given.
 
     Raises:
-      TypeError: on a static name that the function does not have, or, when called, on an argument that is no array or
-        on a mutable reference.
+      ValueError: on an unknown platform.
+      TypeError: on a static name that the function does not have, or, when called, on an argument that is no array, on
+        a mutable reference, or on an implementation whose results have another structure, shape or dtype.
     """
-    if fn is None:
-        return functools.partial(_mark, role=role, name=name, static_argnames=static_argnames)
-    return _mark(fn, role=role, name=name, static_argnames=static_argnames)
+    mark = functools.partial(
+        _mark, role=role, name=name, static_argnames=static_argnames, implementations=implementations or {}
+    )
+    return mark if fn is None else mark(fn)
 
 
-def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: str | Sequence[str]) -> Callable:
+def _mark(
+    fn: Callable,
+    *,
+    role: str | None,
+    name: str | None,
+    static_argnames: str | Sequence[str],
+    implementations: Mapping[str, Callable],
+) -> Callable:
     own_name = getattr(fn, "__name__", type(fn).__name__)
     name, role = str(name or own_name), str(role or own_name)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    check_platforms(implementations, name)
     signature = inspect.signature(fn)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if (unknown := sorted(static - set(signature.parameters))) and not takes_any:
@@ -172,7 +193,8 @@ def _mark(fn: Callable, *, role: str | None, name: str | None, static_argnames: 
 
         def flat(*leaves):
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            return fn(*_merge_static(args, fixed), **kwargs, **fixed.keywords)
+            args, kwargs = _merge_static(args, fixed), kwargs | fixed.keywords
+            return evaluate_for_platform(lambda body: body(*args, **kwargs), fn, implementations, name)
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         if faults := list(filter(None, map(_fault, closed.consts))):

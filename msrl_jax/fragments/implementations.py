@@ -1,0 +1,86 @@
+"""Implementations: other bodies of a fragment, each for one platform, between which lowering chooses."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+
+
+def check_platforms(implementations: Mapping[str, Callable], name: str) -> None:
+    """Refuses implementations for unknown platforms, and ones that cannot be called.
+
+    Args:
+      implementations: functions by platform.
+      name: the fragment's, for errors.
+
+    Raises:
+      ValueError: on an unknown platform; the message suggests the nearest one.
+      TypeError: if an implementation is no function.
+    """
+    for platform, body in implementations.items():
+        if platform not in _PLATFORMS:
+            near = difflib.get_close_matches(str(platform), _PLATFORMS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {list(_PLATFORMS)}"
+            raise ValueError(f"fragment {name!r} has an implementation for the unknown platform {platform!r}; {hint}")
+        if not callable(body):
+            raise TypeError(
+                f"fragment {name!r}: its implementation for {platform!r} is a {type(body).__name__}; give a function of "
+                "the same arguments as the fragment"
+            )
+
+
+def evaluate_for_platform(
+    evaluate: Callable[[Callable], Any], default: Callable, implementations: Mapping[str, Callable], name: str
+) -> Any:
+    """Evaluates, on each platform, the implementation for it.
+
+    Args:
+      evaluate: applies a body to the arguments of the fragment.
+      default: the body for platforms without an implementation.
+      implementations: the others, by platform.
+      name: the fragment's, for errors.
+
+    Returns:
+      What the body of the platform that this is lowered for returns.
+
+    Raises:
+      TypeError: if the results of a body have another structure, shape or dtype than those of `default`.
+    """
+    if not implementations:
+        return evaluate(default)
+    want = jax.eval_shape(lambda: evaluate(default))
+    branches: dict[str, Callable] = {}
+    for platform, body in implementations.items():
+        _compare(jax.eval_shape(lambda body=body: evaluate(body)), want, f"fragment {name!r}: the {platform!r} implementation")
+        branches[platform] = lambda body=body: evaluate(body)
+    if general := branches.pop("gpu", None):
+        branches = {"cuda": general, "rocm": general} | branches
+    return jax.lax.platform_dependent(default=lambda: evaluate(default), **branches)
+
+
+def _compare(got: Any, want: Any, what: str) -> None:
+    gots, wants = dict(tree_leaves_with_path(got)), dict(tree_leaves_with_path(want))
+    for path in dict.fromkeys([*wants, *gots]):
+        a, b, where = gots.get(path), wants.get(path), f"result{keystr(path)}"
+        if a is None or b is None:
+            verb = "lacks" if a is None else "has"
+            other = "has it" if a is None else "has not"
+            raise TypeError(f"{what} {verb} {where}, but the fragment itself {other}; return the same pytree in both")
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise TypeError(
+                f"{what} returns {where} as {_show(a)}, but the fragment itself as {_show(b)}; return the same shapes and "
+                "dtypes in both"
+            )
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        raise TypeError(
+            f"{what} returns the pytree {jax.tree.structure(got)}, but the fragment itself {jax.tree.structure(want)}; "
+            "return the same containers in both"
+        )
+
+
+def _show(x: jax.ShapeDtypeStruct) -> str:
+    return f"{x.dtype}{list(x.shape)}"
