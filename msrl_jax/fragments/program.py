@@ -354,8 +354,9 @@ def _put(flat: Sequence[Any], shardings: Sequence[tuple[jax.sharding.NamedShardi
     for i, s in targets:
         x = flat[i]
         # A transfer may share memory with its source where the devices do, and the same array may stand in two places.
-        shared = not isinstance(x, jax.Array) or bool(x.sharding.device_set & s.device_set)
-        fresh.append(shared and (copy or id(x) in seen or x.sharding != s))
+        on_host = not isinstance(x, jax.Array)
+        shared = on_host or bool(x.sharding.device_set & s.device_set)
+        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
         seen.add(id(x))
     arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
     by_mesh: dict[Any, list[int]] = {}
