@@ -4,6 +4,19 @@ import jax
 import jax.numpy as jnp
 
 
+def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
+    """The loss whose gradient is the policy gradient, negated (Williams, 1992; Mnih et al., 2016, arXiv 1602.01783).
+
+    Args:
+      log_prob: log-probability of the action taken. `[...]`
+      advantage: estimated advantage of the action; no gradient flows through it. `[...]`
+
+    Returns:
+      The loss to minimise. `[...]`
+    """
+    return -log_prob * jax.lax.stop_gradient(advantage)
+
+
 def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_ratio: float) -> jax.Array:
     """The clipped surrogate objective of PPO, negated (Schulman et al., 2017, arXiv 1707.06347, eq. 7).
 

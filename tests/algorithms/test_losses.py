@@ -5,12 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.losses import approximate_kl, clipped_surrogate_loss, clipped_value_loss, value_loss
+from msrl_jax.algorithms.losses import (
+    approximate_kl,
+    clipped_surrogate_loss,
+    clipped_value_loss,
+    policy_gradient_loss,
+    value_loss,
+)
 
 
 @pytest.fixture
 def numbers():
     return np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+
+
+def test_the_policy_gradient_is_that_of_the_surrogate_where_nothing_has_moved(numbers):
+    log_prob, advantage = numbers[:2]
+    np.testing.assert_allclose(policy_gradient_loss(log_prob, advantage), -log_prob.astype(np.float64) * advantage, rtol=1e-6)
+    gradients = jax.grad(lambda *x: policy_gradient_loss(*x).sum(), argnums=(0, 1))(log_prob, advantage)
+    want = jax.grad(lambda x: clipped_surrogate_loss(x, advantage, 0.2).sum())(jnp.zeros_like(log_prob))
+    np.testing.assert_allclose(gradients[0], want, rtol=1e-6)
+    assert not np.any(gradients[1])
 
 
 def test_clipped_surrogate_loss_equals_its_formula(numbers):
