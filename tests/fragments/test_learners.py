@@ -1,0 +1,139 @@
+"""Several learners in one graph: each is a role of its own, placed like anything else."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from msrl_jax.fragments.instructions import Run, walk
+from msrl_jax.policies import Layout, Placement
+
+from .conftest import POLICIES, assert_close, run_plain
+
+ENVS, STEPS = 16, 4
+
+
+class Apart:
+    """Acting on four devices, and a sub-mesh for each of two learners."""
+
+    def __init__(self, first, second):
+        self.first, self.second = f"learner:{first}", f"learner:{second}"
+
+    def layout(self, devices, sizes):
+        actors = Placement.over("actors", devices[:4])
+        first, second = Placement.over("first", devices[4:6]), Placement.over("second", devices[6:])
+        roles = {"env": actors, "actor": actors, "learner": first, self.first: first, self.second: second}
+        return Layout(roles, policy="Apart()")
+
+
+@msrl.fragment(role="env")
+def chase(x, push, pull):
+    x = 0.9 * x + 0.1 * jnp.stack([push, pull], -1)
+    return x, -jnp.abs(x[:, 0] - x[:, 1]), jnp.abs(x[:, 0] - x[:, 1])
+
+
+def linear_learner(name):
+    @msrl.fragment(role=f"learner:{name}", name=f"learn_{name}")
+    def learn(w, x, target):
+        grads = jax.grad(lambda w: ((x @ w - target) ** 2).mean())(w)
+        return w - 0.1 * grads
+
+    return learn
+
+
+def rollout(state, length=STEPS):
+    @msrl.fragment(role="actor")
+    def act(predator, prey, x):
+        return jnp.tanh(x @ predator), jnp.tanh(x @ prey)
+
+    def step(x, _):
+        push, pull = act(state["predator"], state["prey"], x)
+        after, gain, loss = chase(x, push, pull)
+        return after, (x, gain, loss)
+
+    return jax.lax.scan(step, state["x"], None, length=length)
+
+
+def two_algorithms(state):
+    """Predator and prey learn from one stream of experience, each with its own rule."""
+    x, (seen, gain, loss) = rollout(state)
+    predator = linear_learner("predator")(state["predator"], seen, gain)
+    prey = linear_learner("prey")(state["prey"], seen, loss)
+    after = state | {"predator": predator, "prey": prey, "x": x, "count": state["count"] + 1}
+    return after, {"gain": gain.mean(), "loss": loss.mean()}
+
+
+def two_rates(state):
+    """The second learner (the critic of a slow actor) takes three updates for each of the first."""
+    x, (seen, gain, loss) = rollout(state)
+    learn = linear_learner("prey")
+    prey = jax.lax.scan(lambda w, row: (learn(w, *row), None), state["prey"], (seen[:3], loss[:3]))[0]
+    updated = linear_learner("predator")(state["predator"], seen, gain)
+    predator = jnp.where(state["count"] % 2 == 0, updated, state["predator"])
+    after = state | {"predator": predator, "prey": prey, "x": x, "count": state["count"] + 1}
+    return after, {"gain": gain.mean(), "loss": loss.mean()}
+
+
+def two_time_scales(state):
+    """A manager (predator) learns once from what a worker (prey) did in two rounds, learning after each."""
+
+    def round_(carry, _):
+        x, prey = carry
+        x, (seen, gain, loss) = rollout(state | {"x": x, "prey": prey})
+        prey = linear_learner("prey")(prey, seen, loss)
+        return (x, prey), (seen, gain)
+
+    (x, prey), (seen, gain) = jax.lax.scan(round_, (state["x"], state["prey"]), None, length=2)
+    predator = linear_learner("predator")(state["predator"], seen, gain)
+    after = state | {"predator": predator, "prey": prey, "x": x, "count": state["count"] + 1}
+    return after, {"gain": gain.mean(), "loss": -gain.mean()}
+
+
+LOOPS = [two_algorithms, two_rates, two_time_scales]
+AXES = {"predator": P(), "prey": P(), "x": P("env"), "count": P()}
+
+
+def initial_state():
+    return {
+        "predator": jnp.array([0.1, -0.2]),
+        "prey": jnp.array([0.3, 0.2]),
+        "x": jax.random.normal(jax.random.key(0), (ENVS, 2)),
+        "count": jnp.int32(0),
+    }
+
+
+@pytest.fixture(scope="module", params=LOOPS, ids=lambda f: f.__name__)
+def loop(request):
+    return request.param, run_plain(request.param, initial_state(), 4)
+
+
+@pytest.mark.parametrize("name", ["Apart", *POLICIES])
+def test_the_same_run_wherever_the_learners_are(name, loop):
+    iteration, reference = loop
+    policy = Apart("predator", "prey") if name == "Apart" else msrl.policies.get(name)
+    program = msrl.compile(iteration, initial_state(), policy=policy, axes=AXES)
+    assert_close(program.run(initial_state(), 4), reference)
+
+
+@pytest.mark.parametrize("iteration", LOOPS, ids=lambda f: f.__name__)
+def test_each_learner_runs_at_its_own_placement(iteration):
+    program = msrl.compile(iteration, initial_state(), policy=Apart("predator", "prey"), axes=AXES)
+    at = {(f, i.placement.name) for i, _ in walk(program.instructions) if isinstance(i, Run) for f in i.fragments}
+    assert {("learn_predator", "first"), ("learn_prey", "second")} <= at
+    assert not {("learn_predator", "second"), ("learn_prey", "first")} & at
+
+
+def test_learners_do_not_wait_for_each_other():
+    program = msrl.compile(two_algorithms, initial_state(), policy=Apart("predator", "prey"), axes=AXES)
+    made_by = {v: i for i, _ in walk(program.instructions) for v in i.makes()}
+
+    def ancestors(i):
+        direct = [made_by[v] for v in i.reads() if v in made_by]
+        return {i, *direct}.union(*(ancestors(d) for d in direct))
+
+    predator, prey = (
+        next(i for i in program.instructions if isinstance(i, Run) and f"learn_{name}" in i.fragments)
+        for name in ("predator", "prey")
+    )
+    assert predator not in ancestors(prey) and prey not in ancestors(predator)
