@@ -8,19 +8,20 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.envs import registry
+from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTIONS = {part.splitlines()[0]: part for part in re.split(r"^## ", README, flags=re.MULTILINE)[1:]}
 COMMANDS = [line for _, code in CODE.findall(SECTIONS["From the command line"]) for line in code.splitlines()]
-SMALL_GRID = ["--num-envs", "8", "--unroll-length", "8", "--num-minibatches", "2", "--seconds", "0.01", "--repeats", "1"]
 
 
 def blocks(section, language):
@@ -119,13 +120,6 @@ def test_the_command_line_understands_the_examples(line, monkeypatch):
     args, config = seen["given"]
     assert seen["devices"] == (8 if "--cpu-devices 8" in line else None)
     assert config == ({"learning_rate": 3e-4} if "--learning-rate" in line else {})
-    names = getattr(args, "policy", ())
-    for name in (names,) if isinstance(names, str) else names:
-        policy = msrl.training.setup.resolve_policy(name)
-        assert policy.layout(range_devices(8), {"env": 64}).devices
-
-
-def range_devices(count):
-    import jax
-
-    return jax.devices()[:count]
+    named = getattr(args, "policy", ())
+    for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
+        assert policy.layout(jax.devices()[:8], {"env": 64}).devices
