@@ -88,6 +88,7 @@ class _Lowering:
     ):
         self.programs, self.known, self.logical = programs, known, logical
         self.numbers = itertools.count(1_000_000)
+        self.to_shards: set[Value] = set()
 
     def line(
         self,
@@ -97,6 +98,8 @@ class _Lowering:
     ) -> list[Instruction]:
         """Lowers a straight line: `fixed` prescribes shardings, `returns_to` pairs what leaves with what enters."""
         done: list[Instruction] = []
+        instructions = list(instructions)
+        self.to_shards |= _sent_to_shards(instructions)
         for i in instructions:
             if isinstance(i, Run):
                 self.run(i, fixed, returns_to)
@@ -192,8 +195,9 @@ class _Lowering:
                 return fixed[v]
             if v in pairs and self.known[pairs[v]] is not None:
                 return self.known[pairs[v]]
-            return _whole(v) if single or not values else None
+            return _whole(v) if single or not values else scattered.get(v)
 
+        scattered: dict[Value, NamedSharding] = {}
         key = (signature(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
         while True:
             out = tuple(prescribed(v) for v in results)
@@ -209,7 +213,12 @@ class _Lowering:
                 v for v, s in zip(results, made, strict=True)
                 if v in pairs and self.known[pairs[v]] is not None and not _same(self.known[pairs[v]], s, v)
             ]  # fmt: skip
-            if not wrong:
+            # What only shards of another placement read need not be whole anywhere: a sum is then scattered as it is made.
+            whole = [v for v, s in zip(results, made, strict=True) if v not in pairs and not any(_named(s, v).spec)]
+            split = {v: _scattered(v) for v in whole if v in self.to_shards and v not in fixed and v not in scattered}
+            split = {v: s for v, s in split.items() if any(s.spec)}
+            scattered |= split
+            if not wrong and not split:
                 break
         for v, s in zip(results, made, strict=True):
             self.known[v] = prescribed(v) or _named(s, v)
@@ -244,6 +253,22 @@ class _Lowering:
             return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
 
         self.programs.compiled[i] = self.programs.compile(("alloc", kinds), empty, (), (), out)
+
+
+def _sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
+    """Values that nothing reads but moves to placements that keep shards."""
+    found: set[Value] = set()
+    others: set[Value] = set()
+    for i in instructions:
+        shards = isinstance(i, Move) and i.results[0].placement.scatter is not None and not i.is_copy
+        (found if shards else others).update(i.reads())
+    return found - others
+
+
+def _scattered(value: Value) -> NamedSharding:
+    """The sharding that splits an array over all devices of its placement, along its largest dimension."""
+    axis = str(value.placement.mesh.axis_names[0])
+    return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)
 
 
 def _copy(*xs):

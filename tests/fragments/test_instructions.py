@@ -253,3 +253,37 @@ def test_states_stay_valid_unless_given_away(programs):
         assert not any(x.is_deleted() for x in jax.tree.leaves((state, placed)))
         again, _ = program.run(placed, 1, donate=True)
         assert not any(x.is_deleted() for x in jax.tree.leaves((state, again)))
+
+
+def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices):
+    """Each worker keeps and sends the part of the sum that a shard wants: a reduce-scatter, where the platform has one."""
+    wide = 32
+
+    @msrl.fragment(role="learner")
+    def gradients(w, x):
+        return jax.grad(lambda w: jnp.tanh(x @ w).mean())(w)
+
+    @msrl.fragment(role="server")
+    def apply_update(w, m, grads):
+        m = 0.9 * m + grads
+        return w - 0.1 * m, m
+
+    def iteration(state):
+        w, m, x = state
+        w, m = apply_update(w, m, gradients(w, x))
+        return (w, m, x), {"w": w.sum()}
+
+    state = jnp.ones((4, wide)) * 0.1, jnp.zeros((4, wide)), jax.random.normal(jax.random.key(0), (16, 4))
+    program = msrl.compile(
+        iteration, state, policy=msrl.policies.Central(workers=4, shards=4), axes=(P(), P(), P("env")), devices=devices
+    )
+    assert_close(program.run(state, 3), run_plain(iteration, state, 3))
+    (w, m, _), _ = program.run(state, 1)
+    for x in (w, m):  # parameters and optimiser state lie in parts
+        assert [s.data.shape for s in x.addressable_shards] == [(4, wide // 4)] * 4
+    run = next(i for i in program.instructions if isinstance(i, Run) and "gradients" in i.fragments)
+    (compiled,) = [c for c in program.compiled() if "gradients" in (c.as_text() or "").splitlines()[0]]
+    assert run.outputs[0].aval.shape == (4, wide)
+    assert compiled.output_shardings[0].shard_shape((4, wide)) == (4, wide // 4)
+    kinds = {c.kind for p in program.explain().programs if p.name == "gradients" for c in p.collectives}
+    assert kinds <= {"all-reduce", "reduce-scatter"} and kinds  # XLA for CPUs reduces, then slices
