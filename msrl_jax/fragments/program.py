@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.claims import check_claims
 from msrl_jax.fragments.compress import Check, compress
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.explain import Plan, explain
@@ -66,7 +67,7 @@ def compile(
     Raises:
       TypeError: if a leaf of the state is no array, or the next state differs from the state; names the leaf.
       ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
-        the devices of a placement, or a `cond` or `while` spans placements.
+        the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
@@ -76,6 +77,7 @@ def compile(
     closed, metrics = trace(iteration, state)
     _, paths = state_avals(state)
     region = build(closed, layout, paths, specs)
+    check_claims(region)
     if layout.staleness:
         delay(region, layout.staleness, layout)
     used = {p for node in region.nodes for p in node.placements}

@@ -90,7 +90,22 @@ def two_time_scales(state):
     return after, {"gain": gain.mean(), "loss": -gain.mean()}
 
 
-LOOPS = [two_algorithms, two_rates, two_time_scales]
+def two_in_a_loop(state):
+    """Both learn after each of two rounds."""
+
+    def round_(carry, _):
+        x, predator, prey = carry
+        x, (seen, gain, loss) = rollout(state | {"x": x, "predator": predator, "prey": prey})
+        after = linear_learner("predator")(predator, seen, gain), linear_learner("prey")(prey, seen, loss)
+        return (x, *after), (gain.mean(), loss.mean())
+
+    start = state["x"], state["predator"], state["prey"]
+    (x, predator, prey), (gain, loss) = jax.lax.scan(round_, start, None, length=2)
+    after = state | {"predator": predator, "prey": prey, "x": x, "count": state["count"] + 1}
+    return after, {"gain": gain.mean(), "loss": loss.mean()}
+
+
+LOOPS = [two_algorithms, two_rates, two_time_scales, two_in_a_loop]
 AXES = {"predator": P(), "prey": P(), "x": P("env"), "count": P()}
 
 
@@ -137,3 +152,16 @@ def test_learners_do_not_wait_for_each_other():
         for name in ("predator", "prey")
     )
     assert predator not in ancestors(prey) and prey not in ancestors(predator)
+
+
+def test_two_learners_that_claim_the_same_parameters_are_refused():
+    def iteration(state):
+        x, (seen, gain, loss) = rollout(state)
+        shared = linear_learner("predator")(state["predator"], seen, gain)
+        shared = linear_learner("prey")(shared * 1.0, seen, loss)
+        return state | {"predator": shared, "x": x}, {}
+
+    message = r"state\['predator'\] is updated by.*'learn_predator'.*'learn_prey'.*two learners claim the same parameters"
+    for policy in (Apart("predator", "prey"), msrl.policies.GPUOnly()):
+        with pytest.raises(ValueError, match=message):
+            msrl.compile(iteration, initial_state(), policy=policy, axes=AXES)
