@@ -25,18 +25,23 @@ class Agent:
       init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
       iteration: one training iteration, `state -> (state, metrics)`; it calls fragments and knows no placement.
       act: `(state, obs [E, ...], key) -> action [E, ...]`; observations and actions are those of `env`, and the action
-        is the most probable one if `key` is None.
+        is the most probable one if `key` is None. If there is an `initial_memory`, it is `(state, obs, key, memory) ->
+        (action, memory)`: what acting remembers of the earlier observations of an episode.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps that one iteration takes, over all environments.
       env: the vector environment that `iteration` steps.
+      initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
+      env_group: how many adjacent environments have to lie on one device, which the algorithm moves data between.
     """
 
     init: Callable[[jax.Array], Any]
     iteration: Callable[[Any], tuple[Any, Metrics]]
-    act: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
+    act: Callable[..., Any]
     axes: Any
     steps_per_iteration: int
     env: VectorEnvironment
+    initial_memory: Callable[[int], Any] | None = None
+    env_group: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

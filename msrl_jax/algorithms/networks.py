@@ -54,6 +54,33 @@ class Torso(nn.Module):
         return x
 
 
+def make_torso(
+    observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str
+) -> Torso:
+    """Makes the torso for a space of observations.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      hidden_sizes: widths of the dense layers.
+      activation: a key of `ACTIVATIONS`.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+
+    Returns:
+      The torso.
+
+    Raises:
+      TypeError: if the space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    if not isinstance(observation_space, Box):
+        raise TypeError(f"no network for observations in {observation_space}; wrap the environment in FlattenObservation")
+    shape = observation_space.shape
+    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
+    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
+        raise ValueError(f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape}; use network='mlp'")
+    return Torso(shape, hidden_sizes, activation, convolve)
+
+
 class _Module(nn.Module):
     """The network of `actor_critic`."""
 
@@ -144,16 +171,11 @@ def actor_critic(
       TypeError: if a space is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
-    if not isinstance(observation_space, Box):
-        raise TypeError(f"no network for observations in {observation_space}; wrap the environment in FlattenObservation")
+    torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
     is_box = isinstance(action_space, Box)
     if not isinstance(action_space, Discrete | Box) or (is_box and not jnp.issubdtype(action_space.dtype, jnp.floating)):
         raise TypeError(f"no policy for actions in {action_space}; use a Discrete space or a Box of floats")
-    shape = observation_space.shape
-    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
-    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
-        raise ValueError(f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape}; use network='mlp'")
-    module = _Module(shape, action_space, hidden_sizes, activation, convolve, shared_torso)
+    module = _Module(torso.observation_shape, action_space, hidden_sizes, activation, torso.convolve, shared_torso)
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
 

@@ -37,8 +37,39 @@ class Actor:
 
         Returns:
           Actions `[E, ...]`.
+
+        Raises:
+          ValueError: if the agent acts with a memory.
         """
-        return self.agent.act(state, self.agent.env.observe(state.env_state, obs), key)
+        if self.agent.initial_memory is not None:
+            raise ValueError(
+                "this agent remembers earlier observations, so one is not enough to act on; pass a memory from step to "
+                "step with act_with_memory"
+            )
+        return self.act_with_memory(state, obs, (), key)[0]
+
+    def initial_memory(self, num_envs: int) -> Any:
+        """What acting remembers when an episode begins: a pytree of arrays `[E, ...]`, empty for most agents."""
+        return () if self.agent.initial_memory is None else self.agent.initial_memory(num_envs)
+
+    def act_with_memory(
+        self, state: Any, obs: Any, memory: Any, key: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Chooses actions, whether the agent remembers or not.
+
+        Args:
+          state: state of one run, or what `restore` made of it.
+          obs: raw observations `[E, ...]`; normalised with the statistics in `state` if training did so.
+          memory: `initial_memory` where an episode begins, later what this function returned one step before.
+          key: samples the actions; the most probable ones are taken without.
+
+        Returns:
+          Actions `[E, ...]` and the memory for the next step.
+        """
+        observed = self.agent.env.observe(state.env_state, obs)
+        if self.agent.initial_memory is None:
+            return self.agent.act(state, observed, key), memory
+        return self.agent.act(state, observed, key, memory)
 
     @functools.cached_property
     def state_type(self) -> Any:
@@ -53,7 +84,8 @@ class Actor:
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
         batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), self.observation_type)
-        both = lambda state: (self.act(state, batch), self.act(state, batch, jax.random.key(0)))  # noqa: E731
+        memory = self.initial_memory(1)
+        both = lambda state: [self.act_with_memory(state, batch, memory, key) for key in (None, jax.random.key(0))]  # noqa: E731
         jaxpr = jax.make_jaxpr(both)(self.state_type).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         return tuple(id(v) in used for v in jaxpr.invars)

@@ -60,6 +60,7 @@ class _Episodes(NamedTuple):
     step: jax.Array
     env_state: Any
     obs: Any
+    memory: Any
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
@@ -92,19 +93,24 @@ def make_evaluator(
         env_state, obs = env.reset(key)
 
         def step(carry: _Episodes) -> _Episodes:
-            env_state, t = env.step(carry.env_state, actor.act(state, carry.obs))
-            # An environment that is done begins another episode, which does not count, until the last one is done.
+            action, memory = actor.act_with_memory(state, carry.obs, carry.memory)
+            env_state, t = env.step(carry.env_state, action)
+            # An environment that is done begins another episode, which does not count (and which its agent takes for
+            # a part of the first), until the last one is done.
             return _Episodes(
                 step=carry.step + 1,
                 env_state=env_state,
                 obs=t.obs,
+                memory=memory,
                 returns=carry.returns + jnp.where(carry.running, t.reward, 0.0),
                 lengths=carry.lengths + carry.running,
                 running=carry.running & ~(t.terminated | t.truncated),
             )
 
         none = jnp.zeros(episodes, jnp.int32)
-        start = _Episodes(jnp.int32(0), env_state, obs, jnp.zeros(episodes), none, jnp.ones(episodes, bool))
+        start = _Episodes(
+            jnp.int32(0), env_state, obs, actor.initial_memory(episodes), jnp.zeros(episodes), none, jnp.ones(episodes, bool)
+        )
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         return end.returns, end.lengths, ~end.running
 

@@ -131,15 +131,15 @@ class Result:
         return jax.tree.map(lambda x: x[member], self.state)
 
     @functools.cached_property
-    def _act(self) -> Callable[..., jax.Array]:
+    def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
         actor, many = self.actor, self.seeds > 1
 
-        def act(leaves, member, obs, key):
+        def act(leaves, member, obs, memory, key):
             leaves = [x[member] for x in leaves] if many else leaves
-            return actor.act(actor.restore(leaves), obs, key)
+            return actor.act_with_memory(actor.restore(leaves), obs, memory, key)
 
         compiled, leaves = jax.jit(act), actor.take(self.state)
-        return lambda member, obs, key: compiled(leaves, member, obs, key)
+        return lambda member, obs, memory, key: compiled(leaves, member, obs, memory, key)
 
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations, as the environment returns them.
@@ -154,7 +154,33 @@ class Result:
           The action, or the actions `[B, ...]`.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch.
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, or if the agent is recurrent,
+            which acts with a memory.
+        """
+        if self.actor.agent.initial_memory is not None:
+            raise ValueError(
+                f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough to act "
+                "on; use action, memory = result.act_with_memory(obs, memory), with memory=None where an episode begins"
+            )
+        return self.act_with_memory(obs, None, key, member=member)[0]
+
+    def act_with_memory(
+        self, obs: Any, memory: Any = None, key: jax.Array | None = None, *, member: int | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Chooses actions for raw observations, and remembers; an agent that is not recurrent has nothing to remember.
+
+        Args:
+          obs: one observation, or a batch of them with a leading dimension `B`, as for `act`.
+          memory: None where an episode begins, later what this method returned one step before.
+          key: samples the action; the most probable one is taken without.
+          member: which seed acts; the best one if None.
+
+        Returns:
+          The action, or the actions `[B, ...]`, and the memory for the next step.
+
+        Raises:
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, or if the memory is that of
+            another number of observations.
         """
         kind = self.actor.observation_type
         obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
@@ -164,8 +190,17 @@ class Result:
             raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
         if single:
             obs = jax.tree.map(lambda x: x[None], obs)
-        actions = self._act(self.best if member is None else member, obs, key)
-        return actions[0] if single else actions
+        count = jax.tree.leaves(obs)[0].shape[0]
+        fresh = self.actor.initial_memory(count)
+        memory = fresh if memory is None else memory
+        shapes, wanted = (jax.tree.map(np.shape, m) for m in (memory, fresh))
+        if shapes != wanted:
+            raise ValueError(
+                f"memory has shapes {shapes}; that of {count} observations has {wanted}. Pass what the step before returned, "
+                "or None where an episode begins"
+            )
+        actions, memory = self._act(self.best if member is None else member, obs, memory, key)
+        return (actions[0] if single else actions), memory
 
     def evaluate(
         self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS
