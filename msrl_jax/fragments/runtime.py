@@ -4,12 +4,17 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
 from msrl_jax.fragments.lower import Programs
 
 Slots = list
 Step = Callable[[Slots], None]
+
+# A CPU device admits 32 programs at a time. Threads that launch programs on several devices take their places in any
+# order, so later programs can fill them while an earlier one, which they wait for, stands outside: nothing moves again.
+_CPU_PROGRAMS_AHEAD = 12
 
 
 class Executor:
@@ -26,6 +31,7 @@ class Executor:
             default=0,
         )
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
+        self._launched: dict[Mesh, list[int]] = {}
         self._constants = [
             (v.index, jax.device_put(data, programs.shardings[v])) for v, data in schedule.constants.items()
         ]
@@ -58,20 +64,40 @@ class Executor:
             case Move():
                 return self._move(i)
             case Alloc():
-                return _call(self._programs.compiled[i], [], [v.index for v in i.results])
+                return self._call(i, [], i.results)
             case Free():
                 return _free([v.index for v in i.values])
             case Loop():
                 return self._loop(i)
 
     def _run(self, i: Run) -> Step:
-        ins = [v.index for v in [*([i.index] if i.index else []), *i.reads()]]
-        return _call(self._programs.compiled[i], ins, [v.index for v in i.makes()])
+        return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes())
+
+    def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value]) -> Step:
+        compiled = self._programs.compiled[i]
+        ins, outs = [v.index for v in reads], [v.index for v in makes]
+        mesh = makes[0].placement.mesh if makes else None
+
+        def step(slots: Slots) -> None:
+            for o, x in zip(outs, compiled(*[slots[k] for k in ins]), strict=True):
+                slots[o] = x
+
+        if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
+            return step
+        launched = self._launched.setdefault(mesh, [0])
+
+        def paced(slots: Slots) -> None:
+            step(slots)
+            launched[0] += 1
+            if launched[0] % _CPU_PROGRAMS_AHEAD == 0:
+                jax.block_until_ready([slots[k] for k in outs])
+
+        return paced
 
     def _move(self, i: Move) -> Step:
         ins, outs = [v.index for v in i.sources], [v.index for v in i.results]
         if i.is_copy:
-            return _call(self._programs.compiled[i], ins, outs)
+            return self._call(i, i.sources, i.results)
         shardings = [self._programs.shardings[v] for v in i.results]
         copy = self._programs.compiled.get(i)
 
@@ -120,14 +146,6 @@ class Executor:
             more = [np.int32(t) for t in range(len(known), length)]
             known += jax.device_put(more, [sharding] * len(more))
         return known
-
-
-def _call(compiled: Callable, ins: Sequence[int], outs: Sequence[int]) -> Step:
-    def step(slots: Slots) -> None:
-        for o, x in zip(outs, compiled(*[slots[k] for k in ins]), strict=True):
-            slots[o] = x
-
-    return step
 
 
 def _free(indices: Sequence[int]) -> Step:

@@ -132,7 +132,7 @@ def test_bytes_that_cross_are_those_of_the_plan(name, programs, monkeypatch):
         return results
 
     state = program.place(toy.initial_state())
-    monkeypatch.setattr(runtime, "jax", types.SimpleNamespace(device_put=counting))
+    monkeypatch.setattr(runtime, "jax", types.SimpleNamespace(device_put=counting, block_until_ready=jax.block_until_ready))
     program.run(state, 1, donate=True)
     assert sum(moved) == program.explain().bytes_crossing
 
@@ -287,3 +287,17 @@ def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices
     assert compiled.output_shardings[0].shard_shape((4, wide)) == (4, wide // 4)
     kinds = {c.kind for p in program.explain().programs if p.name == "gradients" for c in p.collectives}
     assert kinds <= {"all-reduce", "reduce-scatter"} and kinds  # XLA for CPUs reduces, then slices
+
+
+def test_the_host_stays_within_what_cpu_devices_admit(programs, monkeypatch):
+    """XLA's CPU devices admit 32 programs; beyond that, programs that wait for each other may keep each other out."""
+    program, waits = programs["Environments"], []
+    state = program.place(toy.initial_state())
+    ready = jax.block_until_ready
+    monkeypatch.setattr(
+        runtime, "jax", types.SimpleNamespace(device_put=jax.device_put, block_until_ready=lambda x: waits.append(ready(x)))
+    )
+    program.run(state, 6, donate=True)
+    meshes = {i.placement.mesh for i in program.instructions if isinstance(i, Run)}
+    launched = 6 * sum(n for _, _, n in runs(program))
+    assert len(waits) >= launched // 12 - len(meshes)
