@@ -31,7 +31,7 @@ class Agent:
       steps_per_iteration: environment steps that one iteration takes, over all environments.
       env: the vector environment that `iteration` steps.
       initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
-      env_group: how many adjacent environments have to lie on one device, which the algorithm moves data between.
+      env_group: environments come in groups of this many adjacent ones, and a group has to lie on one device.
     """
 
     init: Callable[[jax.Array], Any]
