@@ -6,19 +6,28 @@ import pytest
 
 import msrl_jax as msrl
 
-SMALL = {"num_envs": 64, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (16, 16)}
+SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
+PARTICULAR = {
+    "ppo": {"num_epochs": 2, "num_minibatches": 2},
+    "es": {"unroll_length": 24},
+}
 ITERATIONS = 5
 # Under these a step is a program of its own, in which XLA may contract a multiplication and an addition into one rounding
 # where the program of a whole rollout does not.
 STEPWISE = ("Environments", "SingleLearnerFine")
-CASES = [("ppo", "CartPole-v1"), ("ppo", "Pendulum-v1")]
+CASES = [
+    ("ppo", "CartPole-v1"),
+    ("ppo", "Pendulum-v1"),
+    ("es", "CartPole-v1"),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def run(request):
     """The agent, its initial state and the reference: GPUOnly on one device, which is plain jit(scan)."""
     algorithm = msrl.algorithms.get(request.param[0])
-    agent = algorithm.build(msrl.envs.make(request.param[1]), algorithm.config(**SMALL, total_steps=100_000))
+    config = algorithm.config(**SMALL | PARTICULAR.get(algorithm.name, {}), total_steps=100_000)
+    agent = algorithm.build(msrl.envs.make(request.param[1]), config)
     state = jax.jit(agent.init)(jax.random.key(0))
     after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=ITERATIONS))(state)
     one, _ = jax.jit(agent.iteration)(state)

@@ -1,0 +1,300 @@
+"""Evolution strategies as OpenAI's (Salimans et al., 2017, arXiv 1703.03864): a search that needs no gradient of a policy.
+
+Every member of a population acts with parameters of its own for one episode; the better it does, the further the next
+parameters lie in its direction. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts
+in environment `i`), and `D` the number of parameters. Members `2j` and `2j + 1` add and subtract the same noise, made of
+one seed. Noise is never sent anywhere: whoever needs it draws it again, so acting and learning exchange no more than
+seeds, returns and one copy of the parameters.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, action_transform, actor_critic
+from msrl_jax.envs import Environment, NormalizeObservation
+from msrl_jax.fragments import fragment
+
+
+@dataclasses.dataclass(frozen=True)
+class ESConfig:
+    """Everything about what the search computes; where it runs is a distribution policy's concern.
+
+    Attributes:
+      num_envs: size of the population, one environment each, `E`; even. Usual: 64 to 10000.
+      unroll_length: steps of an evaluation, `T`: the return of a longer episode is that of its first `T` steps, and what
+        follows a shorter one does not count. Usual: the longest episode.
+      noise_scale: standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.
+      learning_rate: step size of Adam. Usual: 0.01 to 0.05.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
+      weight_decay: this times the parameters is added to the gradient of the loss. Usual: 0.005.
+      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
+      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
+      total_steps: environment steps over which the learning rate falls; needed only if it does.
+    """
+
+    num_envs: int = 256
+    unroll_length: int = 500
+    noise_scale: float = 0.1
+    learning_rate: float = 0.05
+    anneal_learning_rate: bool = False
+    weight_decay: float = 0.005
+    normalize_observations: bool = False
+    hidden_sizes: tuple[int, ...] = (32, 32)
+    activation: str = "tanh"
+    network: str = "auto"
+    total_steps: int | None = None
+
+    def __post_init__(self):
+        check.check_integers(self, 1, "num_envs", "unroll_length", "total_steps")
+        check.check_numbers(self, "noise_scale", "learning_rate", above=0.0)
+        check.check_numbers(self, "weight_decay", low=0.0)
+        check.check_booleans(self, "anneal_learning_rate", "normalize_observations")
+        check.check_sizes(self, "hidden_sizes")
+        check.check_choice(self, "activation", ACTIVATIONS)
+        check.check_choice(self, "network", NETWORKS)
+        if self.num_envs % 2:
+            raise ValueError(
+                f"ESConfig.num_envs={self.num_envs} cannot be split into pairs of members; use num_envs={self.num_envs + 1}"
+            )
+
+
+class ESState(NamedTuple):
+    """All of a run.
+
+    Attributes:
+      params: parameters of the policy in the middle of the population: a tree of `D` numbers.
+      opt_state: state of the optimiser.
+      iteration: iterations done. shape=(), dtype=int32
+      actor_keys: one key per member, those of even members make the seeds of noise. shape=(E,)
+      env_key: the key of the environments' next start. shape=()
+      env_state: state of the vector environment.
+      obs: the observations after the last step. shape=(E, ...)
+      midway: whether an environment is in the middle of an episode, not at the start of one. shape=(E,), dtype=bool
+    """
+
+    params: Any
+    opt_state: optax.OptState
+    iteration: jax.Array
+    actor_keys: jax.Array
+    env_key: jax.Array
+    env_state: Any
+    obs: jax.Array
+    midway: jax.Array
+
+
+def build(env: Environment, config: ESConfig) -> Agent:
+    """Builds the search for one environment.
+
+    Args:
+      env: the environment; its action space is `Discrete` or a `Box` of floats.
+      config: what to compute.
+
+    Returns:
+      The agent. It is deterministic: a key does not change how it acts.
+
+    Raises:
+      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      TypeError: if a space is not supported.
+    """
+    if config.anneal_learning_rate and config.total_steps is None:
+        raise ValueError("ESConfig.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False")
+    venv = training_environment(
+        env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
+    )
+    # Frozen, a reset neither starts new statistics of observations nor normalises by them.
+    starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
+    network = actor_critic(
+        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
+        activation=config.activation, network=config.network, shared_torso=False,
+    )  # fmt: skip
+    to_env_action = action_transform(venv.action_space)
+    optimizer = optax.scale_by_adam()
+    steps_per_iteration = config.num_envs * config.unroll_length
+
+    def init_params(key, obs):
+        params = network.init(key, obs)["params"]
+        return {name: part for name, part in params.items() if name.startswith("actor")}
+
+    def choose(params, obs):
+        # The most probable action depends on neither the critic nor the scale: there is nothing to search in them.
+        scale = jnp.zeros(math.prod(venv.action_space.shape))
+        return to_env_action(network.policy({"params": {**params, "log_scale": scale}}, obs).mode())
+
+    def init(key: jax.Array) -> ESState:
+        params_key, env_key, start_key, actor_key = jax.random.split(key, 4)
+        env_state, obs = venv.reset(start_key)
+        params = init_params(params_key, obs)
+        actor_keys = jax.random.split(actor_key, config.num_envs)
+        midway = jnp.zeros(config.num_envs, bool)
+        return ESState(params, optimizer.init(params), jnp.int32(0), actor_keys, env_key, env_state, obs, midway)
+
+    @fragment(role="env")
+    def start(key, env_state, obs, midway):
+        key, start_key = jax.random.split(key)
+        new_state, raw_obs = starting.reset(start_key)
+        new = (new_state, venv.observe(env_state, raw_obs))
+
+        # An environment whose episode has ended has begun another one already. What all share, statistics, goes on.
+        def begin(axes, old, new):
+            return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
+
+        axes = (venv.axes, P("env"))
+        return key, *jax.tree.map(begin, axes, (env_state, obs), new, is_leaf=lambda x: isinstance(x, P))
+
+    @fragment(role="actor")
+    def draw_seeds(keys, iteration):
+        keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+        return keys[0], keys[1].reshape(-1, 2)[:, 0], iteration
+
+    @fragment(role="actor")
+    def perturb(params, seeds):
+        centre, unravel = ravel_pytree(params)
+        steps = config.noise_scale * draw_noise(seeds, centre.size)
+        members = centre + jnp.stack([steps, -steps], axis=1).reshape(-1, centre.size)
+        return jax.vmap(unravel)(members)
+
+    @fragment(role="actor")
+    def act(population, obs):
+        return jax.vmap(choose)(population, obs)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        env_state, t = venv.step(env_state, action)
+        return env_state, t.obs, t.reward, t.terminated | t.truncated
+
+    @fragment(role="env")
+    def score(reward, ended):
+        return first_episode_return(reward, ended), ~ended[-1]
+
+    drain = fragment(role="env", name="drain")(venv.drain)
+
+    @fragment(role="learner")
+    def gradients(params, seeds, fitness):
+        centre, unravel = ravel_pytree(params)
+        return unravel(-estimate_gradient(centered_ranks(fitness), draw_noise(seeds, centre.size), config.noise_scale))
+
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate):
+        decayed = jax.tree.map(lambda g, p: g + config.weight_decay * p, grads, params)
+        updates, opt_state = optimizer.update(decayed, opt_state, params)
+        params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+        return params, opt_state, optax.tree.norm(grads)
+
+    @fragment(role="learner")
+    def learn(params, opt_state, iteration, seeds, fitness, acted_at):
+        learning_rate = jnp.float32(config.learning_rate)
+        if config.anneal_learning_rate and config.total_steps is not None:
+            learning_rate *= jnp.maximum(1 - iteration / math.ceil(config.total_steps / steps_per_iteration), 0)
+        grads = gradients(params, seeds, fitness)
+        params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+        metrics = {
+            "fitness": fitness.mean(),
+            "fitness_max": fitness.max(),
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "parameter_age": (iteration - acted_at).astype(jnp.float32),
+        }
+        return params, opt_state, iteration + 1, metrics
+
+    def iteration(state: ESState) -> tuple[ESState, Metrics]:
+        env_key, env_state, obs = start(state.env_key, state.env_state, state.obs, state.midway)
+        actor_keys, seeds, acted_at = draw_seeds(state.actor_keys, state.iteration)
+        population = perturb(state.params, seeds)
+
+        def step(carry, _):
+            env_state, obs, *outcome = env_step(carry[0], act(population, carry[1]))
+            return (env_state, obs), outcome
+
+        (env_state, obs), outcomes = jax.lax.scan(step, (env_state, obs), None, length=config.unroll_length)
+        fitness, midway = score(*outcomes)
+        params, opt_state, count, metrics = learn(
+            state.params, state.opt_state, state.iteration, seeds, fitness, acted_at
+        )
+        env_state, episodes = drain(env_state)
+        state = ESState(params, opt_state, count, actor_keys, env_key, env_state, obs, midway)
+        return state, {**metrics, **episodes}
+
+    def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        del key
+        return choose(state.params, obs)
+
+    axes = ESState._make([P(), P(), P(), P("env"), P(), venv.axes, P("env"), P("env")])
+    return Agent(init, iteration, choose_action, axes, steps_per_iteration, venv)
+
+
+def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
+    """Sums rewards up to the first end of an episode.
+
+    Args:
+      reward: rewards. `[T, E]` float32
+      ended: whether a step was the last one of its episode. `[T, E]` bool
+
+    Returns:
+      The undiscounted returns. `[E]` float32
+    """
+    length = jnp.where(ended.any(axis=0), jnp.argmax(ended, axis=0) + 1, ended.shape[0])
+    return jnp.sum(jnp.where(jnp.arange(ended.shape[0])[:, None] < length, reward, 0.0), axis=0)
+
+
+def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
+    """Standard normal noise, the same wherever and whenever it is drawn from these seeds.
+
+    Args:
+      seeds: typed keys, one for each pair of members. `[E / 2]`
+      size: how many numbers each pair needs, `D`.
+
+    Returns:
+      The noise. `[E / 2, D]` float32
+    """
+    noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,)))(seeds)
+    # Without the barrier, XLA merges the last factor of the noise with what it is multiplied by, if nothing else reads it.
+    return jax.lax.optimization_barrier(noise)
+
+
+def centered_ranks(fitness: jax.Array) -> jax.Array:
+    """Replaces returns by their ranks, spread evenly over [-1/2, 1/2]: outliers and the scale of rewards do not matter.
+
+    Equal returns share the mean of their ranks, so that they say nothing for or against each other.
+
+    Args:
+      fitness: returns; one that is not a number counts as the lowest. `[E]`
+
+    Returns:
+      The ranks; their sum is 0. `[E]` float32
+    """
+    fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
+    ordered = jnp.sort(fitness)
+    first, behind = (jnp.searchsorted(ordered, fitness, side=side) for side in ("left", "right"))
+    return (first + behind - 1) / (2 * (fitness.size - 1)) - 0.5
+
+
+def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:
+    """The gradient of the expected utility of a population with respect to its centre, estimated from antithetic pairs.
+
+    `1 / (E * noise_scale) * sum_i utility[i] * eps[i]`, with `eps[2j] = noise[j]` and `eps[2j + 1] = -noise[j]`
+    (Salimans et al., 2017, algorithm 1, with mirrored sampling).
+
+    Args:
+      utility: what each member is worth. `[E]` float32
+      noise: standard normal noise of each pair. `[E / 2, D]` float32
+      noise_scale: the standard deviation that it was multiplied by.
+
+    Returns:
+      The estimate. `[D]` float32
+    """
+    pairs = utility.reshape(-1, 2)
+    return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)
+
+
+ES = register(Algorithm("es", ESConfig, build))

@@ -1,0 +1,154 @@
+"""Kernels for accelerators: the linear recursion behind advantages and returns, as one Pallas program per block of columns.
+
+XLA runs a `jax.lax.scan` of a few operations as one or more kernel launches per step. Here a program holds `x` in
+registers and walks over all `T` rows. Nothing uses these kernels by itself; a fragment takes them as its implementations:
+
+    fragment(role="learner", implementations={"gpu": reverse_scan_gpu, "tpu": reverse_scan_tpu})(reverse_scan)
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as pltriton
+
+Scan = Callable[[jax.Array, jax.Array, bool], jax.Array]
+"""`(a [T, E], b [T, E], reverse) -> x [T, E]`."""
+
+_COLUMNS = 128  # a vector register of a TPU is 8 by 128, a block of 128 threads is small enough to fill a GPU
+_ROWS = 512  # of a block on a TPU: three blocks of 256 KiB, twice over, lie in its vector memory
+
+
+def reverse_scan(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Solves `x[t] = a[t] + b[t] * x[t + 1]`, with 0 behind the end, by a `jax.lax.scan`.
+
+    Advantages are of this form (`a` the temporal-difference errors, `b` the discount times lambda, or 0 where an episode
+    ends), and so are discounted returns.
+
+    Args:
+      a: what each step adds. `[T, ...]`
+      b: the factors. `[T, ...]`
+
+    Returns:
+      The solution. `[T, ...]`
+    """
+    return _plain_scan(a, b, True)
+
+
+def reverse_scan_gpu(a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """`reverse_scan` as a Triton kernel for GPUs.
+
+    XLA cannot split the kernel: if `a` and `b` are split over devices, call it in a `jax.shard_map`.
+
+    Args:
+      a: what each step adds. `[T, ...]` float32
+      b: the factors. `[T, ...]` float32
+      interpret: evaluate the kernel step by step on any platform, for tests.
+
+    Returns:
+      The solution. `[T, ...]` float32
+
+    Raises:
+      TypeError: if `a` and `b` are not float32 arrays of one shape with at least one row.
+    """
+    return _columnwise(functools.partial(_gpu_scan, interpret=interpret), a, b)
+
+
+def reverse_scan_tpu(a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """`reverse_scan` as a Mosaic kernel for TPUs; see `reverse_scan_gpu`."""
+    return _columnwise(functools.partial(_tpu_scan, interpret=interpret), a, b)
+
+
+def _columnwise(scan: Scan, a: jax.Array, b: jax.Array) -> jax.Array:
+    if a.shape != b.shape or not a.ndim or not a.size or {a.dtype, b.dtype} != {jnp.dtype(jnp.float32)}:
+        raise TypeError(
+            f"the kernel of reverse_scan takes two float32 arrays [T, ...] of one shape, not {jax.typeof(a).str_short()} "
+            f"and {jax.typeof(b).str_short()}; convert them, or use reverse_scan"
+        )
+    return _solve(scan, a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)).reshape(a.shape)
+
+
+def _solve_reverse(scan: Scan, a: jax.Array, b: jax.Array) -> jax.Array:
+    return scan(a, b, True)
+
+
+def _solve_forward(scan, a, b):
+    x = scan(a, b, True)
+    return x, (b, x)
+
+
+def _solve_backward(scan, residuals, g):
+    # x[t] reaches the result through x[t - 1] as well, by the factor b[t - 1]: the same recursion, forwards in time.
+    b, x = residuals
+    total = scan(g, jnp.concatenate([jnp.zeros_like(b[:1]), b[:-1]]), False)
+    return total, total * jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
+
+
+_solve = jax.custom_vjp(_solve_reverse, nondiff_argnums=(0,))
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
+def _plain_scan(a: jax.Array, b: jax.Array, reverse: bool) -> jax.Array:
+    def step(x, row):
+        x = row[0] + row[1] * x
+        return x, x
+
+    return jax.lax.scan(step, jnp.zeros_like(a[0]), (a, b), reverse=reverse)[1]
+
+
+def _scan_rows(a_ref, b_ref, x_ref, x: jax.Array, reverse: bool) -> jax.Array:
+    """Walks over the rows of one block, and returns the last `x` `[1, columns]`."""
+    rows = a_ref.shape[0]
+
+    def step(i, x):
+        row = pl.ds(rows - 1 - i if reverse else i, 1)
+        x = a_ref[row, :] + b_ref[row, :] * x
+        x_ref[row, :] = x
+        return x
+
+    return jax.lax.fori_loop(0, rows, step, x)
+
+
+def _gpu_scan(a: jax.Array, b: jax.Array, reverse: bool, interpret: bool) -> jax.Array:
+    def kernel(a_ref, b_ref, x_ref):
+        _scan_rows(a_ref, b_ref, x_ref, jnp.zeros((1, _COLUMNS), jnp.float32), reverse)
+
+    rows, columns = a.shape
+    a, b = _padded(a, 1, _COLUMNS), _padded(b, 1, _COLUMNS)
+    block = pl.BlockSpec((rows, _COLUMNS), lambda i: (0, i))
+    solve = pl.pallas_call(
+        kernel, jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(a.shape[1] // _COLUMNS,), in_specs=[block, block],
+        out_specs=block, compiler_params=pltriton.CompilerParams(num_warps=4), interpret=interpret, name="reverse_scan",
+    )  # fmt: skip
+    return solve(a, b)[:, :columns]
+
+
+def _tpu_scan(a: jax.Array, b: jax.Array, reverse: bool, interpret: bool) -> jax.Array:
+    def kernel(a_ref, b_ref, x_ref, carried_ref):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            carried_ref[...] = jnp.zeros_like(carried_ref)
+
+        carried_ref[...] = _scan_rows(a_ref, b_ref, x_ref, carried_ref[...], reverse)
+
+    rows, columns = a.shape
+    block_rows = min(_ROWS, -(-rows // 8) * 8)
+    # Rows of zeros behind the end change nothing, in both directions.
+    a, b = _padded(a, block_rows, _COLUMNS), _padded(b, block_rows, _COLUMNS)
+    last = a.shape[0] // block_rows - 1
+    block = pl.BlockSpec((block_rows, _COLUMNS), lambda i, j: (last - j if reverse else j, i))
+    solve = pl.pallas_call(
+        kernel, jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(a.shape[1] // _COLUMNS, last + 1), in_specs=[block, block],
+        out_specs=block, scratch_shapes=[pltpu.VMEM((1, _COLUMNS), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")), interpret=interpret,
+        name="reverse_scan",
+    )  # fmt: skip
+    return solve(a, b)[:rows, :columns]
+
+
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """`x` with zeros behind it, up to a multiple of `rows` and `columns`."""
+    return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, (rows, columns), strict=True)])
