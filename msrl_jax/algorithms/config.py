@@ -66,3 +66,11 @@ def check_sizes(config: Any, field: str) -> None:
     value = getattr(config, field)
     if not isinstance(value, tuple) or not value or not all(_is_integer(size, 1) for size in value):
         raise _reject(config, field, "a tuple of positive integers, such as (64, 64)")
+
+
+def check_annealing(config: Any) -> None:
+    """Raises ValueError if the learning rate is to fall over a number of steps that is not given."""
+    if config.anneal_learning_rate and config.total_steps is None:
+        raise ValueError(
+            f"{type(config).__name__}.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False"
+        )

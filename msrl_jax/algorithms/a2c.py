@@ -1,0 +1,174 @@
+"""Advantage actor-critic (A2C): the synchronous form of A3C (Mnih et al., 2016, arXiv 1602.01783).
+
+Every iteration makes one update from the unrolls of all environments. In the shape descriptions, `T` is `unroll_length`
+and `E` is `num_envs`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
+from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, ActorCritic, actor_critic
+from msrl_jax.algorithms.optimizer import OPTIMIZERS, make_optimizer
+from msrl_jax.algorithms.returns import gae
+from msrl_jax.algorithms.rollout import Trajectory, evaluate, next_values
+from msrl_jax.algorithms.single_update import single_update_agent
+from msrl_jax.envs import Environment
+from msrl_jax.fragments import fragment
+
+
+@dataclasses.dataclass(frozen=True)
+class A2CConfig:
+    """Everything about what A2C computes; where it runs is a distribution policy's concern.
+
+    Attributes:
+      num_envs: environments stepped in parallel, `E`. Usual: 8 to 4096.
+      unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
+      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
+      learning_rate: its step size. Usual: 1e-4 to 7e-3.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
+      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
+      epsilon: what keeps the optimiser's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
+      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
+      discount: the factor per step. Usual: 0.99.
+      gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
+        long as the unroll allows. Usual: 1, or 0.95.
+      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
+      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
+      normalize_advantage: whether advantages are standardised per update. Usual: False.
+      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
+      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
+      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
+      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
+      total_steps: environment steps over which the learning rate falls; needed only if it does.
+    """
+
+    num_envs: int = 32
+    unroll_length: int = 16
+    optimizer: str = "rmsprop"
+    learning_rate: float = 2e-3
+    anneal_learning_rate: bool = False
+    rms_decay: float = 0.99
+    epsilon: float = 1e-5
+    max_grad_norm: float = 0.5
+    discount: float = 0.99
+    gae_lambda: float = 0.95
+    entropy_coef: float = 0.01
+    value_coef: float = 0.5
+    normalize_advantage: bool = False
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"
+    network: str = "auto"
+    shared_torso: bool = False
+    total_steps: int | None = None
+
+    def __post_init__(self):
+        check.check_integers(self, 1, "num_envs", "unroll_length", "total_steps")
+        check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
+        check.check_numbers(self, "discount", "gae_lambda", "rms_decay", low=0.0, high=1.0)
+        check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
+        check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
+        check.check_booleans(self, "normalize_rewards", "shared_torso")
+        check.check_sizes(self, "hidden_sizes")
+        check.check_choice(self, "activation", ACTIVATIONS)
+        check.check_choice(self, "network", NETWORKS)
+        check.check_choice(self, "optimizer", OPTIMIZERS)
+
+
+def make_gradients(
+    network: ActorCritic,
+    *,
+    discount: float,
+    gae_lambda: float,
+    entropy_coef: float,
+    value_coef: float,
+    normalize_advantage: bool,
+) -> Callable[[Any, Trajectory, jax.Array, jax.Array], tuple[Any, dict[str, jax.Array]]]:
+    """Makes the function that computes the gradient of an advantage actor-critic, A2C's and A3C's alike.
+
+    Args:
+      network: the network.
+      discount: the factor per step.
+      gae_lambda: bias (0) against variance (1) of the advantages.
+      entropy_coef: weight of the entropy bonus.
+      value_coef: weight of the value loss.
+      normalize_advantage: whether advantages are standardised over the trajectory.
+
+    Returns:
+      `(params, trajectory [T, E, ...], last_obs [E, ...], final_value [T, E]) -> (gradient, statistics)`.
+    """
+
+    def gradients(params, trajectory, last_obs, final_value):
+        def loss(params):
+            log_prob, entropy, value = evaluate(network, params, trajectory)
+            now = jax.lax.stop_gradient(value)
+            last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+            advantage = gae(
+                trajectory.reward, now, next_values(now, last_value, final_value, trajectory.truncated),
+                trajectory.terminated, trajectory.truncated, discount=discount, gae_lambda=gae_lambda,
+            )  # fmt: skip
+            target = now + advantage
+            if normalize_advantage:
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            stats = {
+                "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
+                "value_loss": value_loss(value, target).mean(),
+                "entropy": entropy.mean(),
+            }
+            total = stats["policy_loss"] + value_coef * stats["value_loss"]
+            return total - entropy_coef * stats["entropy"], stats
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    return gradients
+
+
+def build(env: Environment, config: A2CConfig) -> Agent:
+    """Builds A2C for one environment.
+
+    Args:
+      env: the environment; its action space is `Discrete` or a `Box` of floats.
+      config: what to compute.
+
+    Returns:
+      The agent.
+
+    Raises:
+      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      TypeError: if a space is not supported.
+    """
+    check.check_annealing(config)
+    venv = training_environment(
+        env, config.num_envs, normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards, discount=config.discount,
+    )  # fmt: skip
+    network = actor_critic(
+        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
+        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
+    )  # fmt: skip
+    optimizer = make_optimizer(
+        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
+    )
+    gradients = fragment(role="learner", name="gradients")(
+        make_gradients(
+            network, discount=config.discount, gae_lambda=config.gae_lambda, entropy_coef=config.entropy_coef,
+            value_coef=config.value_coef, normalize_advantage=config.normalize_advantage,
+        )
+    )  # fmt: skip
+
+    return single_update_agent(
+        venv, network, optimizer, gradients, unroll_length=config.unroll_length, learning_rate=config.learning_rate,
+        anneal_over=config.total_steps if config.anneal_learning_rate else None,
+    )  # fmt: skip
+
+
+A2C = register(Algorithm("a2c", A2CConfig, build))

@@ -1,0 +1,149 @@
+"""IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic whose actors may lag behind, corrected by V-trace.
+
+Every iteration makes one update from the unrolls of all environments. How old the parameters are that acted is the
+distribution policy's choice: its staleness, 0 under a synchronous one. In the shape descriptions, `T` is `unroll_length`
+and `E` is `num_envs`.
+"""
+
+import dataclasses
+
+import jax
+
+from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
+from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, actor_critic
+from msrl_jax.algorithms.optimizer import OPTIMIZERS, make_optimizer
+from msrl_jax.algorithms.returns import vtrace
+from msrl_jax.algorithms.rollout import evaluate, next_values
+from msrl_jax.algorithms.single_update import single_update_agent
+from msrl_jax.envs import Environment
+from msrl_jax.fragments import fragment
+
+
+@dataclasses.dataclass(frozen=True)
+class IMPALAConfig:
+    """Everything about what IMPALA computes; where it runs, and how stale its actors are, is a distribution policy's concern.
+
+    Attributes:
+      num_envs: environments stepped in parallel, `E`. Usual: 16 to 4096.
+      unroll_length: steps of every environment per iteration, `T`. Usual: 20 to 100.
+      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
+      learning_rate: its step size. Usual: 1e-4 to 7e-3.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
+      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
+      epsilon: what keeps the optimiser's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
+      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
+      discount: the factor per step. Usual: 0.99.
+      vtrace_lambda: the factor per step by which the traces fall beyond the discount. Usual: 1, or 0.95.
+      clip_rho: largest importance weight of an error of the value function. Usual: 1.
+      clip_c: largest importance weight of a trace. Usual: 1.
+      clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
+      entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
+      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
+      normalize_advantage: whether advantages are standardised per update. Usual: False.
+      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
+      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
+      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
+      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
+      total_steps: environment steps over which the learning rate falls; needed only if it does.
+    """
+
+    num_envs: int = 32
+    unroll_length: int = 16
+    optimizer: str = "rmsprop"
+    learning_rate: float = 2e-3
+    anneal_learning_rate: bool = False
+    rms_decay: float = 0.99
+    epsilon: float = 1e-5
+    max_grad_norm: float = 0.5
+    discount: float = 0.99
+    vtrace_lambda: float = 0.95
+    clip_rho: float = 1.0
+    clip_c: float = 1.0
+    clip_pg_rho: float = 1.0
+    entropy_coef: float = 0.01
+    value_coef: float = 0.5
+    normalize_advantage: bool = False
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    activation: str = "tanh"
+    network: str = "auto"
+    shared_torso: bool = False
+    total_steps: int | None = None
+
+    def __post_init__(self):
+        check.check_integers(self, 1, "num_envs", "unroll_length", "total_steps")
+        check.check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
+        check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
+        check.check_numbers(self, "discount", "vtrace_lambda", "rms_decay", low=0.0, high=1.0)
+        check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
+        check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
+        check.check_booleans(self, "normalize_rewards", "shared_torso")
+        check.check_sizes(self, "hidden_sizes")
+        check.check_choice(self, "activation", ACTIVATIONS)
+        check.check_choice(self, "network", NETWORKS)
+        check.check_choice(self, "optimizer", OPTIMIZERS)
+
+
+def build(env: Environment, config: IMPALAConfig) -> Agent:
+    """Builds IMPALA for one environment.
+
+    Args:
+      env: the environment; its action space is `Discrete` or a `Box` of floats.
+      config: what to compute.
+
+    Returns:
+      The agent.
+
+    Raises:
+      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      TypeError: if a space is not supported.
+    """
+    check.check_annealing(config)
+    venv = training_environment(
+        env, config.num_envs, normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards, discount=config.discount,
+    )  # fmt: skip
+    network = actor_critic(
+        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
+        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
+    )  # fmt: skip
+    optimizer = make_optimizer(
+        config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
+    )
+
+    @fragment(role="learner")
+    def gradients(params, trajectory, last_obs, final_value):
+        def loss(params):
+            log_prob, entropy, value = evaluate(network, params, trajectory)
+            now, log_ratio = jax.lax.stop_gradient((value, log_prob - trajectory.log_prob))
+            last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+            target, advantage = vtrace(
+                log_ratio, trajectory.reward, now, next_values(now, last_value, final_value, trajectory.truncated),
+                trajectory.terminated, trajectory.truncated, discount=config.discount, lambda_=config.vtrace_lambda,
+                clip_rho=config.clip_rho, clip_c=config.clip_c, clip_pg_rho=config.clip_pg_rho,
+            )  # fmt: skip
+            if config.normalize_advantage:
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            stats = {
+                "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
+                "value_loss": value_loss(value, target).mean(),
+                "entropy": entropy.mean(),
+                "approx_kl": approximate_kl(log_ratio).mean(),
+            }
+            total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+            return total - config.entropy_coef * stats["entropy"], stats
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    return single_update_agent(
+        venv, network, optimizer, gradients, unroll_length=config.unroll_length, learning_rate=config.learning_rate,
+        anneal_over=config.total_steps if config.anneal_learning_rate else None,
+    )  # fmt: skip
+
+
+IMPALA = register(Algorithm("impala", IMPALAConfig, build))

@@ -1,0 +1,255 @@
+"""A2C, IMPALA and A3C against plain Python loops that spell out their order of events."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import algorithms
+from msrl_jax.algorithms import A3CConfig
+
+from .random_walk import RandomWalk
+from .test_ppo import collectives, plain_log_prob_and_entropy, plain_network
+
+T, E, W = 6, 16, 4
+SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6), "learning_rate": 0.02}
+# Clips on both sides of 1, so that each of them changes something.
+VTRACE = {"clip_rho": 1.02, "clip_c": 0.97, "clip_pg_rho": 1.05, "vtrace_lambda": 0.9}
+
+
+def build(name, env=None, **overrides):
+    algorithm = algorithms.get(name)
+    workers = {"num_workers": W} if name == "a3c" else {}
+    config = algorithm.config(**SMALL | workers | overrides)
+    return algorithm.build(env or RandomWalk(), config), config
+
+
+def start(agent, iterations=1):
+    """The state after some iterations, in which the policy is no longer uniform."""
+    state = jax.jit(agent.init)(jax.random.key(0))
+    for _ in range(iterations):
+        state, _ = jax.jit(agent.iteration)(state)
+    return state
+
+
+def wide(params):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+
+def plain_rollout(agent, acting, env_state, obs, actor_keys):
+    """Steps the environments in Python; each of the parameters in `acting` acts in its share of them, in float64."""
+    continuous, acting = agent.env.action_space.shape != (), [wide(params) for params in acting]
+    split = jax.vmap(lambda k: jax.random.split(k, T + 1))(actor_keys)
+    log_scale = acting[0]["params"].get("log_scale")
+
+    def network(obs):
+        shares = np.split(np.asarray(obs, np.float64), len(acting))
+        each = [plain_network(p, x, False, np) for p, x in zip(acting, shares, strict=True)]
+        return [np.concatenate(parts) for parts in zip(*each, strict=True)]
+
+    columns, step = [], jax.jit(agent.env.step)
+    for t in range(1, T + 1):
+        outputs, _ = network(obs)
+        if continuous:
+            noise = np.stack([jax.random.normal(k, (2,)) for k in split[:, t]])
+            action = (outputs + np.exp(log_scale) * noise).astype(np.float32)
+            env_action = np.clip(action, -1, 1) * np.float32([0.5, 0.5]) + np.float32([0, 0.5])
+        else:
+            total = np.cumsum(np.exp(outputs), -1)
+            uniform = np.asarray(jax.vmap(jax.random.uniform)(split[:, t]))
+            env_action = action = (total <= uniform[:, None] * total[:, -1:]).sum(-1)
+        log_prob, _ = plain_log_prob_and_entropy(outputs, log_scale, action, np)
+        env_state, seen = step(env_state, jnp.asarray(env_action))
+        final_value = network(seen.final_obs)[1]
+        row = (obs, action, log_prob, final_value, seen.reward, seen.terminated, seen.truncated)
+        columns.append([np.asarray(x) for x in row])
+        obs = seen.obs
+    return env_state, obs, split[:, 0], [np.stack(x) for x in zip(*columns, strict=True)]
+
+
+def plain_gradient(params, rollout, last_obs, config, corrected=False):
+    """Targets and advantages by a loop backwards, then the gradient of a loss written out here."""
+    obs, action, log_prob, final_value, reward, terminated, truncated = rollout
+    exact = wide(params)
+    outputs, value = plain_network(exact, np.concatenate([obs, last_obs[None]]).astype(np.float64), False, np)
+    now, _ = plain_log_prob_and_entropy(outputs[:-1], exact["params"].get("log_scale"), action, np)
+    ratio = np.exp(now - log_prob) if corrected else np.ones(reward.shape)
+    if corrected:
+        rho, c = np.minimum(config.clip_rho, ratio), config.vtrace_lambda * np.minimum(config.clip_c, ratio)
+        weight, kept = np.minimum(config.clip_pg_rho, ratio), 1.0
+    else:
+        rho, c, weight, kept = ratio, ratio * config.gae_lambda, ratio, config.gae_lambda
+    target, advantage, after = np.zeros(reward.shape), np.zeros(reward.shape), np.zeros(reward.shape[1])
+    for t in reversed(range(T)):
+        future = np.where(terminated[t], 0, np.where(truncated[t], final_value[t], value[t + 1]))
+        after = np.where(terminated[t] | truncated[t], 0, after)
+        error = reward[t] + config.discount * future - value[t]
+        advantage[t] = weight[t] * (error + config.discount * kept * after)
+        after = rho[t] * error + config.discount * c[t] * after
+        target[t] = value[t] + after
+
+    def loss(params):
+        outputs, v = plain_network(params, obs, False)
+        now, entropy = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action)
+        value_error = ((v - target) ** 2).mean() / 2
+        return -(now * advantage).mean() + config.value_coef * value_error - config.entropy_coef * entropy.mean()
+
+    return wide(jax.grad(loss)(params)), ratio
+
+
+def plain_rmsprop(params, mean_square, gradient, config):
+    """One update of RMSProp, with the gradient scaled down to its largest norm."""
+    norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
+    gradient = jax.tree.map(lambda g: g * min(1.0, config.max_grad_norm / norm), gradient)
+    mean_square = jax.tree.map(lambda m, g: config.rms_decay * m + (1 - config.rms_decay) * g**2, mean_square, gradient)
+    step = lambda p, g, m: (p - config.learning_rate * g / np.sqrt(m + config.epsilon)).astype(np.float32)  # noqa: E731
+    return jax.tree.map(step, params, gradient, mean_square), mean_square
+
+
+def assert_close(got, want):
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-6)  # noqa: E731
+    jax.tree.map(close, got, want)
+
+
+@pytest.mark.parametrize("continuous", [False, True], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
+def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, gae_lambda):
+    agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda)
+    state = start(agent)
+    _, obs, _, rollout = plain_rollout(agent, [state.params], state.env_state, state.obs, state.actor_keys)
+    terminated, truncated = rollout[-2:]
+    assert terminated.any() and (truncated & ~terminated).any()
+    after, metrics = jax.jit(agent.iteration)(state)
+    np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
+    gradient, _ = plain_gradient(state.params, rollout, np.asarray(obs), config)
+    assert_close(after.params, plain_rmsprop(state.params, wide(state.opt_state[1].nu), gradient, config)[0])
+    assert min(np.abs(np.asarray(a - b)).max() for a, b in pairs(after.params, state.params)) > 1e-4
+    assert metrics["parameter_age"] == 0
+
+
+def pairs(a, b):
+    return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_impala_acts_with_old_parameters_and_corrects_for_them(staleness):
+    """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones."""
+    agent, config = build("impala", **VTRACE)
+    state = start(agent, 0)
+    policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
+    program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
+    after, metrics = program.run(state, 6, chunk=1)
+    params, mean_square = state.params, wide(state.opt_state[1].nu)
+    history, ratios = [params] * (staleness + 1), []
+    env_state, obs, keys = state.env_state, state.obs, state.actor_keys
+    for _ in range(6):
+        env_state, obs, keys, rollout = plain_rollout(agent, history[:1], env_state, obs, keys)
+        gradient, ratio = plain_gradient(params, rollout, np.asarray(obs), config, corrected=True)
+        params, mean_square = plain_rmsprop(params, mean_square, gradient, config)
+        history = [*history[1:], params]
+        ratios.append(ratio)
+    if staleness:
+        assert np.min(ratios) < VTRACE["clip_c"] and np.max(ratios) > VTRACE["clip_pg_rho"]
+    assert_close(program.unwrap(after).params, params)
+    np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
+
+
+def test_on_policy_impala_is_a2c():
+    states = {}
+    for name, trace in (("a2c", "gae_lambda"), ("impala", "vtrace_lambda")):
+        agent, _ = build(name, **{trace: 1.0})
+        states[name], _ = jax.jit(lambda s, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))(
+            start(agent, 0)
+        )
+    assert_close(states["impala"].params, states["a2c"].params)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(staleness):
+    agent, config = build("a3c")
+    state = start(agent, 0)
+    policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
+    program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
+    after, metrics = program.run(state, 4, chunk=1)
+    server, mean_square, copies = state.params, wide(state.opt_state[1].nu), [state.params] * W
+    history, ages, fetched, count = [copies] * (staleness + 1), [], [0] * W, 0
+    env_state, obs, keys = state.env_state, state.obs, state.actor_keys
+    for _ in range(4):
+        env_state, obs, keys, rollout = plain_rollout(agent, history[0], env_state, obs, keys)
+        gradients = []
+        for worker in range(W):
+            own = slice(worker * E // W, (worker + 1) * E // W)
+            mine = [x[:, own] for x in rollout]
+            gradients.append(plain_gradient(copies[worker], mine, np.asarray(obs)[own], config)[0])
+        copies = list(copies)
+        ages.append([])
+        for worker in range(W):
+            ages[-1].append(count - fetched[worker])
+            server, mean_square = plain_rmsprop(server, mean_square, gradients[worker], config)
+            count += 1
+            copies[worker], fetched[worker] = server, count
+        history = [*history[1:], copies]
+    got = program.unwrap(after)
+    assert_close(got.params, server)
+    assert_close(got.worker_params, jax.tree.map(lambda *x: np.stack(x), *copies))
+    np.testing.assert_array_equal(got.fetched, fetched)
+    np.testing.assert_allclose(metrics["gradient_age"], np.mean(ages, -1))
+    assert set(ages[-1]) == {W - 1}
+    np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(4), staleness))
+
+
+@pytest.mark.parametrize("name", ["a2c", "impala"])
+def test_devices_exchange_one_gradient_and_a_few_scalars_at_once(name):
+    agent, _ = build(name)
+    ((kind, size),) = collectives(agent)
+    assert kind == "all-reduce" and num_params(agent) < size <= num_params(agent) + 8
+    assert collectives(build(name, num_envs=4 * E, unroll_length=2 * T)[0]) == [(kind, size)]
+
+
+def test_devices_exchange_every_gradient_of_a3c_once_and_a_few_scalars():
+    agent, _ = build("a3c", num_workers=8)
+    found = collectives(agent)
+    assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}
+    # With each gradient goes a number: how many updates the server had made when its worker fetched the parameters.
+    assert sum(size for kind, size in found if kind == "all-gather") == 8 * (num_params(agent) + 1)
+    assert sum(size for kind, size in found if kind == "all-reduce") <= 8
+    assert collectives(build("a3c", num_workers=8, num_envs=4 * E, unroll_length=2 * T)[0]) == found
+
+
+def num_params(agent):
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)).params))
+
+
+@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
+def test_the_state_keeps_its_types_and_metrics_are_scalars(name):
+    agent, _ = build(name, normalize_advantage=True, optimizer="adam", anneal_learning_rate=True, total_steps=3 * T * E)
+    after, _ = jax.eval_shape(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
+    before = jax.eval_shape(agent.init, jax.random.key(0))
+    kind = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
+    assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
+    _, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=5))(start(agent, 0))
+    assert all(x.shape == (5,) and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
+    np.testing.assert_allclose(metrics["learning_rate"], 0.02 * np.array([1, 2 / 3, 1 / 3, 0, 0]), rtol=1e-6, atol=1e-9)
+    assert agent.steps_per_iteration == T * E
+
+
+@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
+def test_configs_are_documented_and_checked(name):
+    config = algorithms.get(name).config
+    for field in dataclasses.fields(config):
+        line = (config.__doc__ or "").split(f"      {field.name}: ")[1].split("\n      " + "n")[0]
+        assert "Usual: " in line or field.name == "total_steps"
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.optimizer='rmspop': use 'rmsprop'"):
+        config(optimizer="rmspop")
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.discount=1\.5: use a finite number at least 0 and at most 1"):
+        config(discount=1.5)
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.anneal_learning_rate needs total_steps"):
+        algorithms.get(name).build(RandomWalk(), config(anneal_learning_rate=True))
+
+
+def test_workers_must_divide_the_environments():
+    with pytest.raises(ValueError, match=r"num_envs=10 .* num_workers=4; use num_envs=12"):
+        A3CConfig(num_envs=10, num_workers=4)
