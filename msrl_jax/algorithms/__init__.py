@@ -9,7 +9,11 @@ from msrl_jax.algorithms.base import Agent as Agent
 from msrl_jax.algorithms.base import Algorithm as Algorithm
 from msrl_jax.algorithms.base import get as get
 from msrl_jax.algorithms.base import register as register
+from msrl_jax.algorithms.es import ES as ES
+from msrl_jax.algorithms.es import ESConfig as ESConfig
 from msrl_jax.algorithms.impala import IMPALA as IMPALA
 from msrl_jax.algorithms.impala import IMPALAConfig as IMPALAConfig
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
+from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
+from msrl_jax.algorithms.recurrent_ppo import RecurrentPPOConfig as RecurrentPPOConfig

@@ -9,7 +9,9 @@ import msrl_jax as msrl
 SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
     "ppo": {"num_epochs": 2, "num_minibatches": 2},
+    "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
     "a3c": {"num_workers": 8},
+    "es": {"unroll_length": 24},
 }
 ITERATIONS = 5
 # Under these a step is a program of its own, in which XLA may contract a multiplication and an addition into one rounding
@@ -18,9 +20,11 @@ STEPWISE = ("Environments", "SingleLearnerFine")
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
+    ("recurrent_ppo", "CartPole-v1"),
     ("a2c", "Pendulum-v1"),
     ("impala", "CartPole-v1"),
     ("a3c", "CartPole-v1"),
+    ("es", "CartPole-v1"),
 ]
 
 

@@ -1,0 +1,325 @@
+"""Recurrent networks and recurrent PPO, against plain loops; what they exchange between devices; acting with a memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import msrl_jax as msrl
+from msrl_jax import algorithms
+from msrl_jax.algorithms import RecurrentPPOConfig
+from msrl_jax.algorithms.recurrent import recurrent_core
+
+from .random_walk import RandomWalk
+
+T, E, H, INPUTS = 7, 6, 5, 3
+SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
+
+
+def plain_core(name, params, inputs, begins, memory, xp=jnp):
+    """The equations of the cell, gate by gate and step by step."""
+    gates = 3 if name == "gru" else 4
+    w, u = (xp.split(params[k], gates, -1) for k in ("input", "recurrent"))
+    b = xp.split(params["bias"], gates)
+    sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
+    outputs = []
+    for x, begin in zip(inputs, begins, strict=True):
+        memory = [xp.where(begin[:, None], 0, m) for m in memory]
+        h = memory[0]
+        if name == "gru":
+            r, z = (sigmoid(x @ w[i] + b[i] + h @ u[i]) for i in (0, 1))
+            n = xp.tanh(x @ w[2] + b[2] + r * (h @ u[2]))
+            memory = [(1 - z) * n + z * h]
+        else:
+            i, f, o = (sigmoid(x @ w[k] + b[k] + h @ u[k]) for k in range(3))
+            c = f * memory[1] + i * xp.tanh(x @ w[3] + b[3] + h @ u[3])
+            memory = [o * xp.tanh(c), c]
+        outputs.append(memory[0])
+    return xp.stack(outputs), tuple(memory)
+
+
+@pytest.fixture(scope="module", params=["gru", "lstm"])
+def unrolled(request):
+    """A core, parameters without special values, inputs, where episodes begin, and a memory from before."""
+    core = recurrent_core(request.param, H)
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    shapes = jax.eval_shape(lambda k: core.init(k, INPUTS), jax.random.key(0))
+    params = jax.tree.map(lambda x: 0.7 * jax.random.normal(next(keys), x.shape), shapes)
+    inputs, begins = jax.random.normal(next(keys), (T, E, INPUTS)), jax.random.bernoulli(next(keys), 0.3, (T, E))
+    memory = tuple(jax.random.normal(next(keys), (E, H)) for _ in core.initial_memory((E,)))
+    assert begins.any() and not begins.all() and begins[0].any()
+    return request.param, core, params, inputs, begins, memory
+
+
+def test_an_unroll_is_a_loop_over_steps_that_forgets_where_episodes_begin(unrolled):
+    name, core, params, inputs, begins, memory = unrolled
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, inputs, memory))
+    want = plain_core(name, *wide[:2], np.asarray(begins), wide[2], np)
+    got = jax.jit(core.unroll)(params, inputs, begins, memory)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_steps_compute_what_the_unroll_does(unrolled):
+    _, core, params, inputs, _, memory = unrolled
+    want, _ = core.unroll(params, inputs, jnp.zeros((T, E), bool), memory)
+    for x, expected in zip(inputs, want, strict=True):
+        output, memory = core.step(params, x, memory)
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_those_of_the_plain_loop(unrolled):
+    """Of everything that goes in, from everything that comes out."""
+    name, core, params, inputs, begins, memory = unrolled
+    leaves = lambda out: [out[0], *out[1]]  # noqa: E731
+    weights = [jax.random.normal(jax.random.key(i), (T, E, H) if i == 0 else (E, H)) for i in range(3)]
+
+    def loss(unroll, params, inputs, memory):
+        return sum((w * x).sum() for w, x in zip(weights, leaves(unroll(params, inputs, begins, memory)), strict=False))
+
+    grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, memory)  # noqa: E731
+    want = grad(lambda *args: plain_core(name, *args))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
+
+
+def test_gradients_of_many_members_at_once_are_those_of_each(unrolled):
+    _, core, params, inputs, begins, memory = unrolled
+    many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), params)
+    gradient = jax.grad(lambda params: (core.unroll(params, inputs, begins, memory)[0] ** 2).sum())
+    each = [gradient(jax.tree.map(lambda x, i=i: x[i], many)) for i in range(3)]
+    together = jax.vmap(gradient)(many)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), together, stacked)
+
+
+def test_recurrent_matrices_start_orthogonal_and_the_forget_gate_open():
+    params = recurrent_core("lstm", H).init(jax.random.key(0), INPUTS)
+    for matrix in np.split(params["recurrent"], 4, axis=1):
+        np.testing.assert_allclose(matrix @ matrix.T, np.eye(H), atol=1e-5)
+    np.testing.assert_array_equal(params["bias"].reshape(4, H), [[0] * H, [1] * H, [0] * H, [0] * H])
+
+
+def build(env, **overrides):
+    return algorithms.get("recurrent_ppo").build(env, RecurrentPPOConfig(**SMALL | overrides))
+
+
+def start(agent, iterations):
+    state = jax.jit(agent.init)(jax.random.key(0))
+    iterate = jax.jit(agent.iteration)
+    for _ in range(iterations):
+        state, _ = iterate(state)
+    return state
+
+
+@pytest.fixture(scope="module", params=["gru", "lstm"])
+def walk(request):
+    """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
+    agent = build(RandomWalk(), core=request.param, clip_value=0.1)
+    return request.param, agent, start(agent, 2)
+
+
+def plain_network(core, params, obs, begins, memory, xp=jnp):
+    """Log-probabilities of all actions, values and memory, written out."""
+    dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
+    features = xp.tanh(dense(params["torso"]["params"]["Dense_0"], obs))
+    h, memory = plain_core(core, params["core"], features, begins, memory, xp)
+    heads = params["heads"]["params"]
+    logits = dense(heads["actor_head"], h)
+    log_probs = logits - xp.log(xp.exp(logits).sum(-1, keepdims=True))
+    return log_probs, dense(heads["critic_head"], h)[..., 0], memory
+
+
+def chosen_of(log_probs, action, xp=jnp):
+    return (log_probs * (action[..., None] == xp.arange(log_probs.shape[-1]))).sum(-1)
+
+
+def plain_rollout(core, agent, state):
+    """Steps the environments in Python; everything of the network comes from float64 NumPy."""
+    steps = SMALL["unroll_length"]
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), state.params)
+    keys = jax.vmap(lambda k: jax.random.split(k, steps + 1))(state.actor_keys)[:, 1:]
+    env_state, obs, begins = state.env_state, state.obs, np.asarray(state.begins)
+    memory, columns, step = tuple(np.asarray(m, np.float64) for m in state.memory), [], jax.jit(agent.env.step)
+    for t in range(steps):
+        one = lambda x, begins, memory: plain_network(  # noqa: E731
+            core, params, np.asarray(x, np.float64)[None], begins[None], memory, np
+        )
+        log_probs, value, memory = one(obs, begins, memory)
+        cumulative = np.cumsum(np.exp(log_probs[0]), -1)
+        action = np.array([np.searchsorted(c, jax.random.uniform(k)) for c, k in zip(cumulative, keys[:, t], strict=True)])
+        env_state, out = step(env_state, jnp.asarray(action))
+        final_value = one(out.final_obs, np.zeros_like(begins), memory)[1]
+        row = (obs, begins, action, chosen_of(log_probs[0], action, np), value[0], final_value[0])
+        columns.append([np.asarray(x) for x in (*row, out.reward, out.terminated, out.truncated)])
+        obs, begins = out.obs, np.asarray(out.terminated | out.truncated)
+    return obs, begins, memory, [np.stack(x) for x in zip(*columns, strict=True)]
+
+
+def plain_update(core, agent, config, state, rollout):
+    """Advantages by a loop; then one optax update per minibatch of sequences, from a loss written out here."""
+    obs, begins, action, log_prob, value, final_value, reward, terminated, truncated = rollout
+    advantage, after, future = np.zeros_like(value), 0.0, final_value[-1]
+    for t in reversed(range(len(value))):
+        future = np.where(truncated[t], final_value[t], future) * ~terminated[t]
+        after = reward[t] + config.discount * (future + config.gae_lambda * after * ~(terminated[t] | truncated[t])) - value[t]
+        advantage[t], future = after, value[t]
+    old = [jnp.asarray(x) for x in (obs, begins, action, log_prob, value, advantage, advantage + value)]
+
+    def loss(params, e):
+        o, b, acted, log_prob, value, a, target = (x[:, e] for x in old)
+        a = (a - a.mean()) / (a.std() + 1e-8)
+        log_probs, v, _ = plain_network(core, params, o, b, [m[e] for m in state.memory])
+        ratio = jnp.exp(chosen_of(log_probs, acted) - log_prob)
+        clipped = jnp.where(a > 0, jnp.minimum(ratio, 1 + config.clip_ratio), jnp.maximum(ratio, 1 - config.clip_ratio))
+        near = jnp.clip(v, value - config.clip_value, value + config.clip_value)
+        value_error = jnp.maximum((v - target) ** 2, (near - target) ** 2).mean() / 2
+        entropy = -(jnp.exp(log_probs) * log_probs).sum(-1).mean()
+        return -(clipped * a).mean() + config.value_coef * value_error - config.entropy_coef * entropy
+
+    tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate, eps=1e-5))
+    _, *epoch_keys = jax.random.split(state.key, config.num_epochs + 1)
+    params, opt_state = state.params, (state.opt_state[0], (state.opt_state[1], optax.EmptyState()))
+    m = config.num_minibatches
+    gradient, seen = jax.jit(jax.grad(loss)), []
+    for key in epoch_keys:
+        order = jnp.tile(jnp.arange(m)[:, None], (1, config.num_envs // m))
+        for within in np.asarray(jax.random.permutation(key, order, axis=0, independent=True)):
+            e = np.arange(config.num_envs // m) * m + within
+            seen.append(e)
+            updates, opt_state = tx.update(gradient(params, e), opt_state)
+            params = optax.apply_updates(params, updates)
+    assert all(set(np.concatenate(seen[i : i + m])) == set(range(config.num_envs)) for i in range(0, len(seen), m))
+    return params
+
+
+def test_one_iteration_equals_an_independent_implementation(walk):
+    core, agent, state = walk
+    obs, begins, memory, rollout = plain_rollout(core, agent, state)
+    terminated, truncated = rollout[-2:]
+    assert terminated.any() and (truncated & ~terminated).any() and not state.begins.all() and not begins.all()
+    after, metrics = jax.jit(agent.iteration)(state)
+    np.testing.assert_array_equal(after.begins, begins)
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)  # noqa: E731
+    jax.tree.map(close, (after.obs, after.memory), (obs, memory))
+    want = plain_update(core, agent, RecurrentPPOConfig(**SMALL, core=core, clip_value=0.1), state, rollout)
+    jax.tree.map(close, after.params, want)
+    moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params))
+    assert min(moved) > 0 and np.median(moved) > 1e-3
+    assert metrics["parameter_age"] == 0
+
+
+def test_the_state_keeps_its_types(walk):
+    _, agent, _ = walk
+    before = jax.eval_shape(agent.init, jax.random.key(0))
+    after, metrics = jax.eval_shape(agent.iteration, before)
+    kind = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
+    assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
+    assert not any(x.weak_type for x in jax.tree.leaves(after))
+    assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
+
+
+def collectives(agent):
+    """Name and number of elements of every collective in the compiled iteration, environments split over all devices."""
+    mesh, state = Mesh(np.array(jax.devices()), ("env",)), jax.eval_shape(agent.init, jax.random.key(0))
+    shardings = jax.tree.map(
+        lambda axes, part: jax.tree.map(lambda _: NamedSharding(mesh, axes), part), agent.axes, state,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )  # fmt: skip
+    compiled = jax.jit(agent.iteration, in_shardings=(shardings,)).lower(state).compile()
+    found = []
+    for shapes, name in re.findall(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text()):
+        sizes = re.findall(r"\w+\[([\d,]*)\]", shapes)
+        found.append((name, sum(int(np.prod([int(d) for d in size.split(",") if d])) for size in sizes)))
+    return sorted(found, key=lambda c: c[1])
+
+
+@pytest.mark.parametrize("core", ["gru", "lstm"])
+def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
+    """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
+    agent = build(RandomWalk(), core=core)
+    num_params = sum(x.size for x in jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)).params))
+    found = collectives(agent)
+    assert {name for name, _ in found} == {"all-reduce"}
+    *scalars, gradient = [size for _, size in found]
+    assert num_params <= gradient <= num_params + 5
+    assert len(scalars) <= 3 and sum(scalars) <= 7
+    assert collectives(build(RandomWalk(), core=core, num_envs=64, unroll_length=16)) == found
+
+
+def test_minibatches_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"num_envs=6 cannot be split into num_minibatches=4 .* use num_envs=8"):
+        RecurrentPPOConfig(num_envs=6, num_minibatches=4)
+    with pytest.raises(ValueError, match=r"num_envs=16 cannot be split over the 8 devices .* in groups of 4.*multiple of 32"):
+        msrl.train("recurrent_ppo", RandomWalk(), progress=False, **SMALL | {"num_minibatches": 4})
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return msrl.train(
+        "recurrent_ppo", RandomWalk(), total_steps=3 * 128, eval_episodes=4, devices=jax.devices()[:1], progress=False, **SMALL
+    )
+
+
+def test_evaluation_carries_the_memory_through_an_episode(trained):
+    """Greedy episodes, stepped in Python with the network written out."""
+    params = jax.tree.map(np.asarray, trained.state.params)
+    env = msrl.envs.vectorise(RandomWalk(), 16)
+    env_state, obs = env.reset(jax.random.key(5))
+    memory, running, returns = (jnp.zeros((16, 5)),), np.ones(16, bool), np.zeros(16)
+    step = jax.jit(env.step)
+    while running.any():
+        log_probs, _, memory = plain_network("gru", params, obs[None], jnp.zeros((1, 16), bool), memory)
+        env_state, out = step(env_state, jnp.argmax(log_probs[0], -1))
+        obs, returns = out.obs, returns + np.where(running, out.reward, 0)
+        running &= ~np.asarray(out.terminated | out.truncated)
+    np.testing.assert_allclose(trained.evaluate(16, seed=5).returns, returns, rtol=1e-4, atol=1e-5)
+
+
+def test_acting_with_a_memory(trained):
+    obs = np.random.default_rng(0).normal(size=(3, 4, 3)).astype(np.float32)
+    memory, network_memory = None, (jnp.zeros((4, 5)),)
+    for x in obs:
+        action, memory = trained.act_with_memory(x, memory)
+        log_probs, _, network_memory = plain_network(
+            "gru", trained.state.params, x[None], jnp.zeros((1, 4), bool), network_memory
+        )
+        np.testing.assert_array_equal(action, np.argmax(log_probs[0], -1))
+        np.testing.assert_allclose(memory[0], network_memory[0], rtol=1e-5, atol=1e-6)
+    one, _ = trained.act_with_memory(obs[0, 0], None, jax.random.key(0))
+    assert one.shape == ()
+    with pytest.raises(ValueError, match=r"memory has shapes .* of 2 observations"):
+        trained.act_with_memory(obs[0, :2], memory)
+
+
+def test_acting_without_a_memory_is_refused(trained):
+    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_memory"):
+        trained.act(np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_memory"):
+        trained.actor.act(trained.state, np.zeros((1, 3), np.float32))
+
+
+def test_many_seeds_evaluate_and_act():
+    run = msrl.train(
+        "recurrent_ppo", RandomWalk(), total_steps=2 * 128, seeds=2, eval_episodes=3, devices=jax.devices()[:1],
+        progress=False, **SMALL,
+    )  # fmt: skip
+    alone = msrl.train(
+        "recurrent_ppo", RandomWalk(), total_steps=2 * 128, seed=1, eval_episodes=0, devices=jax.devices()[:1],
+        progress=False, **SMALL,
+    )  # fmt: skip
+    assert run.evaluation.returns.shape == (2, 3)
+    actions, _ = run.act_with_memory(np.zeros((5, 3), np.float32), member=1)
+    assert actions.shape == (5,)
+    second = jax.tree.map(lambda x: x[1], run.state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), second, alone.state.params)
+
+
+def test_stale_actors_report_the_age_of_their_parameters():
+    run = msrl.train(
+        "recurrent_ppo", RandomWalk(), policy="SingleLearnerCoarse:actors=1,learners=1,staleness=2", total_steps=5 * 128,
+        chunk=1, eval_episodes=0, devices=jax.devices()[:2], progress=False, **SMALL,
+    )  # fmt: skip
+    np.testing.assert_array_equal(run.history["parameter_age"], [0, 1, 2, 2, 2])
