@@ -28,7 +28,17 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+# PPO runs on every number of devices each time, the others on the least and the most; `-m slow` runs the rest.
+MATRIX = [
+    pytest.param(
+        case, num_devices, id=f"{case[0]}-{case[1]}-{num_devices}",
+        marks=[pytest.mark.slow] if case[0] != "ppo" and num_devices in (2, 4) else [],
+    )
+    for case in CASES for num_devices in (1, 2, 4, 8)
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
 def run(request):
     """The agent, its initial state and the reference: GPUOnly on one device, which is plain jit(scan)."""
     algorithm = msrl.algorithms.get(request.param[0])
@@ -40,8 +50,8 @@ def run(request):
     return request.param[1], agent, state, jax.device_get(one.obs), jax.device_get((after.params, after.obs, metrics))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", sorted(msrl.policies.POLICIES))
+@pytest.mark.parametrize(("run", "num_devices"), MATRIX, indirect=["run"])
 def test_the_same_training_run(name, num_devices, run):
     env, agent, state, first_obs, (params, obs, metrics) = run
     program = msrl.compile(
