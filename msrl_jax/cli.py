@@ -229,8 +229,9 @@ def _use_cpu_devices(count: int | None) -> None:
     if count < 1:
         raise UsageError(f"--cpu-devices {count}: use at least 1")
     # Many devices on few cores may reach a collective late; that is no deadlock.
-    patience = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=1200"
-    os.environ["XLA_FLAGS"] = f"{patience} {os.environ.get('XLA_FLAGS', '')}"
+    limits = {"warn_stuck": 300, "terminate": 1200}
+    patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])
     import jax
 
     jax.config.update("jax_platforms", "cpu")

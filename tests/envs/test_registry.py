@@ -2,10 +2,10 @@
 
 import gymnax
 import pytest
-from tests.envs.corridor import Corridor
 
 from msrl_jax import envs
 from msrl_jax.envs import registry
+from tests.envs.corridor import Corridor
 
 
 @pytest.fixture(autouse=True)

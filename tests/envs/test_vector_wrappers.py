@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.envs.corridor import Corridor
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from msrl_jax.envs import running
+from tests.envs.corridor import Corridor
 
 NUM_ENVS, NUM_STEPS = 16, 80
 KEY = jax.random.key(5)

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.envs.corridor import Corridor
 
 from msrl_jax import envs
+from tests.envs.corridor import Corridor
 
 LEFT, RIGHT = 0, 1
 

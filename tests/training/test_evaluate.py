@@ -2,12 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.training.training_envs import Lottery
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.training.acting import Actor
 from msrl_jax.training.evaluate import make_evaluator
+from tests.training.training_envs import Lottery
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.training.training_envs import Lottery
 
 import msrl_jax as msrl
 from msrl_jax.training import Result
+from tests.training.training_envs import Lottery
 
 
 def assert_same_state(actual, expected):
