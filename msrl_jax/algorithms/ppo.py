@@ -5,7 +5,6 @@ some time steps of all environments, so a shuffle moves nothing along `E`, which
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +13,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms import proximal
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.losses import approximate_kl, clipped_surrogate_loss, clipped_value_loss, value_loss
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, action_transform, actor_critic
+from msrl_jax.algorithms.networks import actor_critic
+from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.algorithms.returns import gae
+from msrl_jax.algorithms.rollout import flatten, make_choose_action, make_unroll, next_values, values
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -76,15 +77,8 @@ class PPOConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        check.check_integers(self, 1, "num_envs", "unroll_length", "num_epochs", "num_minibatches", "total_steps")
-        check.check_numbers(self, "learning_rate", "clip_ratio", "max_grad_norm", "clip_value", "target_kl", above=0.0)
-        check.check_numbers(self, "discount", "gae_lambda", low=0.0, high=1.0)
-        check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
-        check.check_booleans(self, "normalize_rewards", "shared_torso")
-        check.check_sizes(self, "hidden_sizes")
-        check.check_choice(self, "activation", ACTIVATIONS)
-        check.check_choice(self, "network", NETWORKS)
+        proximal.check_config(self)
+        check.check_booleans(self, "shared_torso")
         if self.unroll_length % self.num_minibatches:
             below = self.unroll_length - self.unroll_length % self.num_minibatches
             raise ValueError(
@@ -116,26 +110,6 @@ class PPOState(NamedTuple):
     obs: jax.Array
 
 
-class Trajectory(NamedTuple):
-    """What the learner needs to know of an unroll; every leaf is `[T, E, ...]`.
-
-    Attributes:
-      obs: observations acted on.
-      action: the policy's actions, before they are fitted to the action space.
-      log_prob: their log-probabilities under the policy that acted.
-      reward: rewards.
-      terminated: whether the episode ended in a terminal state.
-      truncated: whether the episode was cut short.
-    """
-
-    obs: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-
-
 def build(env: Environment, config: PPOConfig) -> Agent:
     """Builds PPO for one environment.
 
@@ -150,8 +124,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    if config.anneal_learning_rate and config.total_steps is None:
-        raise ValueError("PPOConfig.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False")
+    check.check_annealing(config)
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,
@@ -160,9 +133,8 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
         activation=config.activation, network=config.network, shared_torso=config.shared_torso,
     )  # fmt: skip
-    to_env_action = action_transform(venv.action_space)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.scale_by_adam(eps=1e-5))
-    steps_per_iteration = config.num_envs * config.unroll_length
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+    unroll = make_unroll(venv, network, config.unroll_length)
 
     def init(key: jax.Array) -> PPOState:
         params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -171,36 +143,10 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         actor_keys = jax.random.split(actor_key, config.num_envs)
         return PPOState(params, optimizer.init(params), jnp.int32(0), learner_key, actor_keys, env_state, obs)
 
-    def unroll_values(params, obs):
-        value = network.value(params, flatten(obs))
-        return value.reshape(obs.shape[1], obs.shape[0]).T
-
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
-    bootstrap = fragment(role="actor", name="bootstrap")(unroll_values)
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        keys = jax.vmap(lambda key: jax.random.split(key, config.unroll_length + 1), out_axes=1)(keys)
-        return keys[0], keys[1:]
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    drain = fragment(role="env", name="drain")(venv.drain)
-
     @fragment(role="learner")
     def estimate_advantages(params, trajectory, last_obs, final_value):
-        value = unroll_values(params, trajectory.obs)
-        last_value = network.value(params, last_obs)
-        next_value = jnp.concatenate([value[1:], last_value[None]])
-        next_value = jnp.where(trajectory.truncated, final_value, next_value)
+        value = values(network, params, trajectory.obs)
+        next_value = next_values(value, network.value(params, last_obs), final_value, trajectory.truncated)
         advantage = gae(
             trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated,
             discount=config.discount, gae_lambda=config.gae_lambda,
@@ -210,37 +156,14 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     @fragment(role="learner")
     def gradients(params, batch, times):
         batch, old_value, advantage = jax.tree.map(lambda x: flatten(x[times]), batch)
-        target = old_value + advantage
-        if config.normalize_advantage:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
         def loss(params):
             policy, value = network.apply(params, batch.obs)
-            log_ratio = policy.log_prob(batch.action) - batch.log_prob
-            if config.clip_value is None:
-                value_losses = value_loss(value, target)
-            else:
-                value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
-            stats = {
-                "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio).mean(),
-                "value_loss": value_losses.mean(),
-                "entropy": policy.entropy().mean(),
-                "approx_kl": approximate_kl(log_ratio).mean(),
-                "clip_fraction": (jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio).mean(dtype=jnp.float32),
-            }
-            total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
-            return total - config.entropy_coef * stats["entropy"], stats
+            return proximal.surrogate_loss(
+                config, policy, value, action=batch.action, log_prob=batch.log_prob, old_value=old_value, advantage=advantage
+            )
 
         return jax.grad(loss, has_aux=True)(params)
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, skip):
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new_params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
-        old, new = (params, opt_state), (new_params, new_opt_state)
-        if skip is not None:
-            new = jax.tree.map(lambda old, new: jnp.where(skip, old, new), old, new)
-        return *new, optax.tree.norm(grads)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, trajectory, last_obs, final_value):
@@ -248,51 +171,22 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
         times = times.reshape(config.num_epochs * config.num_minibatches, -1)
-        learning_rate = jnp.float32(config.learning_rate)
-        if config.anneal_learning_rate and config.total_steps is not None:
-            learning_rate *= jnp.maximum(1 - iteration / math.ceil(config.total_steps / steps_per_iteration), 0)
-
-        def update(carry, times):
-            params, opt_state, skip = carry
-            grads, stats = gradients(params, batch, times)
-            if config.target_kl is not None:
-                skip |= stats["approx_kl"] > config.target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, skip)
-            return (params, opt_state, skip), stats | {"grad_norm": grad_norm}
-
-        skip = None if config.target_kl is None else jnp.bool(False)
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, skip), times)
-        metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
+        params, opt_state, metrics = proximal.optimize(
+            config, optimizer, lambda params, times: gradients(params, batch, times), params, opt_state, iteration, times
+        )
         return params, opt_state, iteration + 1, key, metrics
 
     def iteration(state: PPOState) -> tuple[PPOState, Metrics]:
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(state.params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            seen = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
-            return (env_state, t.obs), (seen, t.final_obs)
-
-        actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        final_value = bootstrap(state.params, final_obs)
+        acted = unroll(state.params, state.actor_keys, state.env_state, state.obs)
         params, opt_state, count, key, metrics = learn(
-            state.params, state.opt_state, state.iteration, state.key, trajectory, obs, final_value
+            state.params, state.opt_state, state.iteration, state.key, acted.trajectory, acted.obs, acted.final_value
         )
-        env_state, episodes = drain(env_state)
-        return PPOState(params, opt_state, count, key, actor_keys, env_state, obs), metrics | episodes
-
-    def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        policy = network.policy(state.params, obs)
-        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+        after = PPOState(params, opt_state, count, key, acted.actor_keys, acted.env_state, acted.obs)
+        return after, {**metrics, **acted.episodes}
 
     axes = PPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env")])
-    return Agent(init, iteration, choose_action, axes, steps_per_iteration, venv)
-
-
-def flatten(x: jax.Array) -> jax.Array:
-    """Merges `[T, E, ...]` into `[E * T, ...]`: a dimension split over devices stays split if it is the outermost."""
-    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+    act = make_choose_action(network, venv.action_space)
+    return Agent(init, iteration, act, axes, config.num_envs * config.unroll_length, venv)
 
 
 PPO = register(Algorithm("ppo", PPOConfig, build))

@@ -1,18 +1,18 @@
-"""PPO learns what it should, within the steps it should need."""
+"""PPO, with a memory and without, learns what it should, within the steps it should need."""
 
 import jax
 import numpy as np
 import pytest
 
 from msrl_jax import algorithms, envs
-from msrl_jax.algorithms import PPOConfig
 
 pytestmark = pytest.mark.slow
 
 
-def returns(env, total_steps, seeds, **overrides):
+def returns(env, total_steps, seeds, name="ppo", **overrides):
     """Mean return of the episodes that ended in each tenth of training. `[seeds, 10]`"""
-    agent = algorithms.get("ppo").build(envs.make(env), PPOConfig(**overrides))
+    algorithm = algorithms.get(name)
+    agent = algorithm.build(envs.make(env) if isinstance(env, str) else env, algorithm.config(**overrides))
     length = total_steps // agent.steps_per_iteration
     train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1])
     curves = []
@@ -37,3 +37,16 @@ def test_breakout_improves_from_images():
     options = {"num_envs": 64, "unroll_length": 32, "hidden_sizes": (128,), "activation": "relu"}
     curve = returns("Breakout-MinAtar", 300_000, 1, **options)[0]
     assert curve[0] < 2 and curve[-1] > 5
+
+
+CHAIN = {"env": envs.make("MemoryChain-bsuite", memory_length=15), "total_steps": 400_000, "seeds": 3}
+
+
+@pytest.mark.parametrize("core", ["gru", "lstm"])
+def test_a_memory_bridges_what_observations_do_not_show(core):
+    """The answer is shown once, and asked for 15 steps later."""
+    assert (returns(**CHAIN, name="recurrent_ppo", core=core)[:, -1] > 0.9).all()
+
+
+def test_without_a_memory_the_answer_is_a_guess():
+    assert (np.abs(returns(**CHAIN)[:, -1]) < 0.1).all()
