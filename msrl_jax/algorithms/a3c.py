@@ -70,7 +70,7 @@ class A3CConfig:
     max_grad_norm: float = 0.5
     discount: float = 0.99
     gae_lambda: float = 0.95
-    entropy_coef: float = 0.01
+    entropy_coef: float = 0.001
     value_coef: float = 0.5
     normalize_advantage: bool = False
     normalize_observations: bool = False

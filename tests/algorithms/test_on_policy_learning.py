@@ -1,0 +1,39 @@
+"""A2C, IMPALA and A3C solve CartPole with their defaults, IMPALA also with actors that lag behind."""
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import algorithms, envs
+from msrl_jax.training.members import initial_key, population
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 6
+
+
+def final_returns(name, total_steps, policy="GPUOnly", **parameters):
+    """Mean return of the episodes that ended in the last tenth of training. `[SEEDS]`"""
+    algorithm = algorithms.get(name)
+    agent = population(algorithm.build(envs.make("CartPole-v1"), algorithm.config()))
+    state = jax.jit(agent.init)(initial_key(0, SEEDS))
+    program = msrl.compile(
+        agent.iteration, state, policy=msrl.policies.get(policy, **parameters), axes=agent.axes, devices=jax.devices()[:2]
+    )
+    length = total_steps // agent.steps_per_iteration
+    _, metrics = program.run(state, length)
+    assert np.all(metrics["parameter_age"][-1] == parameters.get("staleness", 0))
+    last, episodes = slice(-(length // 10), None), metrics["episode_return"]
+    return np.asarray(episodes.total)[last].sum(0) / np.asarray(episodes.count)[last].sum(0)
+
+
+@pytest.mark.parametrize(("name", "total_steps"), [("a2c", 500_000), ("impala", 500_000), ("a3c", 750_000)])
+def test_defaults_solve_cartpole_on_five_of_six_seeds(name, total_steps):
+    assert (final_returns(name, total_steps) >= 475).sum() >= 5
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_impala_solves_cartpole_with_actors_that_lag_behind(staleness):
+    returns = final_returns("impala", 500_000, "SingleLearnerCoarse", staleness=staleness)
+    assert (returns >= 475).sum() >= 5
