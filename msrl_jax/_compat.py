@@ -1,7 +1,7 @@
 """The one door to JAX's unstable interfaces: `jax.extend` and `jax.interpreters` are imported nowhere else."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import (
@@ -37,6 +37,7 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Primitive",
+    "Scan",
     "ShapedArray",
     "Var",
     "ad",
@@ -54,6 +55,7 @@ __all__ = [
     "mlir",
     "pe",
     "scan_p",
+    "scan_parts",
     "sub_jaxprs",
     "while_p",
 ]
@@ -74,10 +76,39 @@ _CALLS = {
 def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call equation that may be inlined, or None if `eqn` is not such a call."""
     name = _CALLS.get(eqn.primitive)
-    if name is None:
-        return None
-    body = eqn.params[name]
+    return None if name is None else _closed(eqn.params[name])
+
+
+def _closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
     return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+class Scan(NamedTuple):
+    """The parts of a scan equation: its inputs are constants, then the carry, then the xs.
+
+    Attributes:
+      body: what it repeats.
+      num_consts: how many constants.
+      num_carry: how many carried values.
+      length: how often.
+      reverse: whether from the last x to the first.
+    """
+
+    body: ClosedJaxpr
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+
+
+def scan_parts(eqn: JaxprEqn) -> Scan:
+    """The parts of a scan equation, which JAX 0.11 spells differently from 0.10."""
+    p = eqn.params
+    if "num_consts" in p:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:
+        num_consts, num_carry, _ = map(len, p["ft_in"].unpack())
+    return Scan(_closed(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"])
 
 
 def aval(atom: Atom) -> ShapedArray:

@@ -18,6 +18,7 @@ from msrl_jax._compat import (
     drop_unused,
     fresh,
     scan_p,
+    scan_parts,
     sub_jaxprs,
     while_p,
 )
@@ -230,8 +231,7 @@ class _Builder:
         """The body of a scan that spans placements, as a region."""
         if eqn.primitive is not scan_p:
             raise ValueError(_cannot_span(eqn, found))
-        closed: ClosedJaxpr = eqn.params["jaxpr"]
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
         jaxpr = drop_unused(closed.jaxpr)
         args = [fresh(v) for v in jaxpr.invars]
         captured = [self.captured(c) for c in closed.consts]
@@ -245,8 +245,8 @@ class _Builder:
             args[num_consts + num_carry :],
             nodes,
             outputs,
-            eqn.params["length"],
-            eqn.params["reverse"],
+            length,
+            reverse,
             labels=self.labels,
         )
 
@@ -270,7 +270,7 @@ def _output_labels(eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
     if is_fragment(eqn):
         paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
         return [f"{eqn.params['name']}(){path}" for path in paths]
-    body: ClosedJaxpr | None = eqn.params["jaxpr"] if eqn.primitive is scan_p else call_body(eqn)
+    body = scan_parts(eqn).body if eqn.primitive is scan_p else call_body(eqn)
     if body is None:
         first = next((label for a in eqn.invars if (label := _label(a, labels))), eqn.primitive.name)
         return [first] * len(eqn.outvars)
