@@ -66,8 +66,18 @@ def test_links_lead_somewhere():
 
 
 def test_the_table_names_the_policies():
-    rows = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", section("Distribution policies"), re.MULTILINE)
     assert rows == list(msrl.policies.POLICIES)
+
+
+def test_the_table_names_the_algorithms():
+    table = section("Algorithms").split("None of them knows")[0]
+    assert set(re.findall(r"`(\w+)`(?=[,` \w]*\|)", table)) == set(msrl.algorithms.ALGORITHMS)
+
+
+def section(title):
+    """The README's text under a heading."""
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_every_python_block_is_run_here():
