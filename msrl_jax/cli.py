@@ -118,7 +118,7 @@ class Explain(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench(Where):
-    """Measure environment steps per second, compilation apart; every option that takes several values spans a grid.
+    """Measure environment steps and learner updates per second; every option that takes several values spans a grid.
 
     Attributes:
       algo: names of algorithms; the fields that their configs share are flags too.

@@ -135,6 +135,8 @@ def test_bench_measures_a_grid(capsys):
     rows = json.loads(done.stdout.splitlines()[-1])
     assert [(r["num_envs"], r["unroll_length"]) for r in rows] == [(8, 8), (16, 8)]
     assert all(r["steps_per_second"] > 0 and r["compile_seconds"] > 0 and r["devices"] == 1 for r in rows)
+    updates = [r["updates_per_second"] / r["steps_per_second"] for r in rows]
+    assert updates == pytest.approx([2 / 64, 2 / 128])
 
 
 def test_list_names_everything(capsys):

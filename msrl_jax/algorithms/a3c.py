@@ -228,7 +228,8 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         return after, {**metrics, **summarise(state.iteration, acted_at, stats), **acted.episodes}
 
     axes = A3CState._make([P(), P(), P(), P("env"), P("env"), P("env"), venv.axes, P("env")])
-    return Agent(init, iteration, make_choose_action(network, venv.action_space), axes, steps_per_iteration, venv)
+    act = make_choose_action(network, venv.action_space)
+    return Agent(init, iteration, act, axes, steps_per_iteration, updates_per_iteration=num_workers, env=venv)
 
 
 A3C = register(Algorithm("a3c", A3CConfig, build))

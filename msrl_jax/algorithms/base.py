@@ -29,6 +29,7 @@ class Agent:
         (action, memory)`: what acting remembers of the earlier observations of an episode.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps that one iteration takes, over all environments.
+      updates_per_iteration: gradient steps that one iteration takes at most: how often the optimiser changes the parameters.
       env: the vector environment that `iteration` steps.
       initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
       env_group: environments come in groups of this many adjacent ones, and a group has to lie on one device.
@@ -39,6 +40,7 @@ class Agent:
     act: Callable[..., Any]
     axes: Any
     steps_per_iteration: int
+    updates_per_iteration: int
     env: VectorEnvironment
     initial_memory: Callable[[int], Any] | None = None
     env_group: int = 1

@@ -230,7 +230,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
         return choose(state.params, obs)
 
     axes = ESState._make([P(), P(), P(), P("env"), P(), venv.axes, P("env"), P("env")])
-    return Agent(init, iteration, choose_action, axes, steps_per_iteration, venv)
+    return Agent(init, iteration, choose_action, axes, steps_per_iteration, updates_per_iteration=1, env=venv)
 
 
 def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:

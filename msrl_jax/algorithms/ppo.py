@@ -186,7 +186,10 @@ def build(env: Environment, config: PPOConfig) -> Agent:
 
     axes = PPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env")])
     act = make_choose_action(network, venv.action_space)
-    return Agent(init, iteration, act, axes, config.num_envs * config.unroll_length, venv)
+    return Agent(
+        init, iteration, act, axes, steps_per_iteration=config.num_envs * config.unroll_length,
+        updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
+    )  # fmt: skip
 
 
 PPO = register(Algorithm("ppo", PPOConfig, build))

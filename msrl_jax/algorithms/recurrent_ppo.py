@@ -271,7 +271,8 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     axes = RecurrentPPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env"), P("env"), P("env")])
     return Agent(
-        init, iteration, choose_action, axes, config.num_envs * config.unroll_length, venv,
+        init, iteration, choose_action, axes, steps_per_iteration=config.num_envs * config.unroll_length,
+        updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
         initial_memory=lambda num_envs: network.initial_memory((num_envs,)), env_group=members,
     )  # fmt: skip
 

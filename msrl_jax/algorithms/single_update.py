@@ -97,4 +97,5 @@ def single_update_agent(
         return after, {**metrics, **acted.episodes}
 
     axes = SingleUpdateState._make([P(), P(), P(), P("env"), venv.axes, P("env")])
-    return Agent(init, iteration, make_choose_action(network, venv.action_space), axes, steps_per_iteration, venv)
+    act = make_choose_action(network, venv.action_space)
+    return Agent(init, iteration, act, axes, steps_per_iteration, updates_per_iteration=1, env=venv)

@@ -1,4 +1,4 @@
-"""Benchmarks: environment steps per second, compilation apart, as the median of repeated runs."""
+"""Benchmarks: environment steps and learner updates per second, compilation apart, as the median of repeated runs."""
 
 import dataclasses
 import itertools
@@ -32,6 +32,7 @@ class Measurement:
       unroll_length: steps of every environment per iteration.
       compile_seconds: time to trace and compile the program of the first chunk.
       steps_per_second: environment steps per second, median of `runs`.
+      updates_per_second: gradient steps per second that go with them; those that a setting such as `target_kl` skips count too.
       runs: environment steps per second of every timed run.
       jit_steps_per_second: the same for the plain `jax.jit(jax.lax.scan(...))`, None if that was not asked for.
       jit_runs: its timed runs, each beside the one of `runs` at the same place.
@@ -52,6 +53,7 @@ class Measurement:
     unroll_length: int
     compile_seconds: float
     steps_per_second: float
+    updates_per_second: float
     runs: tuple[float, ...]
     jit_steps_per_second: float | None = None
     jit_runs: tuple[float, ...] = ()
@@ -65,7 +67,8 @@ class Measurement:
         where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
         what = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
-        return f"{what}, {where}: {self.steps_per_second:,.0f} steps/s (compile {self.compile_seconds:.1f} s){ratio}"
+        rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
+        return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}"
 
 
 class Timed(Protocol):
@@ -191,12 +194,13 @@ def measure(
     if against == "jit":
         runners.append(plain_runner(setup, program, chunk))
     runs, *others = interleave(runners, seconds, repeats)
-    where = describe_devices(program.devices)
+    where, agent = describe_devices(program.devices), setup.actor.agent
+    rate = statistics.median(runs)
     measurement = Measurement(
         algorithm=setup.algorithm.name, env=setup.env_name, policy=describe_policy(policy),
         platform=where["platform"], devices=where["count"], num_envs=setup.config.num_envs,
         unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
-        steps_per_second=statistics.median(runs), runs=runs,
+        steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
     )  # fmt: skip
     if not others:
         return measurement
@@ -224,7 +228,7 @@ def bench(
     on_measurement: Callable[[Measurement], None] | None = None,
     **overrides: Any,
 ) -> list[Measurement]:
-    """Measures environment steps per second over a grid of settings, in this process.
+    """Measures environment steps and learner updates per second over a grid of settings, in this process.
 
     Args:
       algos: names of algorithms.
@@ -265,14 +269,14 @@ def bench(
 
 def format_table(measurements: Sequence[Measurement]) -> str:
     """Measurements as a table of text."""
-    header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "spread", "compile s"]
+    header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
     rows = [header + ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared]
     for m in measurements:
         spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
         row = [
             m.algorithm, m.env, m.policy, f"{m.devices} {m.platform}", str(m.num_envs), str(m.unroll_length),
-            f"{m.steps_per_second:,.0f}", f"{spread:.0%}", f"{m.compile_seconds:.1f}",
+            f"{m.steps_per_second:,.0f}", _rate(m.updates_per_second), f"{spread:.0%}", f"{m.compile_seconds:.1f}",
         ]  # fmt: skip
         if compared and m.jit_steps_per_second is not None:
             row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}", _quotient(m.flops, m.jit_flops)]
@@ -280,6 +284,10 @@ def format_table(measurements: Sequence[Measurement]) -> str:
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def _quotient(ours: float | None, plain: float | None) -> str:

@@ -34,6 +34,7 @@ def test_a_measurement_is_the_median_of_its_runs(measurements):
     (m,) = measurements
     assert len(m.runs) == len(m.jit_runs) == 3
     assert m.steps_per_second == statistics.median(m.runs) > 0
+    assert m.updates_per_second == pytest.approx(m.steps_per_second * 2 / 64)  # 2 minibatches, 8 steps of 8 environments
     assert m.ratio == m.steps_per_second / statistics.median(m.jit_runs)
     assert m.compile_seconds > 0 and m.num_envs == 8 and m.unroll_length == 8
 
@@ -46,7 +47,10 @@ def test_the_fused_program_costs_what_plain_jax_costs(measurements):
 def test_the_table_has_a_line_per_measurement(measurements):
     header, line = format_table(measurements).splitlines()
     assert header.split()[:3] == ["algorithm", "env", "policy"]
-    assert f"{measurements[0].steps_per_second:,.0f}" in line and f"{measurements[0].ratio:.3f}" in line
+    (m,) = measurements
+    steps, updates = (float(x.replace(",", "")) for x in line[header.index("steps/s") :].split()[:2])
+    assert (steps, updates) == (pytest.approx(m.steps_per_second, abs=0.5), pytest.approx(m.updates_per_second, rel=0.01))
+    assert f"{m.ratio:.3f}" in line
 
 
 @pytest.mark.parametrize("mistake", [{"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}])

@@ -1,0 +1,19 @@
+"""What agents say of themselves is what they do."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+
+import msrl_jax as msrl
+
+
+@pytest.mark.parametrize("algorithm", msrl.algorithms.ALGORITHMS.values(), ids=lambda a: a.name)
+def test_an_iteration_makes_the_declared_number_of_updates(algorithm):
+    fields = {f.name for f in dataclasses.fields(algorithm.config)}
+    config = algorithm.config(**{"optimizer": "adam"} if "optimizer" in fields else {})  # it counts its updates
+    agent = algorithm.build(msrl.envs.make("CartPole-v1"), config)
+    # XLA drops all that the count does not need.
+    count = jax.jit(lambda key: optax.tree.get(agent.iteration(agent.init(key))[0].opt_state, "count"))
+    assert count(jax.random.key(0)) == agent.updates_per_iteration
