@@ -18,7 +18,7 @@ print(json.dumps({
     "fused": fused.history["episode_return"].tolist(),
     "apart": apart.history["episode_return"].tolist(),
     "stale": stale.history["episode_return"].tolist(),
-    "lengths": (length.total / length.count).tolist(),
+    "lengths": length.mean(axis=()).tolist(),
     "corridor": corridor.history["episode_return"].tolist(),
 }))
 """

@@ -10,6 +10,7 @@ import numpy as np
 
 from msrl_jax.envs import vectorise
 from msrl_jax.training.acting import Actor
+from msrl_jax.training.history import decimals
 
 MAX_STEPS = 10_000
 
@@ -40,18 +41,25 @@ class Evaluation:
         return _mean(self.lengths)
 
     def __repr__(self) -> str:
-        spread = np.std(self.returns, axis=-1)
+        mean, spread = self.mean_return, np.std(self.returns, axis=-1, dtype=np.float64)
+        digits = decimals(mean, spread)
         cut = int((~self.finished).sum())
         note = f", {cut} cut off at the cap on steps" if cut else ""
         return (
-            f"Evaluation({self.returns.shape[-1]} episodes: return {np.round(self.mean_return, 3)} "
-            f"± {np.round(spread, 3)}, length {np.round(self.mean_length, 1)}{note})"
+            f"Evaluation({self.returns.shape[-1]} episodes: return {_fixed(mean, digits)} ± {_fixed(spread, digits)}, "
+            f"length {_fixed(self.mean_length, 1)}{note})"
         )
 
 
 def _mean(values: np.ndarray) -> float | np.ndarray:
     mean = np.mean(values, axis=-1, dtype=np.float64)
     return mean if np.ndim(mean) else float(mean)
+
+
+def _fixed(values: float | np.ndarray, digits: int) -> str:
+    if not np.ndim(values):
+        return f"{values:.{digits}f}"
+    return f"[{', '.join(_fixed(value, digits) for value in np.asarray(values))}]"
 
 
 class _Episodes(NamedTuple):

@@ -4,6 +4,7 @@ In the shape descriptions of this package, `N` denotes the iterations of a chunk
 members (seeds) that are trained at once; a run of one seed has no member dimension.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -13,10 +14,6 @@ from msrl_jax.metrics import Mean
 
 Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
-
-
-def _ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=np.asarray(count) != 0)
 
 
 def _as_cell(value: np.ndarray) -> float | np.ndarray:
@@ -36,8 +33,7 @@ def reduce_chunk(metrics: HostMetrics) -> Row:
     row = {}
     for name, value in metrics.items():
         if isinstance(value, Mean):
-            total, count = (np.sum(np.asarray(x, np.float64), axis=0) for x in (value.total, value.count))
-            row[name] = _as_cell(_ratio(total, count))
+            row[name] = value.mean(axis=0)
         else:
             row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
     return row
@@ -89,4 +85,18 @@ def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
     """
     tail = np.asarray(column, np.float64)[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
-    return _ratio(np.where(known, tail, 0.0).sum(axis=0), known.sum(axis=0))
+    return np.asarray(Mean(np.where(known, tail, 0.0), known).mean(axis=0))
+
+
+def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
+    """How many decimals say something: they show two digits of the spread, but no more than four of the mean.
+
+    Args:
+      mean: a number, or several that are shown alike.
+      spread: by how much values vary around it, in the same units.
+
+    Returns:
+      The number of decimals to round to.
+    """
+    size = max(float(np.max(np.abs(spread))), float(np.max(np.abs(mean))) / 100)
+    return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1

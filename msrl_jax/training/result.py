@@ -15,7 +15,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.training import checkpoint, folder
 from msrl_jax.training.acting import Actor
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
-from msrl_jax.training.history import last_mean, stack_rows
+from msrl_jax.training.history import decimals, last_mean, stack_rows
 from msrl_jax.training.setup import resolve
 
 if TYPE_CHECKING:
@@ -336,9 +336,10 @@ class Result:
 
 
 def _spread(values: np.ndarray) -> str:
+    digits = decimals(values, np.ptp(values))
     if not values.ndim:
-        return f"{values:.1f}"
-    return f"{np.mean(values):.1f} (seeds: {np.min(values):.1f} to {np.max(values):.1f})"
+        return f"{values:.{digits}f}"
+    return f"{np.mean(values):.{digits}f} (seeds: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
 
 
 def _draw(panel, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:

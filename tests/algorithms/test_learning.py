@@ -18,8 +18,7 @@ def returns(env, total_steps, seeds, name="ppo", **overrides):
     curves = []
     for seed in range(seeds):
         episodes = train(jax.jit(agent.init)(jax.random.key(seed)))["episode_return"]
-        tenths = zip(np.array_split(episodes.total, 10), np.array_split(episodes.count, 10), strict=True)
-        curves.append([total.sum() / count.sum() for total, count in tenths])
+        curves.append([episodes[tenth].mean() for tenth in np.array_split(np.arange(length), 10)])
     return np.array(curves)
 
 

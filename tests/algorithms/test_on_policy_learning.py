@@ -24,8 +24,7 @@ def final_returns(name, total_steps, policy="GPUOnly", **parameters):
     length = total_steps // agent.steps_per_iteration
     _, metrics = program.run(state, length)
     assert np.all(metrics["parameter_age"][-1] == parameters.get("staleness", 0))
-    last, episodes = slice(-(length // 10), None), metrics["episode_return"]
-    return np.asarray(episodes.total)[last].sum(0) / np.asarray(episodes.count)[last].sum(0)
+    return metrics["episode_return"][-(length // 10) :].mean(axis=0)
 
 
 @pytest.mark.parametrize(("name", "total_steps"), [("a2c", 500_000), ("impala", 500_000), ("a3c", 750_000)])

@@ -238,6 +238,5 @@ def test_the_learning_rate_falls_to_zero_and_stays_there():
 def test_normalised_environments_train_and_report_raw_episodes():
     agent = build(RandomWalk(), normalize_observations=True, normalize_rewards=True)
     state, metrics = jax.jit(agent.iteration)(start(agent))
-    length = metrics["episode_length"]
-    assert 1 <= length.total / length.count <= 5
+    assert 1 <= metrics["episode_length"].mean() <= 5
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((state.params, metrics)))

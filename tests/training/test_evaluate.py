@@ -6,7 +6,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.training.acting import Actor
-from msrl_jax.training.evaluate import make_evaluator
+from msrl_jax.training.evaluate import Evaluation, make_evaluator
 from tests.training.training_envs import Lottery
 
 
@@ -36,6 +36,14 @@ def test_the_cap_cuts_long_episodes_and_says_so(lottery):
     assert set(evaluation.lengths.tolist()) == {1, 10}
     np.testing.assert_array_equal(evaluation.finished, evaluation.lengths == 1)
     assert f"{int((evaluation.lengths == 10).sum())} cut off" in repr(evaluation)
+
+
+def test_an_evaluation_reads_well():
+    returns = np.float32([100, 150, 142.5, 180])
+    one = Evaluation(returns, np.int32([100, 150, 143, 180]), np.ones(4, bool))
+    assert str(one) == "Evaluation(4 episodes: return 143 ± 29, length 143.2)"
+    two = Evaluation(np.stack([returns / 200, returns / 100]), np.int32([[3] * 4, [4] * 4]), np.ones((2, 4), bool))
+    assert str(two) == "Evaluation(4 episodes: return [0.72, 1.43] ± [0.14, 0.29], length [3.0, 4.0])"
 
 
 def test_evaluation_repeats_with_its_key(lottery):

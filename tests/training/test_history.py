@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from msrl_jax.metrics import Mean
-from msrl_jax.training.history import first_non_finite, last_mean, reduce_chunk, stack_rows
+from msrl_jax.training.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
 from msrl_jax.training.train import chunk_length
 
 
@@ -63,3 +63,22 @@ def test_chunks_give_a_readable_number_of_ticks_and_two_lengths_at_most():
         assert min(iterations, 20) <= ticks <= 101, iterations
         if any(iterations % ticks == 0 for ticks in range(20, 101)):
             assert iterations % chunk == 0, f"{iterations} iterations divide evenly, so one program is enough"
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "shown"),
+    [
+        (142.516, 23.456, "143 ± 23"),
+        (9.5312, 0.7219, "9.53 ± 0.72"),
+        (500, 0, "500.0 ± 0.0"),
+        (0.0235, 0.1235, "0.02 ± 0.12"),
+        (-1234.6, 200.3, "-1235 ± 200"),
+        (0.95, 1e-7, "0.9500 ± 0.0000"),
+        (0, 0, "0.0 ± 0.0"),
+        (math.nan, math.nan, "nan ± nan"),
+        (math.inf, math.nan, "inf ± nan"),
+    ],
+)
+def test_numbers_show_the_digits_that_say_something(mean, spread, shown):
+    digits = decimals(mean, spread)
+    assert f"{mean:.{digits}f} ± {spread:.{digits}f}" == shown
