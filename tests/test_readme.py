@@ -1,6 +1,7 @@
 """The README tells the truth: its commands, its Python, its table and its plan."""
 
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -73,6 +74,26 @@ def test_the_table_names_the_policies():
 def test_the_table_names_the_algorithms():
     table = section("Algorithms").split("None of them knows")[0]
     assert set(re.findall(r"`(\w+)`(?=[,` \w]*\|)", table)) == set(msrl.algorithms.ALGORITHMS)
+
+
+def test_returns_and_losses_are_named_and_documented_with_their_shapes():
+    modules = msrl.algorithms.returns, msrl.algorithms.losses
+    functions = {
+        name: function
+        for module in modules
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+    (paragraph,) = (p for p in README.split("\n\n") if "`msrl.algorithms.returns`" in p)
+    assert set(re.findall(r"`(\w+)`", paragraph)) == set(functions)
+    for name, function in functions.items():
+        arguments, _, results = inspect.getdoc(function).partition("\nReturns:")
+        entries = dict(re.findall(r"^  (\w+): (.*?)(?=^  \w|^\w|\Z)", arguments, re.MULTILINE | re.DOTALL))
+        signature = inspect.signature(function)
+        assert list(entries) == list(signature.parameters), name
+        arrays = [k for k, parameter in signature.parameters.items() if parameter.annotation is jax.Array]
+        assert arrays and all("`[" in entries[k] for k in arrays), name
+        assert "`[" in results or signature.return_annotation is not jax.Array, name
 
 
 def section(title):

@@ -1,5 +1,7 @@
-"""Algorithms: one file each, and the parts they are made of."""
+"""Algorithms: one file each, and the parts they are made of: `returns` and `losses` are for algorithms of your own."""
 
+from msrl_jax.algorithms import losses as losses
+from msrl_jax.algorithms import returns as returns
 from msrl_jax.algorithms.a2c import A2C as A2C
 from msrl_jax.algorithms.a2c import A2CConfig as A2CConfig
 from msrl_jax.algorithms.a3c import A3C as A3C
