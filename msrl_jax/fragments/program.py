@@ -165,6 +165,12 @@ class Program(Generic[State]):
         """XLA compilations so far."""
         return self._programs.count
 
+    @property
+    def registers(self) -> dict[str, int]:
+        """The delayed leaves by their pytree path in the state, and how many values of each a `Delayed` holds, in its order."""
+        labels = (self.graph.labels[self.graph.carry[i]] for i in self.graph.delayed)
+        return {label.removeprefix("state"): self.layout.staleness for label in labels}
+
     def place(self, state: State | Delayed) -> Any:
         """Copies a state to where the program keeps it.
 

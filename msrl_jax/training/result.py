@@ -40,7 +40,8 @@ class Result:
       evaluation: the last evaluation, if there was one.
       description: what ran and where, as plain data: the content of `config.json`.
       actor: the trained behaviour of one member.
-      registers: parameters that were on their way to actors at the end, if the policy has staleness.
+      registers: parameters that were on their way to actors at the end, if the policy has staleness: a program goes on
+        from `msrl.Delayed(result.state, result.registers)`.
       folder: the run's folder, if it has one.
     """
 
@@ -321,18 +322,32 @@ class Result:
             dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
             episodes = folder.read_json(path / folder.EVALUATION)
             evaluation = Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()})
+        state = checkpoint.load_state(path / folder.STATE, jax.eval_shape(setup.initial_state))
         return cls(
             history=stack_rows(rows),
             config=setup.config,
-            state=checkpoint.load_state(path / folder.STATE, jax.eval_shape(setup.initial_state)),
+            state=state,
             status=summary["status"],
             compile_seconds=summary["compile_seconds"],
             wall_seconds=summary["wall_seconds"],
             evaluation=evaluation,
             description=description,
             actor=setup.actor,
+            registers=_load_registers(path, description.get("registers", {}), state),
             folder=path,
         )
+
+
+def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[jax.Array, ...]:
+    """Reads the registers of stale parameters: `depths` says which leaves of the state have how many."""
+    if bool(depths) != (path / folder.REGISTERS).exists():
+        raise ValueError(
+            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
+            f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
+        )
+    leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}
+    like = tuple(leaves[name] for name, depth in depths.items() for _ in range(depth))
+    return checkpoint.load_state(path / folder.REGISTERS, like) if like else ()
 
 
 def _spread(values: np.ndarray) -> str:

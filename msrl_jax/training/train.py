@@ -253,6 +253,7 @@ def train(
         "config": folder.to_json(setup.config),
         "versions": folder.versions(),
         "devices": folder.describe_devices(program.devices),
+        "registers": program.registers,
     }
     path = None if out is None else Path(out)
     if path is not None:

@@ -43,3 +43,13 @@ def members(one_device):
         "ppo", "CartPole-v1:max_steps_in_episode=30", total_steps=6 * 64, chunk=2, seed=3, seeds=3, eval_episodes=4,
         devices=one_device, progress=False, **TINY,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def stale(tmp_path_factory):
+    """A run of 3 iterations whose actors lag two behind, with a folder."""
+    return msrl.train(
+        "ppo", "CartPole-v1:max_steps_in_episode=30", policy="SingleLearnerCoarse:actors=1,learners=1,staleness=2",
+        total_steps=3 * 64, chunk=1, eval_episodes=4, devices=jax.devices()[:2], progress=False,
+        out=tmp_path_factory.mktemp("runs") / "run", **TINY,
+    )  # fmt: skip

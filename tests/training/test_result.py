@@ -1,5 +1,6 @@
 import csv
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.training import Result
+from msrl_jax.training.setup import resolve, resolve_policy
 from tests.training.training_envs import Lottery
 
 
@@ -91,6 +93,29 @@ def test_an_environment_object_must_be_given_again(tiny, one_device, tmp_path):
     loaded = Result.load(tmp_path / "run", env=env)
     assert_same_state(loaded.state, run.state)
     assert loaded.evaluation is None
+
+
+def test_a_run_with_stale_actors_goes_on_from_its_folder(stale, tiny):
+    loaded = Result.load(stale.folder)
+    assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
+    assert_same_state(loaded.registers, jax.device_get(stale.registers))
+
+    setup = resolve("ppo", stale.description["env_spec"], overrides=tiny | {"total_steps": 3 * 64})
+    program = setup.compile(resolve_policy(stale.description["policy"]), jax.devices()[:2])
+    original, _ = program.run(msrl.Delayed(stale.state, stale.registers), 1)
+    resumed, metrics = program.run(msrl.Delayed(loaded.state, loaded.registers), 1)
+    assert_same_state(resumed, original)
+    _, anew = program.run(loaded.state, 1)
+    assert metrics["approx_kl"] != anew["approx_kl"], "the registers matter"
+
+
+def test_registers_that_the_config_does_not_list_are_refused(stale, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(stale.folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"registers": {}}))
+    with pytest.raises(ValueError, match=r"registers of stale parameters .* are not those that config\.json lists \(none\)"):
+        Result.load(copy)
 
 
 def test_one_observation_gives_one_action(trained):
