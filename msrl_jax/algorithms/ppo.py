@@ -18,7 +18,7 @@ from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, traini
 from msrl_jax.algorithms.networks import actor_critic
 from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.algorithms.returns import gae
-from msrl_jax.algorithms.rollout import flatten, make_choose_action, make_unroll, next_values, values
+from msrl_jax.algorithms.rollout import flatten, make_choose_action, make_unroll, next_values, stamp, values
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -166,7 +166,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         return jax.grad(loss, has_aux=True)(params)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, key, trajectory, last_obs, final_value):
+    def learn(params, opt_state, iteration, key, acted_at, trajectory, last_obs, final_value):
         batch = (trajectory, *estimate_advantages(params, trajectory, last_obs, final_value))
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
@@ -174,13 +174,16 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         params, opt_state, metrics = proximal.optimize(
             config, optimizer, lambda params, times: gradients(params, batch, times), params, opt_state, iteration, times
         )
-        return params, opt_state, iteration + 1, key, metrics
+        age = (iteration - acted_at).astype(jnp.float32)
+        return params, opt_state, iteration + 1, key, metrics | {"parameter_age": age}
 
     def iteration(state: PPOState) -> tuple[PPOState, Metrics]:
+        acted_at = stamp(state.iteration)
         acted = unroll(state.params, state.actor_keys, state.env_state, state.obs)
         params, opt_state, count, key, metrics = learn(
-            state.params, state.opt_state, state.iteration, state.key, acted.trajectory, acted.obs, acted.final_value
-        )
+            state.params, state.opt_state, state.iteration, state.key,
+            acted_at, acted.trajectory, acted.obs, acted.final_value,
+        )  # fmt: skip
         after = PPOState(params, opt_state, count, key, acted.actor_keys, acted.env_state, acted.obs)
         return after, {**metrics, **acted.episodes}
 

@@ -126,8 +126,9 @@ def test_one_iteration_equals_an_independent_implementation(walk):
     obs, rollout = plain_rollout(agent, state)
     terminated, truncated = rollout[-2:]
     assert terminated.any() and (truncated & ~terminated).any()
-    after, _ = jax.jit(agent.iteration)(state)
+    after, metrics = jax.jit(agent.iteration)(state)
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
+    assert metrics["parameter_age"] == 0
     want = plain_update(agent, config, state, rollout)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params)

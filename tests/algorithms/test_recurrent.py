@@ -315,11 +315,3 @@ def test_many_seeds_evaluate_and_act():
     assert actions.shape == (5,)
     second = jax.tree.map(lambda x: x[1], run.state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), second, alone.state.params)
-
-
-def test_stale_actors_report_the_age_of_their_parameters():
-    run = msrl.train(
-        "recurrent_ppo", RandomWalk(), policy="SingleLearnerCoarse:actors=1,learners=1,staleness=2", total_steps=5 * 128,
-        chunk=1, eval_episodes=0, devices=jax.devices()[:2], progress=False, **SMALL,
-    )  # fmt: skip
-    np.testing.assert_array_equal(run.history["parameter_age"], [0, 1, 2, 2, 2])
