@@ -6,6 +6,7 @@ zeros when an episode begins.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -157,22 +158,31 @@ def _scan_backward(update, residuals, cotangents):
     kernel, x, begins, memory, memories = residuals
     before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(memory, memories, strict=True))
     before = forget(begins, before)
-    # Everything that does not depend on later steps is computed for all of them at once: the gates, their derivatives,
-    # and, after the scan, the gradient of the matrix (which would otherwise be summed, over devices too, in every step).
-    u = _per_gate(before[0] @ kernel, len(x))
-    pullbacks = jax.vmap(lambda *step: jax.vjp(update, *step)[1])(x, u, before)
+    # Only the cotangents of the memories depend on later steps. The rest is computed for all steps at once: before the
+    # scan the gates and the derivatives of every memory (a cell is elementwise, so these are arrays, no matrices), after
+    # it the gradients of gates and matrix (which would otherwise be summed, over devices too, in every step).
+    _, pullback = jax.vjp(update, x, _per_gate(before[0] @ kernel, len(x)), before)
+    ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
+    slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(memory)))) for j in range(len(memory))]
+    by_x, by_u, by_memory = zip(*slopes, strict=True)
 
     def step(carry, inputs):
-        pullback, begins, cotangent = inputs
-        dx, du, dmemory = pullback(tuple(map(jnp.add, carry, cotangent)))
-        du = jnp.concatenate(du, axis=-1)
-        output, *rest = dmemory
-        return forget(begins, (output + du @ kernel.T, *rest)), (dx, du)
+        begins, cotangent, by_u, by_memory = inputs
+        cotangent = tuple(map(jnp.add, carry, cotangent))
+        output, *rest = _chain(cotangent, by_memory)
+        output += jnp.concatenate(_chain(cotangent, by_u), axis=-1) @ kernel.T
+        return forget(begins, (output, *rest)), cotangent
 
     start = tuple(map(jnp.zeros_like, memory))
-    dmemory, (dx, du) = jax.lax.scan(step, start, (pullbacks, begins, cotangents), reverse=True)
+    dmemory, cotangents = jax.lax.scan(step, start, (begins, cotangents, by_u, by_memory), reverse=True)
+    du = jnp.concatenate(_chain(cotangents, by_u), axis=-1)
     (dkernel,) = jax.vjp(lambda kernel: matmul(flatten(before[0]), kernel), kernel)[1](flatten(du))
-    return dkernel, dx, None, dmemory
+    return dkernel, _chain(cotangents, by_x), None, dmemory
+
+
+def _chain(cotangents: Memory, slopes: tuple[Gates, ...]) -> Gates:
+    """The chain rule, elementwise: from the cotangent of every memory and its derivatives by each of several arrays."""
+    return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
 
 
 _scan.defvjp(_scan_forward, _scan_backward)
