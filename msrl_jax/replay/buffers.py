@@ -1,0 +1,243 @@
+"""Replay buffers of environment steps: uniform and prioritised, of single steps, n-step transitions or sequences."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.replay import n_step, sum_tree
+from msrl_jax.replay.base import Indices, Replay, ReplayState, Sample
+from msrl_jax.replay.checks import check_memory, check_numbers, make_ring
+from msrl_jax.replay.ring import Ring
+from msrl_jax.replay.storage import Storage
+
+
+class Priorities(NamedTuple):
+    """What prioritised sampling needs.
+
+    Attributes:
+      tree: a sum tree over the windows of each shard. shape=(G, nodes) of each level
+      largest: the largest priority so far, which new windows get. shape=(G,)
+    """
+
+    tree: sum_tree.Tree
+    largest: jax.Array
+
+
+def uniform(
+    example: Any,
+    *,
+    capacity: int,
+    num_envs: int,
+    unroll_length: int,
+    batch_size: int,
+    length: int = 1,
+    stride: int = 1,
+    discount: float | None = None,
+    min_size: int | None = None,
+    shards: int | None = None,
+    storage: Storage | None = None,
+) -> Replay:
+    """Makes a buffer from which every window is drawn with the same probability (Lin, 1992; Mnih et al., 2015).
+
+    Args:
+      example: one step of one environment: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
+      capacity: steps of all environments to hold at most; rounded down to whole insertions, see `Replay.capacity`.
+      num_envs: environments, `E`.
+      unroll_length: steps of every environment that are inserted at once, `T`.
+      batch_size: windows per batch, `B`.
+      length: steps of a window, `S`. Windows never span the gap between the newest and the oldest step.
+      stride: windows start at every `stride`-th step; half of `length` for sequences that overlap by half.
+      discount: if given, a window is folded into the n-step transition of its first step, with n = `length`; the example
+        then has the fields of `Transition`, and the batch is an `NStep`. Only its two observations are read.
+      min_size: steps of all environments from which on the buffer is `ready`; as many as a batch needs unless given.
+      shards: `G`, into how many parts the buffer may be split over devices; a divisor of `num_envs` and `batch_size`. Samples
+        depend on it. Unless given, the greatest common divisor of the two and 8.
+      storage: for names on the paths of the example's leaves, such as `{"obs": "uint8"}`, the codec that packs them.
+
+    Returns:
+      The buffer.
+
+    Raises:
+      ValueError: if sizes do not fit each other or the devices' memory, or a codec does not fit what it is declared for.
+    """
+    ring, least = make_ring(
+        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
+        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
+    )  # fmt: skip
+
+    def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
+        begin, count = ring.oldest(state.added, state.filled)
+
+        def of_shard(key):
+            which, env = jax.random.split(key)
+            window = jax.random.randint(which, (ring.batch_size // ring.shards,), 0, jnp.maximum(count, 1))
+            env = jax.random.randint(env, window.shape, 0, ring.envs)
+            return Indices((begin + window * ring.stride) % ring.modulus, env)
+
+        probability = 1 / (count.astype(jnp.float32) * ring.num_envs)
+        return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
+
+    return _replay(ring, least, discount, draw, lambda: (), lambda priorities, added, filled: (), lambda state, *_: state)
+
+
+def prioritised(
+    example: Any,
+    *,
+    capacity: int,
+    num_envs: int,
+    unroll_length: int,
+    batch_size: int,
+    length: int = 1,
+    stride: int = 1,
+    discount: float | None = None,
+    min_size: int | None = None,
+    shards: int | None = None,
+    storage: Storage | None = None,
+    alpha: float = 0.6,
+    epsilon: float = 1e-6,
+) -> Replay:
+    """Makes a buffer that draws windows in proportion to `(|TD error| + epsilon) ** alpha` (Schaul et al., 2016).
+
+    arXiv 1511.05952, the proportional variant: each shard draws one window from each of `B / G` equal parts of its sum of
+    priorities. New windows get the shard's largest priority so far. `importance_weights` corrects for the draws.
+
+    Args:
+      example: as in `uniform`, and so for all arguments but the last two.
+      capacity: steps of all environments to hold at most.
+      num_envs: environments, `E`.
+      unroll_length: steps inserted at once, `T`.
+      batch_size: windows per batch, `B`.
+      length: steps of a window, `S`.
+      stride: steps between starts of windows.
+      discount: folds windows into n-step transitions.
+      min_size: steps from which on the buffer is `ready`.
+      shards: `G`.
+      storage: codecs.
+      alpha: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
+      epsilon: added to errors, so that every window has a chance. Usual: 1e-6 to 1e-2.
+
+    Returns:
+      The buffer.
+
+    Raises:
+      ValueError: as in `uniform`, or if `alpha` or `epsilon` is negative.
+    """
+    check_numbers(alpha=alpha, epsilon=epsilon)
+    ring, least = make_ring(
+        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
+        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount, leaves=True,
+    )  # fmt: skip
+    rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
+
+    def init() -> Priorities:
+        tree = sum_tree.init(rows * ring.envs)
+        return Priorities(tuple(jnp.zeros((ring.shards, len(x))) for x in tree), jnp.ones(ring.shards))
+
+    def insert(priorities: Priorities, added: jax.Array, filled: jax.Array) -> Priorities:
+        """Adds the windows that the last insertion completed, and removes those that it broke into.
+
+        Both are among the starts of the last T + S - 1 steps: the S - 1 newest ones lie in the places of broken windows.
+        """
+        span = ring.unroll_length + ring.length - 1
+        age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride)) * ring.stride
+        whole = (age >= ring.length) & (age <= filled)
+        first = (added - age) % ring.steps // ring.stride * ring.envs
+        first = jnp.where(age <= span, first, sum_tree.NOWHERE)
+        values = jnp.where(whole, priorities.largest[:, None], 0.0)[..., None]
+        values = jnp.broadcast_to(values, (*values.shape[:2], ring.envs))
+        return priorities._replace(tree=jax.vmap(sum_tree.write, (0, None, 0))(priorities.tree, first, values))
+
+    def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
+        begin = (state.added - state.filled) % ring.modulus
+
+        def of_shard(tree, key):
+            leaf, value = sum_tree.draw(tree, key, per_shard)
+            row, env = leaf // ring.envs, leaf % ring.envs
+            # The one step in that place that is held.
+            step = (begin + (row * ring.stride - begin) % ring.steps) % ring.modulus
+            return Indices(step, env), value / (ring.shards * sum_tree.total(tree))
+
+        return jax.vmap(of_shard)(state.priorities.tree, keys)
+
+    def update(state: ReplayState, indices: Indices, td_error: jax.Array) -> ReplayState:
+        value = (jnp.abs(td_error) + epsilon) ** alpha
+        age = (state.added - indices.step) % ring.modulus
+        keep = (age >= ring.length) & (age <= state.filled) & jnp.isfinite(value)
+        leaf = indices.step % ring.steps // ring.stride * ring.envs + indices.env % ring.envs
+        leaf = jnp.where(keep, leaf, sum_tree.NOWHERE).reshape(ring.shards, -1)
+        value = jnp.where(keep, value, 0.0).reshape(ring.shards, -1)
+        tree = jax.vmap(sum_tree.write)(state.priorities.tree, leaf, value[..., None])
+        largest = jnp.maximum(state.priorities.largest, value.max(1))
+        return state._replace(priorities=Priorities(tree, largest))
+
+    return _replay(ring, least, discount, draw, init, insert, update)
+
+
+def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.Array:
+    """What corrects a loss for drawing with these probabilities, relative to the largest weight in the batch.
+
+    Schaul et al., 2016, arXiv 1511.05952, section 3.4: `(N * P(i)) ** -beta / max_j w_j`, in which `N` cancels. The largest
+    weight is that of the whole batch, over all shards.
+
+    Args:
+      probability: probabilities of the draws. `[B]`
+      beta: 0 corrects nothing, 1 fully; usually annealed from 0.4 to 1.
+
+    Returns:
+      The weights, at most 1. `[B]`
+    """
+    return (probability.min() / probability) ** beta
+
+
+def _replay(ring: Ring, least: int, discount: float | None, draw, init_priorities, insert_priorities, update) -> Replay:
+    """Binds what all buffers share to what they differ in: how windows are drawn."""
+
+    def init() -> ReplayState:
+        added, filled = jnp.int32(0), jnp.int32(0)  # two arrays, so that both can be donated
+        return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), init_priorities())
+
+    def insert(state: ReplayState, items: Any) -> ReplayState:
+        held, lost = ring.insert(state.items, state.added, items)
+        added = (state.added + ring.unroll_length) % ring.modulus
+        filled = jnp.minimum(state.filled + ring.unroll_length, ring.steps)
+        priorities = insert_priorities(state.priorities, added, filled)
+        return ReplayState(held, added, filled, state.lost + lost, priorities)
+
+    def read(held: list[Any], at: Indices) -> Any:
+        if discount is None and ring.length == 1:
+            return ring.take(held, at, jnp.int32(0), lambda item: item)
+        offset = jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
+        if discount is None:
+            return ring.take(held, at, offset, lambda item: item)
+        ends = ring.take(held, at, offset, lambda item: (item.terminated, item.truncated))
+        reward, last, weight = n_step.fold(ring.take(held, at, offset, lambda item: item.reward), *ends, discount=discount)
+        obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
+        return n_step.NStep(obs, action, reward, weight, ring.take(held, at, last, lambda item: item.next_obs))
+
+    windowed = discount is None and ring.length > 1
+
+    def sample(state: ReplayState, key: jax.Array) -> Sample:
+        at, probability = draw(state, jax.random.split(key, ring.shards))
+        experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at)
+
+        def whole(x, dim=0):
+            return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
+
+        env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
+        experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
+        return Sample(experience, Indices(whole(at.step), whole(env)), whole(probability))
+
+    def size(state: ReplayState) -> jax.Array:
+        return ring.oldest(state.added, state.filled)[1] * ring.num_envs
+
+    def ready(state: ReplayState) -> jax.Array:
+        return state.filled >= least
+
+    axes = ReplayState._make([P("env"), P(), P(), P("env"), P("env")])
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    capacity = ring.steps * ring.num_envs
+    check_memory(nbytes, ring.shards, f"a buffer of capacity={capacity} steps", capacity)
+    return Replay(init, insert, sample, update, size, ready, axes, capacity, least * ring.num_envs, nbytes, ring.shards)

@@ -1,0 +1,113 @@
+"""A queue of whole batches, such as trajectories on their way from actors to a learner."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.replay.checks import check_integers, check_memory
+
+
+class FifoState(NamedTuple):
+    """What a queue holds. Donate it: insertion then writes in place.
+
+    Attributes:
+      batches: the places for batches. shape=(N, ...)
+      first: the place of the oldest batch. shape=(), dtype=int32
+      length: batches held. shape=(), dtype=int32
+      refused: batches that found the queue full. shape=(), dtype=int32
+    """
+
+    batches: Any
+    first: jax.Array
+    length: jax.Array
+    refused: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Fifo:
+    """A queue of batches: pure functions, and nothing else.
+
+    Attributes:
+      init: `() -> state`, an empty queue.
+      insert: `(state, batch) -> state`: appends a batch. A full queue refuses it and counts it.
+      pop: `state -> (state, batch)`: takes the oldest batch. It means something if `ready(state)`; an empty queue gives zeros
+        or an old batch, and stays as it is.
+      sample: `(state, key) -> batch`: a batch drawn uniformly from those held, which stays. It means something if
+        `ready(state)`.
+      size: `state -> int32 scalar`: how many batches it holds.
+      ready: `state -> bool scalar`: whether it holds one.
+      axes: a prefix tree of the state with the logical axis names of its dimensions.
+      capacity: batches that it holds at most, `N`.
+      nbytes: bytes of the state.
+    """
+
+    init: Callable[[], FifoState]
+    insert: Callable[[FifoState, Any], FifoState]
+    pop: Callable[[FifoState], tuple[FifoState, Any]]
+    sample: Callable[[FifoState, jax.Array], Any]
+    size: Callable[[FifoState], jax.Array]
+    ready: Callable[[FifoState], jax.Array]
+    axes: FifoState
+    capacity: int
+    nbytes: int
+
+
+def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
+    """Makes a queue of whole batches, first in, first out.
+
+    Args:
+      example: a batch: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
+      capacity: how many batches it holds, `N`.
+      axes: a prefix tree of a batch with the logical axis names of its dimensions; None for trajectories `[T, E, ...]`, which
+        are split along `E`.
+
+    Returns:
+      The queue.
+
+    Raises:
+      ValueError: if the capacity is no positive integer, or the queue does not fit the devices' memory.
+    """
+    check_integers(capacity=capacity)
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+
+    def init() -> FifoState:
+        batches = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), example)
+        return FifoState(batches, jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+    def at(state: FifoState, place: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), state.batches)
+
+    def insert(state: FifoState, batch: Any) -> FifoState:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), batch)
+        if shapes != example:
+            raise ValueError(f"a batch is {shapes}, but the queue takes {example}; make the queue with this batch")
+        full = state.length == capacity
+        # A full queue writes what is there already: choosing between two whole states would copy them.
+        place = (state.first + state.length) % capacity
+        kept = jax.tree.map(lambda old, new: jnp.where(full, old, new), at(state, place), batch)
+        batches = jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept
+        )  # fmt: skip
+        return FifoState(batches, state.first, jnp.minimum(state.length + 1, capacity), state.refused + full)
+
+    def pop(state: FifoState) -> tuple[FifoState, Any]:
+        some = state.length > 0
+        after = state._replace(first=(state.first + some) % capacity, length=state.length - some)
+        return after, at(state, state.first)
+
+    def sample(state: FifoState, key: jax.Array) -> Any:
+        which = jax.random.randint(key, (), 0, jnp.maximum(state.length, 1))
+        return at(state, (state.first + which) % capacity)
+
+    axes = P(None, "env") if axes is None else axes
+    batch_axes = jax.tree.map(lambda a: P(None, *(a or ())), axes, is_leaf=lambda a: a is None or isinstance(a, P))
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
+    check_memory(nbytes, len(jax.local_devices()), f"a queue of capacity={capacity} batches", capacity)
+    return Fifo(
+        init, insert, pop, sample, lambda state: state.length, lambda state: state.length > 0,
+        FifoState._make([batch_axes, P(), P(), P()]), capacity, nbytes,
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""What a buffer's items look like in memory: declared codecs for some of their leaves, and bytes against what devices have."""
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax._compat import ShapedArray
+from msrl_jax.fragments import codec as codecs
+from msrl_jax.fragments.codec import Codec
+
+Storage = Mapping[str, str | Codec]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How items are stored.
+
+    Attributes:
+      example: the shapes and dtypes of an item.
+      codecs: for every leaf of it the codec that packs it, or None.
+    """
+
+    example: Any
+    codecs: tuple[Codec | None, ...]
+
+    @property
+    def packed(self) -> list[Any]:
+        """For every leaf of an item the shapes and dtypes of what is stored."""
+        leaves = zip(self.codecs, jax.tree.leaves(self.example), strict=True)
+        return [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one item as it is stored."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.packed))
+
+    def encode(self, items: Any, dims: int) -> tuple[list[Any], jax.Array]:
+        """Packs items.
+
+        Args:
+          items: items with `dims` leading dimensions.
+          dims: how many.
+
+        Returns:
+          What is stored, with the same leading dimensions, and which items do not come back as their codecs promise.
+        """
+        leaves = jax.tree.leaves(items)
+        packed, lost = [], jnp.zeros(leaves[0].shape[:dims], bool)
+        for c, x in zip(self.codecs, leaves, strict=True):
+            packed.append(_over(c.encode, dims)(x) if c else x)
+            lost |= ~_over(c.holds, dims)(x) if c and c.holds else False
+        return packed, lost
+
+    def decode(self, leaf: int, packed: Any, dims: int) -> jax.Array:
+        """Unpacks what `encode` made of a leaf.
+
+        Args:
+          leaf: its number.
+          packed: what is stored of it, with `dims` leading dimensions.
+          dims: how many.
+
+        Returns:
+          The leaf.
+        """
+        codec, x = self.codecs[leaf], jax.tree.leaves(self.example)[leaf]
+        if codec is None:
+            return packed
+        aval = ShapedArray(x.shape, x.dtype)
+        return _over(lambda p: codec.decode(p, aval), dims)(packed)
+
+
+def _over(fn: Callable, dims: int) -> Callable:
+    """Maps over `dims` leading dimensions."""
+    for _ in range(dims):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def layout(example: Any, storage: Storage | None) -> Layout:
+    """Decides how items are stored.
+
+    Args:
+      example: one item: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+      storage: for names on the paths of leaves, such as `"obs"`, the codec that packs every leaf under that name.
+
+    Returns:
+      The layout.
+
+    Raises:
+      ValueError: if a name is on no path, or a codec is not known or cannot pack what it is declared for.
+    """
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    leaves = jax.tree.leaves_with_path(example)
+    if not leaves:
+        raise ValueError("the example of an item has no leaf; give a pytree of arrays")
+    used: list[Codec | None] = []
+    names: set[str] = set()
+    storage = storage or {}
+    for path, x in leaves:
+        parts = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
+        names.update(parts)
+        found = [name for name in storage if name in parts]
+        c = codecs.get(storage[found[-1]]) if found else None
+        if c and (c.name.startswith("frame_stack") or not c.takes(x)):
+            raise ValueError(
+                f"storage={{{found[-1]!r}: {c.name!r}}}: the codec cannot pack item{jax.tree_util.keystr(path)}, which is "
+                f"{x.dtype}{list(x.shape)}; leave it out, or use another of {', '.join(codecs.CODECS)}"
+            )
+        used.append(c)
+    for name in storage:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}"
+            raise ValueError(f"storage names {name!r}, which an item does not have; {hint}")
+    return Layout(example, tuple(used))
+
+
+def device_memory(devices: Sequence[Any]) -> int:
+    """The bytes that arrays split over some devices can take, as far as the devices say.
+
+    Args:
+      devices: the devices.
+
+    Returns:
+      The sum of the devices' memory; CPU devices share that of the host.
+    """
+    stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
+    limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
+    if len(limits) == len(devices):
+        return min(limits) * len(limits)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,104 @@
+"""Sum trees: draws with given probabilities, and changes of them, in time logarithmic in how many there are.
+
+A node has `BRANCHES` children: a wide tree is shallow, so it needs few dependent reads of memory, and each read is of
+adjacent numbers. A parent is always computed anew from its children, so sums do not drift as they do where differences are
+added (Schaul et al., 2016, arXiv 1511.05952, keep a binary tree).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import Tracer
+
+BRANCHES = 16
+NOWHERE = 2**30  # no tree has this leaf
+
+Tree = tuple[jax.Array, ...]
+
+
+def init(num_leaves: int) -> Tree:
+    """Makes a tree of zeros.
+
+    Args:
+      num_leaves: how many leaves, `N`.
+
+    Returns:
+      The levels from the leaves to the children of the root, padded with zeros to whole families. float32
+    """
+    sizes = [num_leaves]
+    while sizes[-1] > BRANCHES:
+        sizes.append(-(-sizes[-1] // BRANCHES))
+    return tuple(jnp.zeros(-(-size // BRANCHES) * BRANCHES, jnp.float32) for size in sizes)
+
+
+def total(tree: Tree) -> jax.Array:
+    """The sum of all leaves. `[]`"""
+    return tree[-1].sum()
+
+
+def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
+    """Sets runs of adjacent leaves.
+
+    Args:
+      tree: the tree.
+      first: the first leaf of each run; a run that begins `NOWHERE` is left out. Of equal runs any one counts. `[K]` int32
+      values: the new leaves, not negative. `[K, W]`
+
+    Returns:
+      The tree.
+
+    Raises:
+      ValueError: if a value is negative or not finite and is known when this is called; where it is traced, as in a
+        function under `jit`, such a value becomes 0, which is never drawn.
+    """
+    if not isinstance(values, Tracer):
+        bad = np.asarray(values)[~(np.isfinite(values) & (np.asarray(values) >= 0))]
+        if bad.size:
+            raise ValueError(f"a priority is {bad[0]}; priorities must be finite and not negative")
+    values = jnp.where(jnp.isfinite(values) & (values > 0), values, 0.0)
+    width = values.shape[1]
+    leaves = first[:, None] + jnp.arange(width)
+    levels = [tree[0].at[leaves].set(values, mode="drop")]
+    for level in tree[1:]:
+        # The ancestors of adjacent nodes are adjacent.
+        first, width = first // BRANCHES, (width - 2) // BRANCHES + 2 if width > 1 else 1
+        nodes = first[:, None] + jnp.arange(width)
+        families = levels[-1].reshape(-1, BRANCHES)
+        sums = families.at[nodes].get(mode="fill", fill_value=0.0).sum(-1)
+        levels.append(level.at[nodes].set(sums, mode="drop"))
+    return tuple(levels)
+
+
+def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Draws leaves with probabilities in proportion to their values: one from each of `count` equal parts of the sum.
+
+    Only a leaf above 0 is drawn. At each level the target gets new low-order bits, so leaves far smaller than the
+    rounding of the whole sum keep their probabilities.
+
+    Args:
+      tree: the tree; its sum must be above 0, or the result means nothing.
+      key: a typed PRNG key.
+      count: how many, `K`.
+
+    Returns:
+      The leaves, and their values. `[K]` int32, `[K]`
+    """
+    fresh = jax.random.uniform(key, (len(tree) + 1, count))
+    target = (jnp.arange(count) + fresh[0]) / count  # a fraction of the node's sum
+    node = jnp.zeros(count, jnp.int32)
+    value = jnp.zeros(count)
+    for level, bits in zip(reversed(tree), fresh[1:], strict=True):
+        children = level.reshape(-1, BRANCHES).at[node].get(mode="promise_in_bounds")
+        upto = jnp.cumsum(children, 1)
+        goal = target * upto[:, -1]
+        # Rounding may leave the goal behind the last child, or a child of 0 between two sums that differ.
+        ahead = (upto > goal[:, None]) & (children > 0)
+        last = BRANCHES - 1 - jnp.argmax(children[:, ::-1] > 0, 1)
+        pick = jnp.where(ahead.any(1), jnp.argmax(ahead, 1), last)
+        value = jnp.take_along_axis(children, pick[:, None], 1)[:, 0]
+        before = jnp.take_along_axis(upto, pick[:, None], 1)[:, 0] - value
+        spacing = jnp.finfo(jnp.float32).eps / 2 * upto[:, -1]
+        target = jnp.clip((goal - before + bits * spacing) / value, 0.0, 1.0)
+        node = node * BRANCHES + pick.astype(jnp.int32)
+    return node, value

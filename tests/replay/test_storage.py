@@ -1,0 +1,76 @@
+"""Observations in smaller dtypes, buffers of several seeds, and costs that do not grow with the capacity."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax import replay
+from tests.replay.history import EXAMPLE, steps
+
+SIZES = {"capacity": 64, "num_envs": 4, "unroll_length": 2, "batch_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("codec", "fits", "nbytes", "tolerance"),
+    [("uint8", 255, 12, 0), ("bfloat16", 1e3, 24, 1e3 * 2**-8), ("scaled_uint8", 1e3, 12 + 8, 1e3 / 510)],
+)
+def test_codecs_hold_what_they_promise(codec, fits, nbytes, tolerance):
+    example = {"obs": jnp.zeros((3, 4)), "reward": jnp.float32(0)}
+    buffer = replay.uniform(example, **SIZES, storage={"obs": codec})
+    assert buffer.nbytes == 64 * (nbytes + 4) + 2 * 4 + buffer.shards * 4
+    rng = np.random.default_rng(0)
+    obs = rng.uniform(0, fits, (2, 4, 3, 4)).astype(np.float32)
+    obs = np.round(obs) if codec == "uint8" else obs
+    reward = np.arange(8, dtype=np.float32).reshape(2, 4)
+    state = jax.jit(buffer.insert)(buffer.init(), {"obs": obs, "reward": reward})
+    batch = jax.jit(buffer.sample)(state, jax.random.key(0)).experience
+    assert batch["obs"].dtype == jnp.float32 and int(state.lost.sum()) == 0
+    expected = obs.reshape(8, 3, 4)[np.asarray(batch["reward"], int)]
+    np.testing.assert_allclose(batch["obs"], expected, rtol=0, atol=tolerance + 1e-6 * fits)
+
+
+def test_items_that_a_codec_cannot_hold_are_counted():
+    buffer = replay.uniform({"obs": jnp.zeros(3)}, **SIZES, storage={"obs": "uint8"})
+    obs = np.zeros((2, 4, 3), np.float32)
+    obs[0, 1, 2], obs[1, 1, 0], obs[1, 3, 1] = 0.5, 256, -1
+    state = buffer.insert(buffer.init(), {"obs": obs})
+    assert buffer.shards == 4
+    assert state.lost.tolist() == [0, 2, 0, 1]
+
+
+def test_seeds_are_buffers_of_their_own():
+    buffer = replay.prioritised(EXAMPLE, **SIZES, length=2, discount=0.9)
+
+    def run(items, key):
+        state = buffer.insert(buffer.insert(buffer.init(), items), items)
+        batch = buffer.sample(state, key)
+        state = buffer.update(state, batch.indices, batch.experience.reward)
+        return buffer.sample(state, key)
+
+    rng = np.random.default_rng(0)
+    members = [steps(rng, 2, 4, 10 * i) for i in range(3)]
+    keys = jax.random.split(jax.random.key(0), 3)
+    together = jax.jit(jax.vmap(run))(jax.tree.map(lambda *x: np.stack(x), *members), keys)
+    alone = [jax.jit(run)(items, key) for items, key in zip(members, keys, strict=True)]
+    jax.tree.map(np.testing.assert_array_equal, together, jax.tree.map(lambda *x: jnp.stack(x), *alone))
+
+
+@pytest.mark.parametrize("make", [replay.uniform, replay.prioritised])
+def test_costs_do_not_grow_with_the_capacity(make):
+    def costs(capacity):
+        buffer = make(EXAMPLE, **{**SIZES, "capacity": capacity}, length=3, discount=0.9, shards=1)
+        state = jax.eval_shape(buffer.init)
+        items = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros((2, 4, *x.shape), x.dtype), EXAMPLE))
+        batch = jax.eval_shape(buffer.sample, state, jax.random.key(0))
+        calls = ((buffer.insert, (state, items)), (buffer.sample, (state, jax.random.key(0))),
+                 (buffer.update, (state, batch.indices, batch.probability)))  # fmt: skip
+        programs = [jax.jit(fn, donate_argnums=() if fn is buffer.sample else 0).lower(*args).compile() for fn, args in calls]
+        return np.array([(p.cost_analysis().get("flops", 0), p.memory_analysis().temp_size_in_bytes) for p in programs])
+
+    # Logarithmic: every further factor of 16 adds one level to a tree, so the same cost.
+    first, second, third = costs(2**12), costs(2**16), costs(2**20)
+    if make is replay.uniform:
+        np.testing.assert_array_equal(third, first)
+    assert (third - second <= 1.25 * (second - first) + 512).all()
+    assert (third < 2.5 * first + 4096).all()

@@ -1,0 +1,80 @@
+"""What buffers hold and sample, against a deque for every environment."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_jax import replay
+from tests.replay.history import EXAMPLE, History, compiled, steps
+
+KINDS = {"uniform": replay.uniform, "prioritised": replay.prioritised}
+# unroll_length, length, stride, steps held of each environment
+SIZES = [(1, 1, 1, 5), (4, 3, 1, 12), (2, 5, 3, 18), (6, 4, 4, 24)]
+NUM_ENVS = 4
+MODULUS = {held: 2**30 // held * held for *_, held in SIZES}
+
+
+@functools.cache
+def buffer(kind, size):
+    unroll_length, length, stride, held = size
+    return compiled(
+        KINDS[kind](
+            EXAMPLE, capacity=held * NUM_ENVS, num_envs=NUM_ENVS, unroll_length=unroll_length, batch_size=16, length=length,
+            stride=stride, shards=2,
+        )
+    )  # fmt: skip
+
+
+def filled(kind, size, insertions, seed, back=0):
+    """A buffer and its history after some insertions, the first of which is `back` insertions before counting starts anew."""
+    unroll_length, _, _, held = size
+    functions, rng = buffer(kind, size), np.random.default_rng(seed)
+    history = History(NUM_ENVS, held, MODULUS[held])
+    state = functions.buffer.init()
+    begin = -back * unroll_length % MODULUS[held]
+    state = state._replace(added=state.added + begin)
+    for _ in range(insertions):
+        items = steps(rng, unroll_length, NUM_ENVS, begin)
+        state = functions.insert(state, items)
+        history.insert(items, begin)
+        begin = (begin + unroll_length) % MODULUS[held]
+    return functions, state, history
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(insertions=st.integers(0, 40), seed=st.integers(0, 2**32 - 1), back=st.integers(0, 12))
+def test_samples_are_windows_of_consecutive_steps(kind, size, insertions, seed, back):
+    functions, state, history = filled(kind, size, insertions, seed, back)
+    _, length, stride, _ = size
+    windows = history.windows(length, stride)
+    assert int(functions.buffer.size(state)) == len(windows)
+    assert bool(functions.buffer.ready(state)) <= (len(windows) >= 16)
+    if not windows:
+        return
+    batch = functions.sample(state, jax.random.key(seed))
+    for b, at in enumerate(zip(*map(np.asarray, batch.indices), strict=True)):
+        expected = jax.tree.map(lambda *x: np.stack(x), *windows[at])
+        got = jax.tree.map(lambda x, b=b: np.asarray(x)[:, b] if length > 1 else np.asarray(x)[None, b], batch.experience)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    np.testing.assert_allclose(batch.probability, 1 / len(windows), rtol=1e-6)
+    # The first half of a batch comes from the first half of the environments.
+    assert (np.asarray(batch.indices.env) // (NUM_ENVS // 2) == np.repeat([0, 1], 8)).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("insertions", [3, 17])
+def test_every_window_is_sampled(kind, size, insertions):
+    functions, state, history = filled(kind, size, insertions, 0)
+    windows = history.windows(*size[1:3])
+    seen = set()
+    # Of at most 48 windows, one is missing after 100 batches of 16 with a probability below 48 * (1 - 1/48)**1600 < 1e-12.
+    for seed in range(100):
+        seen.update(zip(*np.asarray(functions.sample(state, jax.random.key(seed)).indices).tolist(), strict=True))
+    assert seen == set(windows)
