@@ -1,0 +1,257 @@
+"""What the off-policy algorithms share: acting into a replay buffer, and updates from it at a declared ratio.
+
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `B` the batch size and `K` the
+number of updates per iteration. An iteration takes `T` steps of every environment, puts them into the buffer, draws `K`
+batches at once and learns from one after another. Priorities that follow from them are written before the next draw.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.base import Agent, Metrics
+from msrl_jax.algorithms.optimizer import descend
+from msrl_jax.algorithms.rollout import stamp
+from msrl_jax.envs import VectorEnvironment
+from msrl_jax.fragments import fragment
+from msrl_jax.metrics import Mean
+from msrl_jax.replay import Indices, Replay, ReplayState, Transition, importance_weights
+
+
+class Learner(NamedTuple):
+    """What learns; every algorithm decides what the trees are.
+
+    Attributes:
+      params: parameters of all networks that are trained.
+      target_params: what follows them slowly.
+      opt_state: states of the optimisers.
+    """
+
+    params: Any
+    target_params: Any
+    opt_state: Any
+
+
+class Pending(NamedTuple):
+    """TD errors that the buffer has not heard of yet.
+
+    Attributes:
+      indices: which windows they are of. shape=(K, B)
+      td_error: the errors; nan where there are none. shape=(K, B)
+    """
+
+    indices: Indices
+    td_error: jax.Array
+
+
+class OffPolicyState(NamedTuple):
+    """All of a run.
+
+    Attributes:
+      params: parameters of all networks that are trained.
+      target_params: what follows them slowly.
+      opt_state: states of the optimisers.
+      iteration: iterations done, as the learner counts. shape=(), dtype=int32
+      key: the learner's key. shape=()
+      clock: iterations done, as the actors count. shape=(), dtype=int32
+      actor_keys: one key per environment, which samples actions. shape=(E,)
+      env_state: state of the vector environment.
+      obs: the observations to act on next. shape=(E, ...)
+      replay: state of the buffer.
+      replay_key: the buffer's key, which draws. shape=()
+      pending: what the buffer is told before the next draw.
+    """
+
+    params: Any
+    target_params: Any
+    opt_state: Any
+    iteration: jax.Array
+    key: jax.Array
+    clock: jax.Array
+    actor_keys: jax.Array
+    env_state: Any
+    obs: jax.Array
+    replay: ReplayState
+    replay_key: jax.Array
+    pending: Pending
+
+
+class Batch(NamedTuple):
+    """What an update learns from.
+
+    Attributes:
+      experience: the buffer's, such as an `NStep`. shape=(B, ...)
+      weight: importance weights, 1 without priorities. shape=(B,)
+      key: for what the update draws. shape=()
+    """
+
+    experience: Any
+    weight: jax.Array
+    key: jax.Array
+
+
+Act = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+"""`(params, obs [E, ...], keys [E], steps) -> action [E, ...]`: how to explore after `steps` environment steps."""
+
+Update = Callable[[Learner, Batch, jax.Array, jax.Array], tuple[Learner, jax.Array, Mapping[str, jax.Array]]]
+"""`(learner, batch, count, ready) -> (learner, TD errors [B], statistics)`: update number `count`; if not `ready`, the batch
+means nothing, and the learner must stay what it is (`make_apply_update` and `make_track` see to that)."""
+
+
+def off_policy_agent(
+    venv: VectorEnvironment,
+    buffer: Replay,
+    *,
+    init: Callable[[jax.Array, jax.Array], Learner],
+    act: Act,
+    update: Update,
+    choose_action: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    to_env_action: Callable[[jax.Array], jax.Array],
+    unroll_length: int,
+    num_updates: int,
+    batch_size: int,
+    beta: Callable[[jax.Array], jax.Array] | None = None,
+) -> Agent:
+    """Builds an agent that learns from a replay buffer.
+
+    Args:
+      venv: the vector environment.
+      buffer: the buffer, of items like `Transition`.
+      init: `(key, obs [E, ...]) -> Learner`.
+      act: explores.
+      update: what the algorithm is; it calls fragments.
+      choose_action: `Agent.act`, with actions as `act` makes them.
+      to_env_action: turns such actions into those that the environment takes.
+      unroll_length: steps of every environment per iteration, `T`.
+      num_updates: updates per iteration, `K`.
+      batch_size: windows per batch, `B`.
+      beta: the exponent of the importance weights after a number of iterations; None for a buffer without priorities.
+
+    Returns:
+      The agent. Its metrics have `parameter_age`, how many iterations old the parameters were that acted, and `replay_size`.
+      Statistics are `Mean`s over the updates; there are none until the buffer is ready.
+    """
+    steps_per_iteration = venv.num_envs * unroll_length
+
+    def init_state(key: jax.Array) -> OffPolicyState:
+        params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
+        env_state, obs = venv.reset(env_key)
+        actor_keys = jax.random.split(actor_key, venv.num_envs)
+        nowhere = Indices(jnp.zeros((num_updates, batch_size), jnp.int32), jnp.zeros((num_updates, batch_size), jnp.int32))
+        pending = Pending(nowhere, jnp.full((num_updates, batch_size), jnp.nan))
+        return OffPolicyState(
+            *init(params_key, obs), jnp.int32(0), learner_key, jnp.int32(0), actor_keys, env_state, obs,
+            buffer.init(), replay_key, pending,
+        )  # fmt: skip
+
+    @fragment(role="actor")
+    def draw_keys(keys, clock):
+        keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
+        steps = clock * steps_per_iteration + jnp.arange(unroll_length) * venv.num_envs
+        return keys[0], keys[1:], steps, clock + 1
+
+    @fragment(role="actor")
+    def explore(params, obs, keys, steps):
+        return act(params, obs, keys, steps)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    drain = fragment(role="env", name="drain")(venv.drain)
+
+    @fragment(role="buffer")
+    def remember(replay, pending, items):
+        flat = jax.tree.map(lambda x: x.reshape(-1), pending)
+        return buffer.insert(buffer.update(replay, *flat), items)
+
+    @fragment(role="buffer")
+    def draw(replay, key):
+        key, *keys = jax.random.split(key, num_updates + 1)
+        sample = jax.vmap(buffer.sample, (None, 0))(replay, jnp.stack(keys))
+        return key, sample, buffer.ready(replay), buffer.size(replay)
+
+    @fragment(role="learner")
+    def learn(learner, iteration, acted_at, key, sample, ready):
+        key, *keys = jax.random.split(key, num_updates + 1)
+        weight = jnp.ones_like(sample.probability)
+        if beta is not None:
+            weight = jax.vmap(importance_weights, (0, None))(sample.probability, beta(iteration))
+        counts = iteration * num_updates + jnp.arange(num_updates)
+
+        def step(learner, inputs):
+            count, batch = inputs
+            learner, td_error, stats = update(learner, batch, count, ready)
+            return learner, (jnp.where(ready, td_error, jnp.nan), stats)
+
+        batches = Batch(sample.experience, weight, jnp.stack(keys))
+        learner, (td_error, stats) = jax.lax.scan(step, learner, (counts, batches))
+        done = jnp.where(ready, jnp.float32(num_updates), 0.0)
+        means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
+        age = (iteration - acted_at).astype(jnp.float32)
+        return learner, iteration + 1, key, td_error, {**means, "parameter_age": age}
+
+    def iteration(state: OffPolicyState) -> tuple[OffPolicyState, Metrics]:
+        def step(carry, inputs):
+            env_state, obs = carry
+            action = explore(state.params, obs, *inputs)
+            env_state, t = env_step(env_state, action)
+            return (env_state, t.obs), Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
+
+        acted_at = stamp(state.iteration)
+        actor_keys, keys, steps, clock = draw_keys(state.actor_keys, state.clock)
+        (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
+        env_state, episodes = drain(env_state)
+        replay = remember(state.replay, state.pending, items)
+        replay_key, sample, ready, size = draw(replay, state.replay_key)
+        learner = Learner(state.params, state.target_params, state.opt_state)
+        learner, count, key, td_error, metrics = learn(learner, state.iteration, acted_at, state.key, sample, ready)
+        after = OffPolicyState(
+            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, Pending(sample.indices, td_error)
+        )
+        return after, {**metrics, "replay_size": size.astype(jnp.float32), **episodes}
+
+    def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
+        return to_env_action(choose_action(state.params, obs, key))
+
+    pending_axes = P(None, "env")
+    axes = OffPolicyState(
+        P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), Pending(pending_axes, pending_axes)
+    )  # fmt: skip
+    return Agent(
+        init_state, iteration, act_in_env, axes, steps_per_iteration, num_updates, venv,
+        env_group=venv.num_envs // buffer.shards,
+    )  # fmt: skip
+
+
+def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+    """Makes the fragment that takes a step along a gradient, once the buffer is ready.
+
+    Args:
+      optimizer: gives directions of descent.
+
+    Returns:
+      `(params, opt_state, grads, learning_rate, ready) -> (params, opt_state)`.
+    """
+
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate, ready):
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        return select(ready, (descend(params, updates, learning_rate), new_opt_state), (params, opt_state))
+
+    return apply_update
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """The leaves of `new` if the scalar `condition` holds, else those of `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+@fragment(role="server")
+def track(target_params: Any, params: Any, rate: jax.Array) -> Any:
+    """Moves target parameters towards parameters by a share in [0, 1]: Polyak averaging, or a copy if it is 1."""
+    return jax.tree.map(lambda target, p: (1 - rate) * target + rate * p, target_params, params)
