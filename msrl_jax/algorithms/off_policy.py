@@ -218,9 +218,8 @@ def off_policy_agent(
     def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
         return to_env_action(choose_action(state.params, obs, key))
 
-    pending_axes = P(None, "env")
-    axes = OffPolicyState(
-        P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), Pending(pending_axes, pending_axes)
+    axes = OffPolicyState._make(
+        [P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env")]
     )  # fmt: skip
     return Agent(
         init_state, iteration, act_in_env, axes, steps_per_iteration, num_updates, venv,
