@@ -5,7 +5,11 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms import PPOConfig
 from msrl_jax.policies import Central, GPUOnly, MultiLearner, SingleLearnerCoarse
+
+from .algorithms import test_ppo
+from .algorithms.random_walk import RandomWalk
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16), "total_steps": 100_000}
 PARTICULAR = {
@@ -33,16 +37,39 @@ def test_sync_samples_is_the_gradient_step_of_one_device():
     assert moved > 0
 
 
-@pytest.mark.parametrize("policy", [GPUOnly(), MultiLearner()], ids=lambda p: type(p).__name__)
-def test_local_multi_gpu_keeps_the_batch_where_it_was_made(policy):
-    program, _ = plan("ppo", policy, num_epochs=2, num_minibatches=2)
+def sums(program, state):
+    """How often per iteration gradients are summed over devices, and how often how many other numbers, and nothing else."""
     described = program.explain()
     assert described.bytes_crossing == 0
-    parameters = 4 * sum(c.size for c in jax.tree.leaves(plan("ppo", GPUOnly(), 1, num_epochs=2, num_minibatches=2)[1].params))
-    sums = [(c.kind, c.nbytes, c.times * p.runs) for p in described.programs for c in p.collectives]
-    assert {kind for kind, *_ in sums} == {"all-reduce"}
-    assert sum(times for _, nbytes, times in sums if nbytes >= parameters) == 4  # 2 epochs of 2 minibatches
-    assert all(nbytes < 64 for _, nbytes, _ in sums if nbytes < parameters)
+    found = [(c.kind, c.nbytes, c.times * p.runs) for p in described.programs for c in p.collectives]
+    assert {kind for kind, *_ in found} == {"all-reduce"}
+    parameters = 4 * sum(x.size for x in jax.tree.leaves(state.params))
+    gradients = [times for _, nbytes, times in found if nbytes >= parameters]
+    others = [(times, nbytes // 4) for _, nbytes, times in found if nbytes < parameters]
+    return gradients, others
+
+
+def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
+    program, state = plan("ppo", MultiLearner(), num_epochs=2, num_minibatches=2)
+    gradients, others = sums(program, state)
+    assert gradients == [4] and all(numbers <= 8 for _, numbers in others)
+
+
+@pytest.mark.parametrize("policy", [GPUOnly(), MultiLearner()], ids=lambda p: type(p).__name__)
+def test_local_multi_gpu_standardises_the_batch_once_and_makes_epochs_of_it_where_it_lies(policy):
+    config = PPOConfig(**test_ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
+    agent = msrl.algorithms.PPO.build(RandomWalk(), config)
+    start = jax.jit(agent.init)(jax.random.key(0))
+    program = msrl.compile(agent.iteration, start, policy=policy, axes=agent.axes)
+    state = jax.device_put(program.run(start, 1)[0], jax.devices()[0])
+    _, rollout = test_ppo.plain_rollout(agent, state)
+    want = test_ppo.plain_update(agent, config, state, rollout)
+    after, _ = program.run(state, 1)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
+    gradients, others = sums(program, start)
+    assert gradients == [config.num_epochs * config.num_minibatches]
+    # Mean and deviation of the advantages; number, returns and lengths of the episodes that ended.
+    assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 5
 
 
 @pytest.mark.parametrize("algo", sorted(msrl.algorithms.ALGORITHMS))

@@ -15,7 +15,7 @@ from msrl_jax.algorithms.base import Agent, Algorithm, register, training_enviro
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, ActorCritic, actor_critic
 from msrl_jax.algorithms.optimizer import OPTIMIZERS, make_optimizer
-from msrl_jax.algorithms.returns import gae
+from msrl_jax.algorithms.returns import gae, standardise
 from msrl_jax.algorithms.rollout import Trajectory, evaluate, next_values
 from msrl_jax.algorithms.single_update import single_update_agent
 from msrl_jax.envs import Environment
@@ -40,7 +40,7 @@ class A2CConfig:
         long as the unroll allows. Usual: 1, or 0.95.
       entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
       value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      normalize_advantage: whether advantages are standardised per update. Usual: False.
+      normalize_advantage: over what advantages are standardised: the "batch" of an update, or "none". Usual: "none".
       normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
@@ -62,7 +62,7 @@ class A2CConfig:
     gae_lambda: float = 0.95
     entropy_coef: float = 0.01
     value_coef: float = 0.5
-    normalize_advantage: bool = False
+    normalize_advantage: str = "none"
     normalize_observations: bool = False
     normalize_rewards: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -76,8 +76,8 @@ class A2CConfig:
         check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
         check.check_numbers(self, "discount", "gae_lambda", "rms_decay", low=0.0, high=1.0)
         check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
-        check.check_booleans(self, "normalize_rewards", "shared_torso")
+        check.check_booleans(self, "anneal_learning_rate", "normalize_observations", "normalize_rewards", "shared_torso")
+        check.check_choice(self, "normalize_advantage", ("batch", "none"))
         check.check_sizes(self, "hidden_sizes")
         check.check_choice(self, "activation", ACTIVATIONS)
         check.check_choice(self, "network", NETWORKS)
@@ -118,7 +118,7 @@ def make_gradients(
             )  # fmt: skip
             target = now + advantage
             if normalize_advantage:
-                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                advantage = standardise(advantage)
             stats = {
                 "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
                 "value_loss": value_loss(value, target).mean(),
@@ -161,7 +161,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
     gradients = fragment(role="learner", name="gradients")(
         make_gradients(
             network, discount=config.discount, gae_lambda=config.gae_lambda, entropy_coef=config.entropy_coef,
-            value_coef=config.value_coef, normalize_advantage=config.normalize_advantage,
+            value_coef=config.value_coef, normalize_advantage=config.normalize_advantage == "batch",
         )
     )  # fmt: skip
 

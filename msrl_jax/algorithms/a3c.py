@@ -49,7 +49,7 @@ class A3CConfig:
         long as the unroll allows. Usual: 1, or 0.95.
       entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
       value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      normalize_advantage: whether advantages are standardised per gradient. Usual: False.
+      normalize_advantage: over what advantages are standardised: the part of each "worker", or "none". Usual: "none".
       normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
@@ -72,7 +72,7 @@ class A3CConfig:
     gae_lambda: float = 0.95
     entropy_coef: float = 0.001
     value_coef: float = 0.5
-    normalize_advantage: bool = False
+    normalize_advantage: str = "none"
     normalize_observations: bool = False
     normalize_rewards: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -86,8 +86,8 @@ class A3CConfig:
         check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
         check.check_numbers(self, "discount", "gae_lambda", "rms_decay", low=0.0, high=1.0)
         check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
-        check.check_booleans(self, "normalize_rewards", "shared_torso")
+        check.check_booleans(self, "anneal_learning_rate", "normalize_observations", "normalize_rewards", "shared_torso")
+        check.check_choice(self, "normalize_advantage", ("worker", "none"))
         check.check_sizes(self, "hidden_sizes")
         check.check_choice(self, "activation", ACTIVATIONS)
         check.check_choice(self, "network", NETWORKS)
@@ -181,7 +181,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
 
     worker_gradients = make_gradients(
         network, discount=config.discount, gae_lambda=config.gae_lambda, entropy_coef=config.entropy_coef,
-        value_coef=config.value_coef, normalize_advantage=config.normalize_advantage,
+        value_coef=config.value_coef, normalize_advantage=config.normalize_advantage == "worker",
     )  # fmt: skip
 
     @fragment(role="learner")

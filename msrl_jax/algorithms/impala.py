@@ -14,7 +14,7 @@ from msrl_jax.algorithms.base import Agent, Algorithm, register, training_enviro
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, actor_critic
 from msrl_jax.algorithms.optimizer import OPTIMIZERS, make_optimizer
-from msrl_jax.algorithms.returns import vtrace
+from msrl_jax.algorithms.returns import standardise, vtrace
 from msrl_jax.algorithms.rollout import evaluate, next_values
 from msrl_jax.algorithms.single_update import single_update_agent
 from msrl_jax.envs import Environment
@@ -41,7 +41,7 @@ class IMPALAConfig:
       clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
       entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
       value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      normalize_advantage: whether advantages are standardised per update. Usual: False.
+      normalize_advantage: over what advantages are standardised: the "batch" of an update, or "none". Usual: "none".
       normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
@@ -66,7 +66,7 @@ class IMPALAConfig:
     clip_pg_rho: float = 1.0
     entropy_coef: float = 0.01
     value_coef: float = 0.5
-    normalize_advantage: bool = False
+    normalize_advantage: str = "none"
     normalize_observations: bool = False
     normalize_rewards: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -81,8 +81,8 @@ class IMPALAConfig:
         check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
         check.check_numbers(self, "discount", "vtrace_lambda", "rms_decay", low=0.0, high=1.0)
         check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
-        check.check_booleans(self, "normalize_rewards", "shared_torso")
+        check.check_booleans(self, "anneal_learning_rate", "normalize_observations", "normalize_rewards", "shared_torso")
+        check.check_choice(self, "normalize_advantage", ("batch", "none"))
         check.check_sizes(self, "hidden_sizes")
         check.check_choice(self, "activation", ACTIVATIONS)
         check.check_choice(self, "network", NETWORKS)
@@ -127,8 +127,8 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
                 trajectory.terminated, trajectory.truncated, discount=config.discount, lambda_=config.vtrace_lambda,
                 clip_rho=config.clip_rho, clip_c=config.clip_c, clip_pg_rho=config.clip_pg_rho,
             )  # fmt: skip
-            if config.normalize_advantage:
-                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            if config.normalize_advantage == "batch":
+                advantage = standardise(advantage)
             stats = {
                 "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
                 "value_loss": value_loss(value, target).mean(),

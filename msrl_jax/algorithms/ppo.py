@@ -17,7 +17,7 @@ from msrl_jax.algorithms import proximal
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
 from msrl_jax.algorithms.networks import actor_critic
 from msrl_jax.algorithms.optimizer import make_optimizer
-from msrl_jax.algorithms.returns import gae
+from msrl_jax.algorithms.returns import gae, standardise
 from msrl_jax.algorithms.rollout import flatten, make_choose_action, make_unroll, next_values, stamp, values
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -43,7 +43,8 @@ class PPOConfig:
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
       target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
         exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: whether advantages are standardised per minibatch. Usual: True.
+      normalize_advantage: over what advantages are standardised: each "minibatch", the whole "batch" once, or "none".
+        Usual: "minibatch".
       normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
@@ -67,7 +68,7 @@ class PPOConfig:
     value_coef: float = 0.5
     max_grad_norm: float = 0.5
     target_kl: float | None = None
-    normalize_advantage: bool = True
+    normalize_advantage: str = "minibatch"
     normalize_observations: bool = False
     normalize_rewards: bool = False
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -151,17 +152,21 @@ def build(env: Environment, config: PPOConfig) -> Agent:
             trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated,
             discount=config.discount, gae_lambda=config.gae_lambda,
         )  # fmt: skip
-        return value, advantage
+        target = value + advantage
+        if config.normalize_advantage == "batch":
+            advantage = standardise(advantage)
+        return advantage, value, target
 
     @fragment(role="learner")
     def gradients(params, batch, times):
-        batch, old_value, advantage = jax.tree.map(lambda x: flatten(x[times]), batch)
+        seen, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
 
         def loss(params):
-            policy, value = network.apply(params, batch.obs)
+            policy, value = network.apply(params, seen.obs)
             return proximal.surrogate_loss(
-                config, policy, value, action=batch.action, log_prob=batch.log_prob, old_value=old_value, advantage=advantage
-            )
+                config, policy, value, action=seen.action, log_prob=seen.log_prob,
+                advantage=advantage, old_value=old_value, target=target,
+            )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
 

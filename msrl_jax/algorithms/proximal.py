@@ -12,6 +12,7 @@ from msrl_jax.algorithms.distributions import Distribution
 from msrl_jax.algorithms.losses import approximate_kl, clipped_surrogate_loss, clipped_value_loss, value_loss
 from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS
 from msrl_jax.algorithms.optimizer import descend, learning_rate_at
+from msrl_jax.algorithms.returns import standardise
 from msrl_jax.fragments import fragment
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ def check_config(config: "PPOConfig | RecurrentPPOConfig") -> None:
     check.check_numbers(config, "learning_rate", "clip_ratio", "max_grad_norm", "clip_value", "target_kl", above=0.0)
     check.check_numbers(config, "discount", "gae_lambda", low=0.0, high=1.0)
     check.check_numbers(config, "entropy_coef", "value_coef", low=0.0)
-    check.check_booleans(config, "anneal_learning_rate", "normalize_advantage", "normalize_observations")
-    check.check_booleans(config, "normalize_rewards")
+    check.check_booleans(config, "anneal_learning_rate", "normalize_observations", "normalize_rewards")
+    check.check_choice(config, "normalize_advantage", ("minibatch", "batch", "none"))
     check.check_sizes(config, "hidden_sizes")
     check.check_choice(config, "activation", ACTIVATIONS)
     check.check_choice(config, "network", NETWORKS)
@@ -39,8 +40,9 @@ def surrogate_loss(
     *,
     action: jax.Array,
     log_prob: jax.Array,
-    old_value: jax.Array,
     advantage: jax.Array,
+    old_value: jax.Array,
+    target: jax.Array,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a minibatch: clipped surrogate, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
 
@@ -50,15 +52,15 @@ def surrogate_loss(
       value: the values now. `[...]`
       action: the actions taken. `[..., *action_shape]`
       log_prob: their log-probabilities when they were taken. `[...]`
-      old_value: the values that the advantages were estimated with. `[...]`
-      advantage: the estimated advantages; plus `old_value` they are the targets of the value function. `[...]`
+      advantage: the estimated advantages, standardised if they are to be over more than this minibatch. `[...]`
+      old_value: the values when the actions were taken; they count if `clip_value` is given. `[...]`
+      target: what the values should have been. `[...]`
 
     Returns:
       The loss and its parts, float32 scalars.
     """
-    target = old_value + advantage
-    if config.normalize_advantage:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    if config.normalize_advantage == "minibatch":
+        advantage = standardise(advantage)
     log_ratio = policy.log_prob(action) - log_prob
     if config.clip_value is None:
         value_losses = value_loss(value, target)

@@ -19,7 +19,7 @@ from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, traini
 from msrl_jax.algorithms.networks import action_transform
 from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.algorithms.recurrent import CELLS, Memory, forget, recurrent_actor_critic
-from msrl_jax.algorithms.returns import gae
+from msrl_jax.algorithms.returns import gae, standardise
 from msrl_jax.algorithms.rollout import next_values
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -47,7 +47,8 @@ class RecurrentPPOConfig:
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
       target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
         exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: whether advantages are standardised per minibatch. Usual: True.
+      normalize_advantage: over what advantages are standardised: each "minibatch", the whole "batch" once, or "none".
+        Usual: "minibatch".
       normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       core: "gru" or "lstm". Usual: "gru".
@@ -72,7 +73,7 @@ class RecurrentPPOConfig:
     value_coef: float = 0.5
     max_grad_norm: float = 0.5
     target_kl: float | None = None
-    normalize_advantage: bool = True
+    normalize_advantage: str = "minibatch"
     normalize_observations: bool = False
     normalize_rewards: bool = False
     core: str = "gru"
@@ -208,10 +209,14 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     @fragment(role="learner")
     def estimate_advantages(seen, final_value):
         next_value = next_values(seen.value, final_value[-1], final_value, seen.truncated)
-        return gae(
+        advantage = gae(
             seen.reward, seen.value, next_value, seen.terminated, seen.truncated,
             discount=config.discount, gae_lambda=config.gae_lambda,
         )  # fmt: skip
+        target = seen.value + advantage
+        if config.normalize_advantage == "batch":
+            advantage = standardise(advantage)
+        return advantage, target
 
     @fragment(role="learner")
     def gradients(params, sequences, memory, chosen):
@@ -220,20 +225,21 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
             index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
             return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
-        seen, advantage = jax.tree.map(pick, sequences)
+        seen, advantage, target = jax.tree.map(pick, sequences)
         memory = tuple(pick(m[None])[0] for m in memory)
 
         def loss(params):
             policy, value = network.unroll(params, seen.obs, seen.begins, memory)
             return proximal.surrogate_loss(
-                config, policy, value, action=seen.action, log_prob=seen.log_prob, old_value=seen.value, advantage=advantage
-            )
+                config, policy, value, action=seen.action, log_prob=seen.log_prob,
+                advantage=advantage, old_value=seen.value, target=target,
+            )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, seen, memory, final_value, acted_at):
-        sequences = seen, estimate_advantages(seen, final_value)
+        sequences = (seen, *estimate_advantages(seen, final_value))
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
         shuffled = [jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys]

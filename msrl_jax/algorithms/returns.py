@@ -38,6 +38,19 @@ def gae(
     return _accumulate(delta, jnp.where(terminated | truncated, 0.0, discount * gae_lambda))
 
 
+def standardise(advantage: jax.Array) -> jax.Array:
+    """Shifts and scales advantages to mean 0 and standard deviation 1 over all of the array.
+
+    Args:
+      advantage: advantages. `[...]`
+
+    Returns:
+      The standardised advantages; zeros if all are equal. `[...]`
+    """
+    centred = advantage - advantage.mean()
+    return centred / (jnp.sqrt(jnp.mean(jnp.square(centred))) + 1e-8)
+
+
 def n_step_return(
     reward: jax.Array,
     next_value: jax.Array,

@@ -225,7 +225,8 @@ def num_params(agent):
 
 @pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
 def test_the_state_keeps_its_types_and_metrics_are_scalars(name):
-    agent, _ = build(name, normalize_advantage=True, optimizer="adam", anneal_learning_rate=True, total_steps=3 * T * E)
+    over = "worker" if name == "a3c" else "batch"
+    agent, _ = build(name, normalize_advantage=over, optimizer="adam", anneal_learning_rate=True, total_steps=3 * T * E)
     after, _ = jax.eval_shape(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
     before = jax.eval_shape(agent.init, jax.random.key(0))
     kind = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731

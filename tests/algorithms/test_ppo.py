@@ -99,9 +99,12 @@ def plain_update(agent, config, state, rollout):
         after = reward[t] + config.discount * future - value[t] + config.discount * config.gae_lambda * after
         advantage[t] = after
     target = advantage + value
+    standardise = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
+    per_minibatch = config.normalize_advantage == "minibatch"
+    advantage = advantage if per_minibatch else standardise(advantage)
 
     def loss(params, i):
-        a = (advantage[i] - advantage[i].mean()) / (advantage[i].std() + 1e-8)
+        a = standardise(advantage[i]) if per_minibatch else advantage[i]
         outputs, v = plain_network(params, obs[i], continuous)
         new, entropy = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action[i])
         ratio = jnp.exp(new - log_prob[i])

@@ -117,8 +117,10 @@ def start(agent, iterations):
 @pytest.fixture(scope="module", params=["gru", "lstm"])
 def walk(request):
     """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
-    agent = build(RandomWalk(), core=request.param, clip_value=0.1)
-    return request.param, agent, start(agent, 2)
+    over = {"gru": "minibatch", "lstm": "batch"}[request.param]
+    config = RecurrentPPOConfig(**SMALL, core=request.param, clip_value=0.1, normalize_advantage=over)
+    agent = algorithms.get("recurrent_ppo").build(RandomWalk(), config)
+    return config, agent, start(agent, 2)
 
 
 def plain_network(core, params, obs, begins, memory, xp=jnp):
@@ -158,7 +160,7 @@ def plain_rollout(core, agent, state):
     return obs, begins, memory, [np.stack(x) for x in zip(*columns, strict=True)]
 
 
-def plain_update(core, agent, config, state, rollout):
+def plain_update(config, state, rollout):
     """Advantages by a loop; then one optax update per minibatch of sequences, from a loss written out here."""
     obs, begins, action, log_prob, value, final_value, reward, terminated, truncated = rollout
     advantage, after, future = np.zeros_like(value), 0.0, final_value[-1]
@@ -166,12 +168,15 @@ def plain_update(core, agent, config, state, rollout):
         future = np.where(truncated[t], final_value[t], future) * ~terminated[t]
         after = reward[t] + config.discount * (future + config.gae_lambda * after * ~(terminated[t] | truncated[t])) - value[t]
         advantage[t], future = after, value[t]
-    old = [jnp.asarray(x) for x in (obs, begins, action, log_prob, value, advantage, advantage + value)]
+    standardise = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
+    per_minibatch, target = config.normalize_advantage == "minibatch", advantage + value
+    advantage = advantage if per_minibatch else standardise(advantage)
+    old = [jnp.asarray(x) for x in (obs, begins, action, log_prob, value, advantage, target)]
 
     def loss(params, e):
         o, b, acted, log_prob, value, a, target = (x[:, e] for x in old)
-        a = (a - a.mean()) / (a.std() + 1e-8)
-        log_probs, v, _ = plain_network(core, params, o, b, [m[e] for m in state.memory])
+        a = standardise(a) if per_minibatch else a
+        log_probs, v, _ = plain_network(config.core, params, o, b, [m[e] for m in state.memory])
         ratio = jnp.exp(chosen_of(log_probs, acted) - log_prob)
         clipped = jnp.where(a > 0, jnp.minimum(ratio, 1 + config.clip_ratio), jnp.maximum(ratio, 1 - config.clip_ratio))
         near = jnp.clip(v, value - config.clip_value, value + config.clip_value)
@@ -196,15 +201,15 @@ def plain_update(core, agent, config, state, rollout):
 
 
 def test_one_iteration_equals_an_independent_implementation(walk):
-    core, agent, state = walk
-    obs, begins, memory, rollout = plain_rollout(core, agent, state)
+    config, agent, state = walk
+    obs, begins, memory, rollout = plain_rollout(config.core, agent, state)
     terminated, truncated = rollout[-2:]
     assert terminated.any() and (truncated & ~terminated).any() and not state.begins.all() and not begins.all()
     after, metrics = jax.jit(agent.iteration)(state)
     np.testing.assert_array_equal(after.begins, begins)
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)  # noqa: E731
     jax.tree.map(close, (after.obs, after.memory), (obs, memory))
-    want = plain_update(core, agent, RecurrentPPOConfig(**SMALL, core=core, clip_value=0.1), state, rollout)
+    want = plain_update(config, state, rollout)
     jax.tree.map(close, after.params, want)
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params))
     assert min(moved) > 0 and np.median(moved) > 1e-3

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.returns import gae, lambda_return, n_step_return, retrace, vtrace
+from msrl_jax.algorithms.returns import gae, lambda_return, n_step_return, retrace, standardise, vtrace
 
 T, E = 13, 3
 
@@ -246,3 +246,10 @@ def test_the_value_after_a_terminal_state_does_not_matter_even_if_it_is_nan():
 def test_a_return_has_at_least_one_step():
     with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
         n_step_return(jnp.ones(4), *SUCCESSORS, discount=0.5, num_steps=0)
+
+
+def test_standardised_advantages_have_mean_0_and_deviation_1_over_all_of_them():
+    advantage = np.random.default_rng(0).normal(3, 5, (T, E)).astype(np.float32)
+    wide = advantage.astype(np.float64)
+    np.testing.assert_allclose(standardise(advantage), (wide - wide.mean()) / wide.std(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(standardise(jnp.full((T, E), 2.0)), np.zeros((T, E)))
