@@ -72,10 +72,8 @@ def uniform(
         begin, count = ring.oldest(state.added, state.filled)
 
         def of_shard(key):
-            which, env = jax.random.split(key)
-            window = jax.random.randint(which, (ring.batch_size // ring.shards,), 0, jnp.maximum(count, 1))
-            env = jax.random.randint(env, window.shape, 0, ring.envs)
-            return Indices((begin + window * ring.stride) % ring.modulus, env)
+            which = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1))
+            return Indices((begin + which // ring.envs * ring.stride) % ring.modulus, which % ring.envs)
 
         probability = 1 / (count.astype(jnp.float32) * ring.num_envs)
         return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
@@ -128,7 +126,7 @@ def prioritised(
     check_numbers(alpha=alpha, epsilon=epsilon)
     ring, least = make_ring(
         example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
-        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount, leaves=True,
+        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
     )  # fmt: skip
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 

@@ -39,7 +39,6 @@ def make_ring(
     shards: int | None,
     storage: Storage | None,
     discount: float | None,
-    leaves: bool = False,
 ) -> tuple[Ring, int]:
     """Checks the arguments of a buffer, and works out its sizes.
 
@@ -55,7 +54,6 @@ def make_ring(
       shards: shards, or None.
       storage: codecs.
       discount: whether and how windows are folded.
-      leaves: whether every window has a leaf in a tree.
 
     Returns:
       The sizes, and the steps of each environment from which on the buffer is ready.
@@ -96,7 +94,7 @@ def make_ring(
             f"{what}, which are {ring.fewest_windows * num_envs} windows of length={length}, fewer than "
             f"batch_size={batch_size}; use a capacity of at least {enough}, or smaller batches"
         )
-    if steps > 2**30 or (leaves and steps // stride * ring.envs > 2**30):
+    if steps * ring.envs > 2**30:
         raise ValueError(f"{what}, more than can be counted with 32 bits; use a smaller capacity, or more shards")
     serves = -(-ring.steps_of_batch // unroll_length) * unroll_length
     if min_size is not None and not serves * num_envs <= min_size <= steps * num_envs:

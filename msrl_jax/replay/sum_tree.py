@@ -1,8 +1,8 @@
 """Sum trees: draws with given probabilities, and changes of them, in time logarithmic in how many there are.
 
-A node has `BRANCHES` children: a wide tree is shallow, so it needs few dependent reads of memory, and each read is of
-adjacent numbers. A parent is always computed anew from its children, so sums do not drift as they do where differences are
-added (Schaul et al., 2016, arXiv 1511.05952, keep a binary tree).
+A node has `BRANCHES` children: a tree that is wider than a binary one (Schaul et al., 2016, arXiv 1511.05952) needs fewer
+dependent reads of memory, and each read is of adjacent numbers. A parent is always computed anew from its children, so sums do
+not drift as they do where differences are added.
 """
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from msrl_jax._compat import Tracer
 
-BRANCHES = 16
+BRANCHES = 8
 NOWHERE = 2**30  # no tree has this leaf
 
 Tree = tuple[jax.Array, ...]
@@ -84,21 +84,23 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     Returns:
       The leaves, and their values. `[K]` int32, `[K]`
     """
-    fresh = jax.random.uniform(key, (len(tree) + 1, count))
-    target = (jnp.arange(count) + fresh[0]) / count  # a fraction of the node's sum
+    high, low = jax.random.split(key)
+    target = (jnp.arange(count) + jax.random.uniform(high, (count,))) / count  # a fraction of the node's sum
+    bits = jax.random.bits(low, (count,), jnp.uint32)
     node = jnp.zeros(count, jnp.int32)
     value = jnp.zeros(count)
-    for level, bits in zip(reversed(tree), fresh[1:], strict=True):
+    for level in reversed(tree):
         children = level.reshape(-1, BRANCHES).at[node].get(mode="promise_in_bounds")
-        upto = jnp.cumsum(children, 1)
-        goal = target * upto[:, -1]
-        # Rounding may leave the goal behind the last child, or a child of 0 between two sums that differ.
-        ahead = (upto > goal[:, None]) & (children > 0)
-        last = BRANCHES - 1 - jnp.argmax(children[:, ::-1] > 0, 1)
-        pick = jnp.where(ahead.any(1), jnp.argmax(ahead, 1), last)
+        # Much cheaper than a cumulative sum on a CPU; accelerators would round the factors of a product otherwise.
+        before = jnp.dot(children, jnp.triu(jnp.ones((BRANCHES, BRANCHES)), 1), precision=jax.lax.Precision.HIGHEST)
+        total = before[:, -1] + children[:, -1]
+        goal = target * total
+        # The first child above 0 always qualifies, and rounding that puts the goal behind them all yields the last one.
+        pick = jnp.max(jnp.where((before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES), 0), 1)
         value = jnp.take_along_axis(children, pick[:, None], 1)[:, 0]
-        before = jnp.take_along_axis(upto, pick[:, None], 1)[:, 0] - value
-        spacing = jnp.finfo(jnp.float32).eps / 2 * upto[:, -1]
-        target = jnp.clip((goal - before + bits * spacing) / value, 0.0, 1.0)
-        node = node * BRANCHES + pick.astype(jnp.int32)
+        before = jnp.take_along_axis(before, pick[:, None], 1)[:, 0]
+        bits = bits * jnp.uint32(1664525) + jnp.uint32(1013904223)  # a linear congruential generator will do for these
+        rest = (bits >> 8).astype(jnp.float32) * 2**-48 * total
+        target = jnp.clip((goal - before + rest) / value, 0.0, 1.0)
+        node = node * BRANCHES + pick
     return node, value
