@@ -166,8 +166,7 @@ def off_policy_agent(
 
     @fragment(role="buffer")
     def remember(replay, pending, items):
-        flat = jax.tree.map(lambda x: x.reshape(-1), pending)
-        return buffer.insert(buffer.update(replay, *flat), items)
+        return buffer.insert(buffer.update(replay, *pending), items)
 
     @fragment(role="buffer")
     def draw(replay, key):

@@ -66,9 +66,11 @@ class Replay:
     Attributes:
       init: `() -> state`, an empty buffer.
       insert: `(state, items [T, E, ...]) -> state`; the oldest steps give way.
-      sample: `(state, key) -> Sample`, with replacement. It means something once `ready(state)`.
-      update: `(state, indices, td_error [B]) -> state`: new priorities from TD errors of either sign. Windows that have been
-        overwritten since, and errors that are not finite, are left out. Buffers without priorities return the state.
+      sample: `(state, key) -> Sample`, with replacement. It means something once `ready(state)`; an empty buffer gives zeros.
+      update: `(state, indices, td_error [..., B]) -> state`: new priorities from TD errors of either sign, of one sampled batch
+        or of several, the last of which counts. Windows that have been overwritten since, and errors that are not finite, are
+        left out. Buffers without priorities return the state. Call it outside of `lax.cond`, which would copy the
+        priorities: errors of nan change nothing.
       size: `state -> int32 scalar`: how many windows there are to sample.
       ready: `state -> bool scalar`: whether `min_size` steps are held.
       axes: a prefix tree of the state with the logical axis names of its dimensions.

@@ -75,7 +75,7 @@ def uniform(
             which = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1))
             return Indices((begin + which // ring.envs * ring.stride) % ring.modulus, which % ring.envs)
 
-        probability = 1 / (count.astype(jnp.float32) * ring.num_envs)
+        probability = 1 / jnp.maximum(count.astype(jnp.float32) * ring.num_envs, 1.0)
         return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
 
     return _replay(ring, least, discount, draw, lambda: (), lambda priorities, added, filled: (), lambda state, *_: state)
@@ -121,9 +121,11 @@ def prioritised(
       The buffer.
 
     Raises:
-      ValueError: as in `uniform`, or if `alpha` or `epsilon` is negative.
+      ValueError: as in `uniform`, or if `alpha` is negative or `epsilon` is not above 0.
     """
     check_numbers(alpha=alpha, epsilon=epsilon)
+    if not epsilon:
+        raise ValueError("epsilon=0 never draws a window again whose TD error was 0; use a small number such as 1e-6")
     ring, least = make_ring(
         example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
         stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
@@ -156,17 +158,27 @@ def prioritised(
             row, env = leaf // ring.envs, leaf % ring.envs
             # The one step in that place that is held.
             step = (begin + (row * ring.stride - begin) % ring.steps) % ring.modulus
-            return Indices(step, env), value / (ring.shards * sum_tree.total(tree))
+            total = sum_tree.total(tree)
+            return Indices(step, env), jnp.where(total > 0, value / (ring.shards * total), 1.0)
 
         return jax.vmap(of_shard)(state.priorities.tree, keys)
 
     def update(state: ReplayState, indices: Indices, td_error: jax.Array) -> ReplayState:
+        shapes = {x.shape for x in (*indices, td_error)}
+        if len(shapes) > 1 or td_error.shape[-1:] != (ring.batch_size,):
+            raise ValueError(
+                f"update takes indices and TD errors of whole batches, [..., {ring.batch_size}], but got "
+                f"{sorted(shapes)}; leave the order of a sampled batch as it is"
+            )
+        if td_error.ndim > 1:
+            steps = (Indices(*indices), td_error)
+            return jax.lax.scan(lambda state, batch: (update(state, *batch), None), state, steps)[0]
         value = (jnp.abs(td_error) + epsilon) ** alpha
         age = (state.added - indices.step) % ring.modulus
         keep = (age >= ring.length) & (age <= state.filled) & jnp.isfinite(value)
         leaf = indices.step % ring.steps // ring.stride * ring.envs + indices.env % ring.envs
-        leaf = jnp.where(keep, leaf, sum_tree.NOWHERE).reshape(ring.shards, -1)
-        value = jnp.where(keep, value, 0.0).reshape(ring.shards, -1)
+        leaf = jnp.where(keep, leaf, sum_tree.NOWHERE).reshape(ring.shards, per_shard)
+        value = jnp.where(keep, value, 0.0).reshape(ring.shards, per_shard)
         tree = jax.vmap(sum_tree.write)(state.priorities.tree, leaf, value[..., None])
         largest = jnp.maximum(state.priorities.largest, value.max(1))
         return state._replace(priorities=Priorities(tree, largest))

@@ -1,8 +1,8 @@
 """Sum trees: draws with given probabilities, and changes of them, in time logarithmic in how many there are.
 
 A node has `BRANCHES` children: a tree that is wider than a binary one (Schaul et al., 2016, arXiv 1511.05952) needs fewer
-dependent reads of memory, and each read is of adjacent numbers. A parent is always computed anew from its children, so sums do
-not drift as they do where differences are added.
+dependent reads of memory, and each read is of adjacent numbers. A parent is always computed anew from its children. Where
+differences are added instead, the rounding of large priorities stays in the sums, and leaves of 0 are drawn once all are small.
 """
 
 import jax
@@ -42,7 +42,8 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
 
     Args:
       tree: the tree.
-      first: the first leaf of each run; a run that begins `NOWHERE` is left out. Of equal runs any one counts. `[K]` int32
+      first: the first leaf of each run; a run that begins `NOWHERE` is left out. Where runs overlap, the largest values count.
+        `[K]` int32
       values: the new leaves, not negative. `[K, W]`
 
     Returns:
@@ -59,7 +60,8 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     values = jnp.where(jnp.isfinite(values) & (values > 0), values, 0.0)
     width = values.shape[1]
     leaves = first[:, None] + jnp.arange(width)
-    levels = [tree[0].at[leaves].set(values, mode="drop")]
+    # Of several values set at one place some devices keep any; the largest is the same everywhere.
+    levels = [tree[0].at[leaves].set(0.0, mode="drop").at[leaves].max(values, mode="drop")]
     for level in tree[1:]:
         # The ancestors of adjacent nodes are adjacent.
         first, width = first // BRANCHES, (width - 2) // BRANCHES + 2 if width > 1 else 1

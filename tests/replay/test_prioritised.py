@@ -167,5 +167,36 @@ def test_importance_weights():
 def test_negative_priorities_are_refused():
     with pytest.raises(ValueError, match=r"a priority is -1.0; priorities must be finite and not negative"):
         sum_tree.write(sum_tree.init(4), jnp.zeros(1, jnp.int32), jnp.array([[1.0, -1.0]]))
+    with pytest.raises(ValueError, match=r"epsilon=0 never draws"):
+        replay.prioritised(EXAMPLE, capacity=8, num_envs=1, unroll_length=1, batch_size=1, epsilon=0)
     with pytest.raises(ValueError, match=r"alpha=-0.5: use a finite number of at least 0"):
         replay.prioritised(EXAMPLE, capacity=8, num_envs=1, unroll_length=1, batch_size=1, alpha=-0.5)
+
+
+def test_batches_are_updated_one_after_another(functions):
+    state = after(functions, 4)
+    batches = [functions.sample(state, jax.random.key(seed)).indices for seed in range(3)]
+    errors = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)
+    together = functions.update(state, jax.tree.map(lambda *x: jnp.stack(x), *batches), errors)
+    for at, error in zip(batches, errors, strict=True):
+        state = functions.update(state, at, error)
+    jax.tree.map(np.testing.assert_array_equal, together, state)
+    # Of two different errors of one window, the larger counts, on all devices.
+    twice = jax.tree.map(lambda x: jnp.repeat(x[::2], 2), batches[0])
+    error = np.tile([0.5, -7.0], 8).astype(np.float32)
+    one, other = functions.update(state, twice, error), functions.update(state, twice, error.reshape(8, 2)[:, ::-1].ravel())
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    np.testing.assert_allclose(one.priorities.largest, (7 + EPSILON) ** ALPHA, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(8,), (32,), (16, 2)])
+def test_parts_of_batches_are_refused(functions, shape):
+    nowhere = replay.Indices(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
+    with pytest.raises(ValueError, match=r"of whole batches, \[\.\.\., 16\], but got"):
+        functions.buffer.update(functions.buffer.init(), nowhere, jnp.zeros(shape))
+
+
+def test_an_empty_buffer_gives_finite_numbers(functions):
+    batch = functions.sample(functions.buffer.init(), jax.random.key(0))
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(batch))
+    assert np.isfinite(replay.importance_weights(batch.probability, 0.5)).all()
