@@ -189,10 +189,12 @@ def off_policy_agent(
 
         batches = Batch(sample.experience, weight, jnp.stack(keys))
         learner, (td_error, stats) = jax.lax.scan(step, learner, (counts, batches))
+        # The learner sends indices along with errors: a policy with staleness delays what learners make.
+        pending = Pending(sample.indices, td_error)
         done = jnp.where(ready, jnp.float32(num_updates), 0.0)
         means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
         age = (iteration - acted_at).astype(jnp.float32)
-        return learner, iteration + 1, key, td_error, {**means, "parameter_age": age}
+        return learner, iteration + 1, key, pending, {**means, "parameter_age": age}
 
     def iteration(state: OffPolicyState) -> tuple[OffPolicyState, Metrics]:
         def step(carry, inputs):
@@ -208,9 +210,9 @@ def off_policy_agent(
         replay = remember(state.replay, state.pending, items)
         replay_key, sample, ready, size = draw(replay, state.replay_key)
         learner = Learner(state.params, state.target_params, state.opt_state)
-        learner, count, key, td_error, metrics = learn(learner, state.iteration, acted_at, state.key, sample, ready)
+        learner, count, key, pending, metrics = learn(learner, state.iteration, acted_at, state.key, sample, ready)
         after = OffPolicyState(
-            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, Pending(sample.indices, td_error)
+            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending
         )
         return after, {**metrics, "replay_size": size.astype(jnp.float32), **episodes}
 

@@ -100,7 +100,7 @@ class Region:
     constants: dict[Var, object] = field(default_factory=dict)
     labels: dict[Var, str] = field(default_factory=dict)
     axes: list[PartitionSpec] = field(default_factory=list)
-    homes: dict[Var, Placement] = field(default_factory=dict)
+    homes: dict[Var, list[Placement]] = field(default_factory=dict)
     delayed: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Node]:
@@ -313,85 +313,3 @@ def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
         f"a {kind} spans placements: {places}. The host would have to read the device at every step. "
         f"Either {remedy}, or choose a policy that places these roles together, such as GPUOnly()"
     )
-
-
-def delay(region: Region, depth: int, layout: Layout) -> int:
-    """Puts a `depth`-deep register on every loop-carried edge from the learner to the actors, in place.
-
-    With p[i] the value of a leaf at the start of iteration i, acting nodes of iteration i read p[i - depth] (the initial
-    value while there is none): the registers become part of the carry. Glue between the leaf and the actors is
-    evaluated on the delayed value.
-
-    Args:
-      region: the iteration.
-      depth: the staleness, in iterations; at least 1.
-      layout: where each role runs.
-
-    Returns:
-      The number of delayed leaves. Registers follow the state in `region.carry`: `depth` for each delayed leaf, oldest
-      first, and so do they in `region.outputs`.
-
-    Raises:
-      ValueError: if no actor on a placement of its own reads anything that a learner makes.
-    """
-    made_by = producers(region)
-    actors = layout.placement("actor", "actor")
-
-    def learned(atom: Atom) -> bool:
-        node = made_by.get(atom) if isinstance(atom, Var) else None
-        if node is None:
-            return False
-        if node.is_glue:
-            return any(learned(a) for a in node.eqn.invars)
-        return bool(node.kinds & {"learner", "server"}) and node.placement != actors
-
-    num_state = len(region.carry)
-    registers: dict[Var, Var] = {
-        var: fresh(var) for var, out in zip(region.carry, region.outputs, strict=False) if learned(out)
-    }
-    clones: dict[Var, Atom] = {}
-    cloned: dict[Node, list[Node]] = {}
-
-    def delayed(atom: Atom, before: Node) -> Atom:
-        if not isinstance(atom, Var):
-            return atom
-        if atom in registers:
-            return registers[atom]
-        node = made_by.get(atom)
-        if node is None or not node.is_glue:
-            return atom
-        if atom not in clones:
-            ins = [delayed(a, before) for a in node.eqn.invars]
-            if all(a is b for a, b in zip(ins, node.eqn.invars, strict=True)):
-                return atom
-            outs = [fresh(v) for v in node.eqn.outvars]
-            clones.update(zip(node.eqn.outvars, outs, strict=True))
-            cloned.setdefault(before, []).append(Node(node.eqn.replace(invars=ins, outvars=outs), actors))
-            region.labels.update({o: region.labels.get(v, "") for o, v in zip(outs, node.eqn.outvars, strict=True)})
-        return clones[atom]
-
-    used = False
-    for node in region.nodes:
-        if "actor" in node.kinds and not node.kinds & {"learner", "server"}:
-            ins = [delayed(a, node) for a in node.eqn.invars]
-            used |= any(a is not b for a, b in zip(ins, node.eqn.invars, strict=True))
-            node.eqn = node.eqn.replace(invars=ins)
-    if not used:
-        raise ValueError(
-            f"staleness={depth} has nothing to delay: no actor on a placement of its own reads what a learner makes. "
-            "Choose a policy with separate actors and learners, such as SingleLearnerCoarse, or staleness=0"
-        )
-    region.nodes[:] = [n for node in region.nodes for n in [*cloned.get(node, []), node]]
-    read = {a for node in region.nodes for a in node.eqn.invars if isinstance(a, Var)}
-    next_state, rest = region.outputs[:num_state], region.outputs[num_state:]
-    kept = [(leaf, oldest) for leaf, oldest in registers.items() if oldest in read]
-    for leaf, oldest in kept:
-        row = [oldest, *[fresh(leaf) for _ in range(depth - 1)]]
-        region.labels.update({v: f"{region.labels[leaf]} (delayed {depth - i})" for i, v in enumerate(row)})
-        region.delayed.append(region.carry.index(leaf))
-        region.axes += [region.axes[region.delayed[-1]]] * depth
-        region.carry += row
-        region.homes.update(dict.fromkeys(row, actors))
-        next_state += [*row[1:], leaf]
-    region.outputs = next_state + rest
-    return len(kept)

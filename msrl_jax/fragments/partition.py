@@ -135,7 +135,7 @@ def _place(
     made_by = producers(region)
     depth = _depth(region)
     places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
-    home: dict[Var, list[Placement]] = {v: [p] for v, p in region.homes.items()}
+    home: dict[Var, list[Placement]] = dict(region.homes)
 
     def located(atom: Atom) -> list[Placement]:
         if isinstance(atom, Literal) or atom in free:

@@ -12,8 +12,9 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.claims import check_claims
 from msrl_jax.fragments.compress import Check, compress
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
+from msrl_jax.fragments.delay import delay
 from msrl_jax.fragments.explain import Plan, explain
-from msrl_jax.fragments.graph import Region, build, delay
+from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lower import Programs, lower
 from msrl_jax.fragments.partition import partition

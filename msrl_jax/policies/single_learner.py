@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from msrl_jax.fragments.codec import Codec
 from msrl_jax.policies.base import Device, Layout, Placement, described, edges, on_platform, take
@@ -12,12 +13,15 @@ class SingleLearnerCoarse:
     """Actors with their environments on one sub-mesh, the learner on another.
 
     Trajectories go up and parameters come down once per iteration: the architecture of Acme and Sebulba, and of IMPALA
-    with `staleness` above 0. MSRL's DP-SingleLearnerCoarse.
+    with `staleness` above 0. With `buffers`, replay is sharded apart from the learner: Ape-X. MSRL's DP-SingleLearnerCoarse.
 
     Attributes:
       actors: how many devices act; None for the most that are left and divide the number of environments.
       learners: how many devices learn (data-parallel if more than one).
-      staleness: how many iterations the actors' parameters lag behind; with 1 or more, acting overlaps learning.
+      staleness: how many iterations the actors' parameters lag behind, and the priorities of buffers apart from the learner;
+        with 1 or more, acting and drawing overlap learning.
+      buffers: over how many devices of their own replay buffers are split; "actors" for those that act, which then send
+        samples only; None for the learner's.
       env_platform: platform of the acting devices, such as "cpu" beside accelerators; None for the same devices.
       trajectory_codec: packs what goes up, such as "bfloat16"; None sends it as it is.
       parameter_codec: packs what comes down.
@@ -26,6 +30,7 @@ class SingleLearnerCoarse:
     actors: int | None = None
     learners: int = 1
     staleness: int = 0
+    buffers: int | Literal["actors"] | None = None
     env_platform: str | None = None
     trajectory_codec: str | Codec | None = None
     parameter_codec: str | Codec | None = None
@@ -33,13 +38,21 @@ class SingleLearnerCoarse:
     def __post_init__(self):
         if not isinstance(self.staleness, int) or self.staleness < 0:
             raise ValueError(f"staleness={self.staleness!r} must be an integer of at least 0 (iterations)")
+        if self.buffers not in (None, "actors") and not (isinstance(self.buffers, int) and self.buffers >= 1):
+            raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
-        """Places actors and learners on disjoint sub-meshes."""
-        parts = _parts(devices, "actors", self.actors, "learners", self.learners, self.env_platform, sizes, self)
-        actors, learners = Placement.over("actors", parts["actors"]), Placement.over("learners", parts["learners"])
-        roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
-        codecs = edges("actors", "learners", up=self.trajectory_codec, down=self.parameter_codec)
+        """Places actors, learners and, if they have devices of their own, buffers on disjoint sub-meshes."""
+        own = {} if self.buffers in (None, "actors") else {"buffers": cast(int, self.buffers)}
+        others = {"learners": self.learners, **own}
+        parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self)
+        placed = {name: Placement.over(name, part) for name, part in parts.items()}
+        actors, learners = placed["actors"], placed["learners"]
+        buffers = placed["buffers"] if own else actors if self.buffers == "actors" else learners
+        roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
+        upward = [("actors", "buffers"), ("buffers", "learners")] if own else [("actors", "learners")]
+        up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
+        codecs = (*up, *edges("actors", "learners", down=self.parameter_codec))
         return Layout(roles, self.staleness, codecs, policy=described(self))
 
 
@@ -64,7 +77,7 @@ class SingleLearnerFine:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
-        parts = _parts(devices, "envs", self.envs, "learners", self.learners, self.env_platform, sizes, self)
+        parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
         envs, learners = Placement.over("envs", parts["envs"]), Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
         return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=described(self))
@@ -74,13 +87,12 @@ def _parts(
     devices: Sequence[Device],
     first: str,
     num_first: int | None,
-    second: str,
-    num_second: int,
+    others: Mapping[str, int | None],
     platform: str | None,
     sizes: Mapping[str, int],
     policy: object,
 ) -> dict[str, list[Device]]:
     if platform is None:
-        return take(devices, {first: num_first, second: num_second}, sizes, policy)
+        return take(devices, {first: num_first, **others}, sizes, policy)
     there = take(on_platform(platform, devices), {first: num_first}, sizes, policy)
-    return there | take(devices, {second: num_second}, sizes, policy)
+    return there | take(devices, others, sizes, policy)

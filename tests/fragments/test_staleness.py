@@ -1,5 +1,7 @@
 """Staleness is a delay on the edge from learner to actor: exact, bounded, and it frees the actor from waiting."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.fragments.instructions import Move, Run, walk
 
-from . import toy
+from . import replay_loop, toy
 from .conftest import assert_close
 
 
@@ -76,6 +78,61 @@ def test_the_actor_depends_on_no_younger_learner(staleness):
     for iteration in range(staleness + 3):
         learned = {i for i, fragment in depends[iteration, "act"] if fragment == "learn"}
         assert learned == set(range(iteration - staleness))
+
+
+def late_replay(staleness, late_priorities, iterations):
+    """The order of events in plain Python: iteration i writes the errors of iteration i - 1 - staleness before it draws."""
+    state = replay_loop.initial_state()
+    params, errors = [state.w] * (staleness + 1), [state.pending] * (1 + staleness * late_priorities)
+    steps = (replay_loop.rollout, replay_loop.remember, replay_loop.draw, replay_loop.learn)
+    roll, remember, draw, learn = map(jax.jit, steps)
+    for _ in range(iterations):
+        (x, keys), items = roll(params.pop(0), state.x, state.keys)
+        held = remember(state.replay, errors.pop(0), items)
+        key, sample = draw(held, state.key)
+        w, updates, pending, _ = learn(state.w, state.updates, sample)
+        state = replay_loop.State(w, updates, x, keys, held, key, pending)
+        params, errors = [*params, w], [*errors, pending]
+    return state
+
+
+@pytest.fixture(scope="module")
+def replays():
+    """Staleness and buffers -> the program."""
+
+    @functools.cache
+    def program(staleness, buffers):
+        policy = msrl.policies.SingleLearnerCoarse(actors=4, staleness=staleness, buffers=buffers)
+        return msrl.compile(replay_loop.iteration, replay_loop.initial_state(), policy=policy, axes=replay_loop.AXES)
+
+    return program
+
+
+BUFFERS = [(0, 2), (2, None), (2, 2), (1, "actors")]
+
+
+@pytest.mark.parametrize(("staleness", "buffers"), BUFFERS)
+def test_buffers_apart_from_the_learner_learn_of_errors_that_much_later(staleness, buffers, replays):
+    after, _ = replays(staleness, buffers).run(replay_loop.initial_state(), 9)  # the ring is overwritten after 6
+    expected = late_replay(staleness, buffers is not None, 9)
+    assert_close(replays(staleness, buffers).unwrap(after), expected)
+    if staleness:
+        other = late_replay(staleness, buffers is None, 9)
+        assert not np.allclose(expected.replay.priorities.largest, other.replay.priorities.largest)
+
+
+@pytest.mark.parametrize(("staleness", "buffers"), BUFFERS)
+def test_neither_actors_nor_buffers_depend_on_a_younger_learner(staleness, buffers, replays):
+    depends = dependencies(replays(staleness, buffers), staleness)
+    for iteration in range(staleness + 3):
+        for fragment, apart in (("act", True), ("remember", buffers), ("draw", buffers)):
+            learned = {i for i, name in depends[iteration, fragment] if name == "learn"}
+            assert learned == set(range(iteration - staleness if apart else iteration)), fragment
+
+
+def test_late_errors_travel_with_their_windows(replays):
+    assert replays(2, 2).registers == {".w": 2, ".pending[0].step": 2, ".pending[0].env": 2, ".pending[1]": 2}
+    assert replays(2, None).registers == {".w": 2}
 
 
 def test_new_parameters_move_to_the_actors_and_nothing_waits_for_them():
