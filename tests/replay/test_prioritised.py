@@ -200,3 +200,14 @@ def test_an_empty_buffer_gives_finite_numbers(functions):
     batch = functions.sample(functions.buffer.init(), jax.random.key(0))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(batch))
     assert np.isfinite(replay.importance_weights(batch.probability, 0.5)).all()
+
+
+def test_rounding_never_draws_a_leaf_of_zero(monkeypatch):
+    # The largest random number below 1 puts the last target at the very end of the sum, behind which there are zeros.
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, np.nextafter(np.float32(1), 0)))
+    leaves = np.zeros((1, 100), np.float32)
+    leaves[0, 3:41] = 0.1
+    tree = sum_tree.write(sum_tree.init(100), jnp.zeros(1, jnp.int32), leaves)
+    drawn, value = sum_tree.draw(tree, jax.random.key(0), 256)
+    np.testing.assert_array_equal(value, np.float32(0.1))
+    assert int(drawn[-1]) == 40
