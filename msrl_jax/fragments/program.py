@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.claims import check_claims
@@ -74,7 +75,7 @@ def compile(
     specs = leaf_axes(state, axes)
     sizes = axis_sizes(state, specs)
     layout = policy.layout(list(jax.devices() if devices is None else devices), sizes)
-    _check_sizes(layout, sizes)
+    _check_sizes(layout, sizes, state, specs)
     closed, metrics = trace(iteration, state)
     _, paths = state_avals(state)
     region = build(closed, layout, paths, specs)
@@ -92,7 +93,7 @@ def compile(
     return Program(layout, region, plan, fused, trees, costs, checks, time.perf_counter() - start)
 
 
-def _check_sizes(layout: Layout, sizes: dict[str, int]) -> None:
+def _check_sizes(layout: Layout, sizes: dict[str, int], state: Any, specs: list[PartitionSpec]) -> None:
     for placement in layout.placements:
         split: set[str] = set()
         for axis, mesh_axis in placement.rules:
@@ -101,12 +102,27 @@ def _check_sizes(layout: Layout, sizes: dict[str, int]) -> None:
             split.add(mesh_axis)
             ways = placement.mesh.shape[mesh_axis]
             if sizes[axis] % ways:
-                what = "num_envs" if axis == "env" else f"the size of axis {axis!r}"
                 fit = [n for n in range(1, len(placement.devices) + 1) if sizes[axis] % n == 0]
                 raise ValueError(
-                    f"{what}={sizes[axis]} cannot be split over the {ways} devices of placement {placement.name!r}; use "
-                    f"a multiple of {ways}, or give {placement.name!r} {' or '.join(map(str, fit))} devices in {layout.policy}"
+                    f"{_indivisible(axis, ways, state, specs)} cannot be split over the {ways} devices of placement "
+                    f"{placement.name!r}; use a multiple of {ways}, or give {placement.name!r} "
+                    f"{' or '.join(map(str, fit))} devices in {layout.policy}"
                 )
+
+
+def _indivisible(axis: str, ways: int, state: Any, specs: list[PartitionSpec]) -> str:
+    """What to call the size of an axis that does not divide; leaves may have it in different sizes, such as groups of envs."""
+    avals, paths = state_avals(state)
+    found = [
+        (int(size), path)
+        for spec, aval, path in zip(specs, avals, paths, strict=True)
+        for entry, size in zip(spec, aval.shape, strict=False)
+        if axis == entry or (isinstance(entry, tuple) and axis in entry)
+    ]
+    size, path = max(((size, path) for size, path in found if size % ways), key=lambda leaf: leaf[0])
+    if size == max(found)[0]:
+        return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
+    return f"axis {axis!r} of {path}, which is of size {size},"
 
 
 class Program(Generic[State]):

@@ -66,7 +66,8 @@ class Replay:
     Attributes:
       init: `() -> state`, an empty buffer.
       insert: `(state, items [T, E, ...]) -> state`; the oldest steps give way.
-      sample: `(state, key) -> Sample`, with replacement. It means something once `ready(state)`; an empty buffer gives zeros.
+      sample: `(state, key) -> Sample`, with replacement. It means something once `ready(state)`: an empty buffer raises
+        ValueError, but under `jit`, where its state is not known, it gives zeros.
       update: `(state, indices, td_error [..., B]) -> state`: new priorities from TD errors of either sign, of one sampled batch
         or of several, the last of which counts. Windows that have been overwritten since, and errors that are not finite, are
         left out. Buffers without priorities return the state. Call it outside of `lax.cond`, which would copy the

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax._compat import Tracer
 from msrl_jax.replay import n_step, sum_tree
 from msrl_jax.replay.base import Indices, Replay, ReplayState, Sample
 from msrl_jax.replay.checks import check_memory, check_numbers, make_ring
@@ -230,6 +231,11 @@ def _replay(ring: Ring, least: int, discount: float | None, draw, init_prioritie
     windowed = discount is None and ring.length > 1
 
     def sample(state: ReplayState, key: jax.Array) -> Sample:
+        if not isinstance(state.filled, Tracer) and int(state.filled) < ring.length:
+            raise ValueError(
+                f"the buffer holds {state.filled} steps of each environment, but a window is length={ring.length} steps long; "
+                f"insert {ring.length} before sampling, and learn once `ready(state)`"
+            )
         at, probability = draw(state, jax.random.split(key, ring.shards))
         experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at)
 

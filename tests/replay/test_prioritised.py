@@ -196,7 +196,9 @@ def test_parts_of_batches_are_refused(functions, shape):
         functions.buffer.update(functions.buffer.init(), nowhere, jnp.zeros(shape))
 
 
-def test_an_empty_buffer_gives_finite_numbers(functions):
+def test_an_empty_buffer_raises_or_gives_finite_numbers(functions):
+    with pytest.raises(ValueError, match=r"the buffer holds 0 steps of each environment, but a window is length=2 steps long"):
+        functions.buffer.sample(functions.buffer.init(), jax.random.key(0))
     batch = functions.sample(functions.buffer.init(), jax.random.key(0))
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(batch))
     assert np.isfinite(replay.importance_weights(batch.probability, 0.5)).all()
