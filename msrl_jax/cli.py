@@ -7,7 +7,6 @@ happen inside the commands, so that help is quick and devices can be configured 
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import re
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+
+from msrl_jax._spelling import suggestion
 
 PROG = "msrl-jax"
 DIVERGED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -154,11 +155,6 @@ class List:
     json: bool = False
 
 
-def _nearest(name: str, options: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, options, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def _overview() -> str:
     lines = [f"usage: {PROG} COMMAND [OPTIONS]", ""]
     lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
@@ -217,7 +213,7 @@ def _parse(name: str, argv: list[str]) -> tuple[Any, dict[str, Any]]:
         flags += [f"--{f.name}" for f in dataclasses.fields(getattr(args, "config", List()))]
         flags = [flag.replace("_", "-") for flag in flags]
         what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
-        raise UsageError(f"{what} {unknown[0]!r}{_nearest(unknown[0], flags)}; {PROG} {name} --help lists the options")
+        raise UsageError(f"{what} {unknown[0]!r}{suggestion(unknown[0], flags)}; {PROG} {name} --help lists the options")
     given = getattr(args, "config", None)
     fields = dataclasses.fields(given) if given is not None else ()
     return args, {f.name: getattr(given, f.name) for f in fields if getattr(given, f.name) != f.default}
@@ -363,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = argv
     try:
         if name not in COMMANDS:
-            raise UsageError(f"unknown command {name!r}{_nearest(name, list(COMMANDS))}; {PROG} --help lists them")
+            raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
         args, config = _parse(name, rest)
         _use_cpu_devices(getattr(args, "cpu_devices", None))
         return COMMANDS[name][1](args, config)

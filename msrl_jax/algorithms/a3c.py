@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.a2c import make_gradients
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, ActorCritic, actor_critic
-from msrl_jax.algorithms.optimizer import OPTIMIZERS, descend, learning_rate_at, make_optimizer
+from msrl_jax.algorithms.networks import ActorCritic, actor_critic
+from msrl_jax.algorithms.optimizer import descend, learning_rate_at, make_optimizer
 from msrl_jax.algorithms.rollout import make_choose_action, make_unroll, stamp
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -82,16 +82,9 @@ class A3CConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        check.check_integers(self, 1, "num_envs", "num_workers", "unroll_length", "total_steps")
-        check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
-        check.check_numbers(self, "discount", "gae_lambda", "rms_decay", low=0.0, high=1.0)
-        check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_observations", "normalize_rewards", "shared_torso")
+        check.check_common(self)
+        check.check_integers(self, 1, "num_workers")
         check.check_choice(self, "normalize_advantage", ("worker", "none"))
-        check.check_sizes(self, "hidden_sizes")
-        check.check_choice(self, "activation", ACTIVATIONS)
-        check.check_choice(self, "network", NETWORKS)
-        check.check_choice(self, "optimizer", OPTIMIZERS)
         if self.num_envs % self.num_workers:
             above = -(-self.num_envs // self.num_workers) * self.num_workers
             raise ValueError(
@@ -166,7 +159,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
     num_workers = config.num_workers
     unroll = make_unroll(venv, per_worker(network, num_workers), config.unroll_length)
     steps_per_iteration = config.num_envs * config.unroll_length
-    horizon = config.total_steps if config.anneal_learning_rate else None
+    anneal_over = config.total_steps if config.anneal_learning_rate else None
 
     def init(key: jax.Array) -> A3CState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -194,7 +187,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
 
     @fragment(role="server")
     def apply_updates(params, opt_state, iteration, fetched, grads):
-        learning_rate = learning_rate_at(iteration, config.learning_rate, steps_per_iteration, horizon)
+        learning_rate = learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over)
 
         def update(carry, worker):
             params, opt_state = carry

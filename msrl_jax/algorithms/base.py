@@ -4,13 +4,13 @@ In the shape descriptions of this package, `T` denotes the length of an unroll a
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from msrl_jax import envs
+from msrl_jax._spelling import suggestion
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.metrics import Mean
 
@@ -115,6 +115,4 @@ def get(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    near = difflib.get_close_matches(name, ALGORITHMS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose from {sorted(ALGORITHMS)}"
-    raise ValueError(f"unknown algorithm {name!r}; {hint}")
+    raise ValueError(f"unknown algorithm {name!r}{suggestion(name, ALGORITHMS)}; choose from {sorted(ALGORITHMS)}")

@@ -3,11 +3,15 @@
 A field whose default is None may be None.
 """
 
-import difflib
+import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from msrl_jax._spelling import nearest
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS
+from msrl_jax.algorithms.optimizer import OPTIMIZERS
 
 
 def _given(config: Any, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -57,8 +61,8 @@ def check_choice(config: Any, field: str, options: Iterable[str]) -> None:
     """Raises ValueError unless the named field is one of `options`; the message suggests the nearest one."""
     options, value = sorted(options), getattr(config, field)
     if value not in options:
-        near = difflib.get_close_matches(str(value), options, n=1)
-        raise _reject(config, field, repr(near[0]) if near else f"one of {options}")
+        near = nearest(str(value), options)
+        raise _reject(config, field, repr(near) if near else f"one of {options}")
 
 
 def check_sizes(config: Any, field: str) -> None:
@@ -66,6 +70,29 @@ def check_sizes(config: Any, field: str) -> None:
     value = getattr(config, field)
     if not isinstance(value, tuple) or not value or not all(_is_integer(size, 1) for size in value):
         raise _reject(config, field, "a tuple of positive integers, such as (64, 64)")
+
+
+def check_common(config: Any) -> None:
+    """Raises ValueError on a value that cannot work of a field whose name means the same in all algorithms that have it.
+
+    So do switches, the fields whose default is True or False. What else a config has, it checks itself.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+
+    def there(*names: str) -> list[str]:
+        return [name for name in names if name in fields]
+
+    check_integers(config, 1, *there("num_envs", "unroll_length", "num_epochs", "num_minibatches", "total_steps"))
+    check_numbers(config, *there("learning_rate", "epsilon", "max_grad_norm"), above=0.0)
+    check_numbers(config, *there("clip_ratio", "clip_value", "target_kl"), above=0.0)
+    check_numbers(config, *there("discount", "gae_lambda", "rms_decay"), low=0.0, high=1.0)
+    check_numbers(config, *there("entropy_coef", "value_coef"), low=0.0)
+    check_booleans(config, *[name for name, default in fields.items() if isinstance(default, bool)])
+    if "hidden_sizes" in fields:
+        check_sizes(config, "hidden_sizes")
+    for name, options in {"activation": ACTIVATIONS, "network": NETWORKS, "optimizer": OPTIMIZERS}.items():
+        if name in fields:
+            check_choice(config, name, options)
 
 
 def check_annealing(config: Any) -> None:

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, action_transform, actor_critic
+from msrl_jax.algorithms.networks import action_transform, actor_critic
+from msrl_jax.algorithms.optimizer import descend, learning_rate_at
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.fragments import fragment
 
@@ -56,13 +57,9 @@ class ESConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        check.check_integers(self, 1, "num_envs", "unroll_length", "total_steps")
-        check.check_numbers(self, "noise_scale", "learning_rate", above=0.0)
+        check.check_common(self)
+        check.check_numbers(self, "noise_scale", above=0.0)
         check.check_numbers(self, "weight_decay", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_observations")
-        check.check_sizes(self, "hidden_sizes")
-        check.check_choice(self, "activation", ACTIVATIONS)
-        check.check_choice(self, "network", NETWORKS)
         if self.num_envs % 2:
             raise ValueError(
                 f"ESConfig.num_envs={self.num_envs} cannot be split into pairs of members; use num_envs={self.num_envs + 1}"
@@ -107,8 +104,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    if config.anneal_learning_rate and config.total_steps is None:
-        raise ValueError("ESConfig.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False")
+    check.check_annealing(config)
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
     )
@@ -121,6 +117,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.scale_by_adam()
     steps_per_iteration = config.num_envs * config.unroll_length
+    anneal_over = config.total_steps if config.anneal_learning_rate else None
 
     def init_params(key, obs):
         params = network.init(key, obs)["params"]
@@ -188,14 +185,11 @@ def build(env: Environment, config: ESConfig) -> Agent:
     def apply_update(params, opt_state, grads, learning_rate):
         decayed = jax.tree.map(lambda g, p: g + config.weight_decay * p, grads, params)
         updates, opt_state = optimizer.update(decayed, opt_state, params)
-        params = jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
-        return params, opt_state, optax.tree.norm(grads)
+        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, seeds, fitness, acted_at):
-        learning_rate = jnp.float32(config.learning_rate)
-        if config.anneal_learning_rate and config.total_steps is not None:
-            learning_rate *= jnp.maximum(1 - iteration / math.ceil(config.total_steps / steps_per_iteration), 0)
+        learning_rate = learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over)
         grads = gradients(params, seeds, fitness)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
         metrics = {

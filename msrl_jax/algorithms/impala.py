@@ -12,8 +12,8 @@ import jax
 from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, actor_critic
-from msrl_jax.algorithms.optimizer import OPTIMIZERS, make_optimizer
+from msrl_jax.algorithms.networks import actor_critic
+from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.algorithms.returns import standardise, vtrace
 from msrl_jax.algorithms.rollout import evaluate, next_values
 from msrl_jax.algorithms.single_update import single_update_agent
@@ -76,17 +76,10 @@ class IMPALAConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        check.check_integers(self, 1, "num_envs", "unroll_length", "total_steps")
+        check.check_common(self)
         check.check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
-        check.check_numbers(self, "learning_rate", "epsilon", "max_grad_norm", above=0.0)
-        check.check_numbers(self, "discount", "vtrace_lambda", "rms_decay", low=0.0, high=1.0)
-        check.check_numbers(self, "entropy_coef", "value_coef", low=0.0)
-        check.check_booleans(self, "anneal_learning_rate", "normalize_observations", "normalize_rewards", "shared_torso")
+        check.check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
         check.check_choice(self, "normalize_advantage", ("batch", "none"))
-        check.check_sizes(self, "hidden_sizes")
-        check.check_choice(self, "activation", ACTIVATIONS)
-        check.check_choice(self, "network", NETWORKS)
-        check.check_choice(self, "optimizer", OPTIMIZERS)
 
 
 def build(env: Environment, config: IMPALAConfig) -> Agent:

@@ -16,7 +16,7 @@ from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms import proximal
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
 from msrl_jax.algorithms.networks import actor_critic
-from msrl_jax.algorithms.optimizer import make_optimizer
+from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
 from msrl_jax.algorithms.returns import gae, standardise
 from msrl_jax.algorithms.rollout import flatten, make_choose_action, make_unroll, next_values, stamp, values
 from msrl_jax.envs import Environment
@@ -78,8 +78,8 @@ class PPOConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        proximal.check_config(self)
-        check.check_booleans(self, "shared_torso")
+        check.check_common(self)
+        check.check_choice(self, "normalize_advantage", ("minibatch", "batch", "none"))
         if self.unroll_length % self.num_minibatches:
             below = self.unroll_length - self.unroll_length % self.num_minibatches
             raise ValueError(
@@ -136,6 +136,8 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
     unroll = make_unroll(venv, network, config.unroll_length)
+    steps_per_iteration = config.num_envs * config.unroll_length
+    anneal_over = config.total_steps if config.anneal_learning_rate else None
 
     def init(key: jax.Array) -> PPOState:
         params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -160,12 +162,15 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     @fragment(role="learner")
     def gradients(params, batch, times):
         seen, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+        if config.normalize_advantage == "minibatch":
+            advantage = standardise(advantage)
 
         def loss(params):
             policy, value = network.apply(params, seen.obs)
             return proximal.surrogate_loss(
-                config, policy, value, action=seen.action, log_prob=seen.log_prob,
-                advantage=advantage, old_value=old_value, target=target,
+                policy, value, action=seen.action, log_prob=seen.log_prob, advantage=advantage, old_value=old_value,
+                target=target, clip_ratio=config.clip_ratio, clip_value=config.clip_value, value_coef=config.value_coef,
+                entropy_coef=config.entropy_coef,
             )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
@@ -177,8 +182,10 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
         times = times.reshape(config.num_epochs * config.num_minibatches, -1)
         params, opt_state, metrics = proximal.optimize(
-            config, optimizer, lambda params, times: gradients(params, batch, times), params, opt_state, iteration, times
-        )
+            optimizer, lambda params, times: gradients(params, batch, times), params, opt_state, times,
+            learning_rate=learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over),
+            target_kl=config.target_kl,
+        )  # fmt: skip
         age = (iteration - acted_at).astype(jnp.float32)
         return params, opt_state, iteration + 1, key, metrics | {"parameter_age": age}
 
@@ -195,7 +202,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     axes = PPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env")])
     act = make_choose_action(network, venv.action_space)
     return Agent(
-        init, iteration, act, axes, steps_per_iteration=config.num_envs * config.unroll_length,
+        init, iteration, act, axes, steps_per_iteration=steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
     )  # fmt: skip
 

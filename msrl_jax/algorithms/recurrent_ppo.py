@@ -17,7 +17,7 @@ from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms import proximal
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
 from msrl_jax.algorithms.networks import action_transform
-from msrl_jax.algorithms.optimizer import make_optimizer
+from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
 from msrl_jax.algorithms.recurrent import CELLS, Memory, forget, recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardise
 from msrl_jax.algorithms.rollout import next_values
@@ -84,8 +84,9 @@ class RecurrentPPOConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        proximal.check_config(self)
+        check.check_common(self)
         check.check_integers(self, 1, "memory_size")
+        check.check_choice(self, "normalize_advantage", ("minibatch", "batch", "none"))
         check.check_choice(self, "core", CELLS)
         if self.num_envs % self.num_minibatches:
             above = self.num_envs + -self.num_envs % self.num_minibatches
@@ -170,6 +171,8 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     )  # fmt: skip
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+    steps_per_iteration = config.num_envs * config.unroll_length
+    anneal_over = config.total_steps if config.anneal_learning_rate else None
     groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
 
     def init(key: jax.Array) -> RecurrentPPOState:
@@ -227,12 +230,15 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
         seen, advantage, target = jax.tree.map(pick, sequences)
         memory = tuple(pick(m[None])[0] for m in memory)
+        if config.normalize_advantage == "minibatch":
+            advantage = standardise(advantage)
 
         def loss(params):
             policy, value = network.unroll(params, seen.obs, seen.begins, memory)
             return proximal.surrogate_loss(
-                config, policy, value, action=seen.action, log_prob=seen.log_prob,
-                advantage=advantage, old_value=seen.value, target=target,
+                policy, value, action=seen.action, log_prob=seen.log_prob, advantage=advantage, old_value=seen.value,
+                target=target, clip_ratio=config.clip_ratio, clip_value=config.clip_value, value_coef=config.value_coef,
+                entropy_coef=config.entropy_coef,
             )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
@@ -244,8 +250,10 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
         shuffled = [jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys]
         params, opt_state, metrics = proximal.optimize(
-            config, optimizer, lambda params, chosen: gradients(params, sequences, memory, chosen),
-            params, opt_state, iteration, jnp.concatenate(shuffled),
+            optimizer, lambda params, chosen: gradients(params, sequences, memory, chosen),
+            params, opt_state, jnp.concatenate(shuffled),
+            learning_rate=learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over),
+            target_kl=config.target_kl,
         )  # fmt: skip
         age = (iteration - acted_at).astype(jnp.float32)
         return params, opt_state, iteration + 1, key, metrics | {"parameter_age": age}
@@ -277,7 +285,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     axes = RecurrentPPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env"), P("env"), P("env")])
     return Agent(
-        init, iteration, choose_action, axes, steps_per_iteration=config.num_envs * config.unroll_length,
+        init, iteration, choose_action, axes, steps_per_iteration=steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
         initial_memory=lambda num_envs: network.initial_memory((num_envs,)), env_group=members,
     )  # fmt: skip

@@ -13,9 +13,9 @@ from gymnax.environments.bsuite.deep_sea import DeepSea
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
+from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, strong
-from msrl_jax.envs.registry import suggestion
 
 # DeepSea's own step differs from the common one only in carrying counters across resets that no other value depends on.
 _STEPS = (GymnaxBase.step, DeepSea.step)

@@ -1,9 +1,9 @@
 """Environments by name: `make`, `register`, `names`."""
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from msrl_jax._spelling import suggestion
 from msrl_jax.envs.base import Environment
 
 _factories: dict[str, Callable[..., Environment]] = {}
@@ -58,10 +58,3 @@ def names() -> list[str]:
     import gymnax  # here, because it imports pyplot and seaborn: a second that only its users should wait
 
     return [*_factories, *gymnax.registered_envs]
-
-
-def suggestion(name: str, options: Iterable[str]) -> str:
-    """The part of a message that proposes the nearest of some names; empty if none is near."""
-    lower = {option.lower(): option for option in options}
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-    return f" (did you mean {lower[near[0]]!r}?)" if near else ""

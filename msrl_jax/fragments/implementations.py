@@ -1,11 +1,12 @@
 """Implementations: other bodies of a fragment, each for one platform, between which lowering chooses."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
+
+from msrl_jax._spelling import suggestion
 
 _PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
@@ -23,9 +24,10 @@ def check_platforms(implementations: Mapping[str, Callable], name: str) -> None:
     """
     for platform, body in implementations.items():
         if platform not in _PLATFORMS:
-            near = difflib.get_close_matches(str(platform), _PLATFORMS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose from {list(_PLATFORMS)}"
-            raise ValueError(f"fragment {name!r} has an implementation for the unknown platform {platform!r}; {hint}")
+            raise ValueError(
+                f"fragment {name!r} has an implementation for the unknown platform {platform!r}"
+                f"{suggestion(str(platform), _PLATFORMS)}; choose from {list(_PLATFORMS)}"
+            )
         if not callable(body):
             raise TypeError(
                 f"fragment {name!r}: its implementation for {platform!r} is a {type(body).__name__}; give a function of "

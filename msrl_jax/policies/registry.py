@@ -1,9 +1,9 @@
 """Distribution policies by name."""
 
 import dataclasses
-import difflib
 from typing import Any
 
+from msrl_jax._spelling import suggestion
 from msrl_jax.fragments.placement import DistributionPolicy
 from msrl_jax.policies.central import Central
 from msrl_jax.policies.environments import Environments
@@ -40,15 +40,11 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     by_name = {name.lower(): cls for name, cls in POLICIES.items()}
     cls = by_name.get(policy.lower())
     if cls is None:
-        near = difflib.get_close_matches(policy.lower(), by_name, 1, cutoff=0.0)
-        raise ValueError(
-            f"unknown policy {policy!r}; did you mean {by_name[near[0]].__name__!r}? There are {', '.join(POLICIES)}"
-        )
+        raise ValueError(f"unknown policy {policy!r}{suggestion(policy, POLICIES)}; there are {', '.join(POLICIES)}")
     fields = [f.name for f in dataclasses.fields(cls)]
     for name in parameters:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
             others = [n for n, other in POLICIES.items() if name in {f.name for f in dataclasses.fields(other)}]
-            hint = f"; did you mean {near[0]!r}?" if near else f"; {' and '.join(others)} has it." if others else "."
-            raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint} {cls.__name__} has {', '.join(fields)}")
+            hint = f" (a parameter of {' and '.join(others)})" if others else suggestion(name, fields)
+            raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint}; its parameters are {', '.join(fields)}")
     return cls(**parameters)

@@ -1,7 +1,6 @@
 """What a buffer's items look like in memory: declared codecs for some of their leaves, and bytes against what devices have."""
 
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._compat import ShapedArray
+from msrl_jax._spelling import suggestion
 from msrl_jax.fragments import codec as codecs
 from msrl_jax.fragments.codec import Codec
 
@@ -115,9 +115,9 @@ def layout(example: Any, storage: Storage | None) -> Layout:
         used.append(c)
     for name in storage:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}"
-            raise ValueError(f"storage names {name!r}, which an item does not have; {hint}")
+            raise ValueError(
+                f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
+            )
     return Layout(example, tuple(used))
 
 

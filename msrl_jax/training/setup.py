@@ -2,13 +2,13 @@
 
 import ast
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from msrl_jax import algorithms, envs, policies
+from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -77,9 +77,9 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
     fields = [f.name for f in dataclasses.fields(config)]
     for name in overrides:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its fields are {fields}"
-            raise ValueError(f"{type(config).__name__} has no field {name!r}; {hint}")
+            raise ValueError(
+                f"{type(config).__name__} has no field {name!r}{suggestion(name, fields)}; its fields are {', '.join(fields)}"
+            )
     return dataclasses.replace(config, **overrides)
 
 

@@ -42,6 +42,16 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
         PPOConfig(**{field: value})
 
 
+FIELDS = [(name, f.name) for name, algorithm in algorithms.ALGORITHMS.items() for f in dataclasses.fields(algorithm.config)]
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_every_field_of_every_algorithm_is_checked(name, field):
+    config = algorithms.get(name).config
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=<object.*>: use "):
+        config(**{field: object()})
+
+
 def test_minibatches_must_divide_the_unroll():
     with pytest.raises(ValueError, match=r"unroll_length=10 .* num_minibatches=4 .* unroll_length=12"):
         PPOConfig(unroll_length=10, num_minibatches=4)
@@ -60,7 +70,7 @@ def test_every_field_is_documented_with_its_usual_value():
 
 def test_unknown_algorithms_suggest_the_nearest():
     assert algorithms.get("ppo") is algorithms.ALGORITHMS["ppo"]
-    with pytest.raises(ValueError, match="unknown algorithm 'pppo'; did you mean 'ppo'"):
+    with pytest.raises(ValueError, match=r"unknown algorithm 'pppo' \(did you mean 'ppo'\?\); choose from"):
         algorithms.get("pppo")
     with pytest.raises(ValueError, match=r"choose from \[.*'ppo'.*\]"):
         algorithms.get("zzz")

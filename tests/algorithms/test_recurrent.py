@@ -1,13 +1,10 @@
 """Recurrent networks and recurrent PPO, against plain loops; what they exchange between devices; acting with a memory."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
@@ -15,6 +12,7 @@ from msrl_jax.algorithms import RecurrentPPOConfig
 from msrl_jax.algorithms.recurrent import recurrent_core
 
 from .random_walk import RandomWalk
+from .test_ppo import collectives
 
 T, E, H, INPUTS = 7, 6, 5, 3
 SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
@@ -224,21 +222,6 @@ def test_the_state_keeps_its_types(walk):
     assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
     assert not any(x.weak_type for x in jax.tree.leaves(after))
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
-
-
-def collectives(agent):
-    """Name and number of elements of every collective in the compiled iteration, environments split over all devices."""
-    mesh, state = Mesh(np.array(jax.devices()), ("env",)), jax.eval_shape(agent.init, jax.random.key(0))
-    shardings = jax.tree.map(
-        lambda axes, part: jax.tree.map(lambda _: NamedSharding(mesh, axes), part), agent.axes, state,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )  # fmt: skip
-    compiled = jax.jit(agent.iteration, in_shardings=(shardings,)).lower(state).compile()
-    found = []
-    for shapes, name in re.findall(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text()):
-        sizes = re.findall(r"\w+\[([\d,]*)\]", shapes)
-        found.append((name, sum(int(np.prod([int(d) for d in size.split(",") if d])) for size in sizes)))
-    return sorted(found, key=lambda c: c[1])
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])

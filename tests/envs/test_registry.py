@@ -35,7 +35,7 @@ def test_a_name_is_registered_once():
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("cartpole", "CartPole-v1"), ("Breakout", "Breakout-MinAtar"), ("Corridor", "Corridor-v0")],
+    [("cartpole", "CartPole-v1"), ("Breakout", "Breakout-MinAtar"), ("Catch", "Catch-bsuite"), ("Corridor", "Corridor-v0")],
 )
 def test_an_unknown_name_suggests_the_nearest(name, near):
     envs.register("Corridor-v0", Corridor)

@@ -132,9 +132,9 @@ def test_a_role_without_a_placement_is_named():
 
 
 def test_unknown_policies_and_parameters_suggest_the_nearest():
-    with pytest.raises(ValueError, match="unknown policy 'SingleLearnerCourse'; did you mean 'SingleLearnerCoarse'"):
+    with pytest.raises(ValueError, match=r"unknown policy 'SingleLearnerCourse' \(did you mean 'SingleLearnerCoarse'"):
         msrl.policies.get("SingleLearnerCourse")
-    with pytest.raises(ValueError, match="has no parameter 'learner'; did you mean 'learners'"):
+    with pytest.raises(ValueError, match=r"has no parameter 'learner' \(did you mean 'learners'"):
         msrl.policies.get("SingleLearnerCoarse", learner=2)
     with pytest.raises(TypeError, match="no distribution policy"):
         msrl.policies.get(3)  # type: ignore[arg-type]

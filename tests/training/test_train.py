@@ -156,7 +156,7 @@ MISTAKES = [
     ({"env": "CartPole-v1:max_steps"}, "cannot read 'max_steps'"),
     ({"policy": "GPUOnli"}, "did you mean 'GPUOnly'"),
     ({"policy": "SingleLearnerCoarse:learner=2"}, "did you mean 'learners'"),
-    ({"num_env": 3}, "has no field 'num_env'; did you mean 'num_envs'"),
+    ({"num_env": 3}, "has no field 'num_env' .did you mean 'num_envs'"),
     ({"num_envs": 0}, "num_envs=0"),
     ({"total_steps": 63}, "less than the 64 steps of one iteration"),
     ({"total_steps": 0}, "total_steps=0"),
