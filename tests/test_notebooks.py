@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
-# Runs behind the last cell of the tour: what it found, as data.
-INSPECT = """
+INSPECT_TOUR = """
 import json
 print(json.dumps({
     "devices": len(jax.devices()),
@@ -23,6 +25,18 @@ print(json.dumps({
 }))
 """
 
+INSPECT_SEVERAL = """
+import json
+first_and_last = lambda means: [means[:10].mean(), means[-10:].mean()]
+print(json.dumps({
+    "driving": first_and_last(driving["episode_return"]),
+    "catching": first_and_last(catching["episode_return"]),
+    "surprise": [float(catching["surprise"][s].mean()) for s in (slice(10), slice(-10, None))],
+    "walking": first_and_last(walking["episode_return"]),
+    "progress": [float(walking["progress_per_step"][s].mean()) for s in (slice(10), slice(-10, None))],
+}))
+"""
+
 
 def as_a_user_starts_it():
     """This process's environment without its virtual devices, which the notebook makes itself."""
@@ -30,18 +44,33 @@ def as_a_user_starts_it():
     return os.environ | {"XLA_FLAGS": " ".join(f for f in flags if "host_platform_device_count" not in f)}
 
 
-@pytest.fixture(scope="module")
-def tour():
-    notebook = nbformat.read(NOTEBOOKS / "msrl_jax_tour.ipynb", as_version=4)
-    notebook.cells.append(nbformat.v4.new_code_cell(INSPECT))
+def execute(name, inspect):
+    """Runs a notebook, and behind it a cell that prints what it found as JSON; returns notebook and findings."""
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell(inspect))
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": NOTEBOOKS}})
     client.execute(env=as_a_user_starts_it())
-    return notebook
+    return notebook, json.loads(notebook.cells[-1].outputs[0].text)
+
+
+@pytest.fixture(scope="module")
+def tour():
+    return execute("msrl_jax_tour.ipynb", INSPECT_TOUR)
+
+
+@pytest.fixture(scope="module")
+def several():
+    return execute("several_learners.ipynb", INSPECT_SEVERAL)
 
 
 def printed(notebook):
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     return "".join(output.text for output in outputs if output.output_type == "stream")
+
+
+def pictures(notebook):
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    return [output for output in outputs if "image/png" in output.get("data", {})]
 
 
 def test_notebooks_are_valid_and_stored_without_outputs():
@@ -51,8 +80,23 @@ def test_notebooks_are_valid_and_stored_without_outputs():
         assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_first_cell_installs_the_package_or_says_what_to_do(path, monkeypatch):
+    notebook = nbformat.read(path, as_version=4)
+    code = TransformerManager().transform_cell(next(c.source for c in notebook.cells if c.cell_type == "code"))
+    commands, found = [], {"msrl_jax": None}
+    shell = SimpleNamespace(run_line_magic=lambda magic, line: commands.append(f"{magic} {line}"))
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    with pytest.raises(ModuleNotFoundError, match=r"from '\.\.'; set SOURCE"):
+        exec(code, {"get_ipython": lambda: shell})
+    assert commands == ['pip install --quiet "{SOURCE}"']
+    assert 'name = "msrl-jax"' in (NOTEBOOKS / ".." / "pyproject.toml").read_text(), "that is what '..' is"
+    found["msrl_jax"] = "installed"
+    exec(code, {"get_ipython": None})
+
+
 def test_the_tour_learns_and_its_runs_agree(tour):
-    found = json.loads(tour.cells[-1].outputs[0].text)
+    _, found = tour
     assert found["devices"] == 8
     assert found["fused"][-1] > 5 * found["fused"][0]
     assert found["apart"][:8] == pytest.approx(found["fused"][:8], rel=1e-5)
@@ -63,8 +107,29 @@ def test_the_tour_learns_and_its_runs_agree(tour):
 
 
 def test_the_tour_shows_plan_and_curves_and_no_warning(tour):
-    pictures = [o for c in tour.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
-    assert len(pictures) == 2
-    text = printed(tour)
+    text = printed(tour[0])
+    assert len(pictures(tour[0])) == 2
     assert "crossing placements" in text and "env_step" in text
     assert "Warning" not in text and "Traceback" not in text
+
+
+def test_several_learners_all_learn(several):
+    notebook, found = several
+    assert found["driving"][0] < 100 and found["driving"][1] > 300
+    assert found["catching"][0] < 0 and found["catching"][1] > 0.9
+    assert found["surprise"][1] < 0.5 * found["surprise"][0], "the critic knows what is coming"
+    assert found["walking"][0] < 0.6 and found["walking"][1] > 0.95
+    assert found["progress"][1] > found["progress"][0] + 0.1
+    rows = re.findall(r"(\w+) +PPO +(\d+) +Q-learning +(\d+)", printed(notebook))
+    alone = {kind: [int(n) for n in steps] for kind, *steps in rows}
+    assert all(after > 3 * before for before, after in zip(alone["untrained"], alone["trained"], strict=True)), alone
+
+
+def test_several_learners_stay_apart_and_train_as_one_program_does(several):
+    text = printed(several[0])
+    differences = re.findall(r"returns differ by (\S+), parameters by (\S+) at most", text)
+    assert len(differences) == 3 and all(float(r) == 0 and float(p) < 1e-4 for r, p in differences)
+    rows = re.findall(r"^  learn_(\w+) +learner:(\w+) +(\w+) +1 .* (\d+)$", text, re.MULTILINE)
+    calls = {"ppo": 1, "q": 1, "actor": 1, "critic": 4, "manager": 1, "worker": 8}
+    assert rows == [(name, name, name, str(calls[name])) for name in ("ppo", "q", "critic", "actor", "worker", "manager")]
+    assert len(pictures(several[0])) == 3 and "Traceback" not in text

@@ -17,14 +17,14 @@ ENVS, STEPS = 16, 4
 class Apart:
     """Acting on four devices, and a sub-mesh for each of two learners."""
 
-    def __init__(self, first, second):
-        self.first, self.second = f"learner:{first}", f"learner:{second}"
+    def __init__(self, first, second, staleness=0):
+        self.first, self.second, self.staleness = f"learner:{first}", f"learner:{second}", staleness
 
     def layout(self, devices, sizes):
         actors = Placement.over("actors", devices[:4])
         first, second = Placement.over("first", devices[4:6]), Placement.over("second", devices[6:])
         roles = {"env": actors, "actor": actors, "learner": first, self.first: first, self.second: second}
-        return Layout(roles, policy="Apart()")
+        return Layout(roles, self.staleness, policy="Apart()")
 
 
 @msrl.fragment(role="env")
@@ -152,6 +152,26 @@ def test_learners_do_not_wait_for_each_other():
         for name in ("predator", "prey")
     )
     assert predator not in ancestors(prey) and prey not in ancestors(predator)
+
+
+def test_stale_actors_read_every_learner_late():
+    @jax.jit
+    def step(state, old):
+        acting = {name: old[name] for name in ("predator", "prey")}
+        x, (seen, gain, loss) = rollout(state | acting)
+        predator = linear_learner("predator")(state["predator"], seen, gain)
+        return {"predator": predator, "prey": linear_learner("prey")(state["prey"], seen, loss), "x": x}
+
+    history = [initial_state()] * 3
+    for _ in range(5):
+        history.append(history[-1] | step(history[-1], history[-3]))
+
+    policy = Apart("predator", "prey", staleness=2)
+    program = msrl.compile(two_algorithms, initial_state(), policy=policy, axes=AXES)
+    assert program.registers == {"['predator']": 2, "['prey']": 2}
+    run_state, _ = program.run(initial_state(), 5)
+    learned = {name: value for name, value in program.unwrap(run_state).items() if name != "count"}
+    assert_close(learned, {name: history[-1][name] for name in learned})
 
 
 def test_two_learners_that_claim_the_same_parameters_are_refused():
