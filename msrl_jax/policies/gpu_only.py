@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, described, fitting
+from msrl_jax.policies.base import Device, Layout, Placement, described, take
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,6 @@ class GPUOnly:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
-        count = fitting(len(devices), sizes) if self.num_devices is None else self.num_devices
-        if not 1 <= count <= len(devices):
-            raise ValueError(f"{described(self)}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
-        all_devices = Placement.over("all", devices[:count])
+        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self).values()
+        all_devices = Placement.over("all", used)
         return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=described(self))

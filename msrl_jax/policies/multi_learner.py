@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, described, fitting
+from msrl_jax.policies.base import Device, Layout, Placement, described, take
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,7 @@ class MultiLearner:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
-        count = fitting(len(devices), sizes) if self.num_devices is None else self.num_devices
-        if not 1 <= count <= len(devices):
-            raise ValueError(f"{described(self)}: there are {len(devices)} devices; ask for 1 to {len(devices)}")
-        actors = Placement.over("actors", devices[:count])
-        learners = Placement.over("learners", devices[:count])
+        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self).values()
+        actors, learners = Placement.over("actors", used), Placement.over("learners", used)
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
         return Layout(roles, policy=described(self))
