@@ -15,6 +15,8 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16), "total_st
 PARTICULAR = {
     "ppo": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
+    "dqn": {"learning_starts": 128},
+    "apex_dqn": {"learning_starts": 128},
 }
 
 

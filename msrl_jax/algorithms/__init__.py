@@ -11,6 +11,10 @@ from msrl_jax.algorithms.base import Agent as Agent
 from msrl_jax.algorithms.base import Algorithm as Algorithm
 from msrl_jax.algorithms.base import get as get
 from msrl_jax.algorithms.base import register as register
+from msrl_jax.algorithms.dqn import DQN as DQN
+from msrl_jax.algorithms.dqn import ApexDQN as ApexDQN
+from msrl_jax.algorithms.dqn import ApexDQNConfig as ApexDQNConfig
+from msrl_jax.algorithms.dqn import DQNConfig as DQNConfig
 from msrl_jax.algorithms.es import ES as ES
 from msrl_jax.algorithms.es import ESConfig as ESConfig
 from msrl_jax.algorithms.impala import IMPALA as IMPALA

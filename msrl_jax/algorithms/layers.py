@@ -61,10 +61,10 @@ convolve = jax.custom_vjp(_convolve)
 convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
-def dense(size: int, scale: float) -> nn.Dense:
+def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:
     """A dense layer of width `size`, whose kernel starts as `scale` times an orthogonal matrix."""
     kernel_init = nn.initializers.orthogonal(scale)
-    return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w))
+    return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w), name=name)
 
 
 def convolution(size: int, window: int) -> nn.Conv:

@@ -64,6 +64,8 @@ class OffPolicyState(NamedTuple):
       replay: state of the buffer.
       replay_key: the buffer's key, which draws. shape=()
       pending: what the buffer is told before the next draw.
+      actor: the parameters that act, and how many iterations the learner had done when they were taken; `()` if it is always
+        the newest that act.
     """
 
     params: Any
@@ -78,6 +80,7 @@ class OffPolicyState(NamedTuple):
     replay: ReplayState
     replay_key: jax.Array
     pending: Pending
+    actor: tuple[Any, jax.Array] | tuple[()]
 
 
 class Batch(NamedTuple):
@@ -115,6 +118,7 @@ def off_policy_agent(
     num_updates: int,
     batch_size: int,
     beta: Callable[[jax.Array], jax.Array] | None = None,
+    actor_period: int = 1,
 ) -> Agent:
     """Builds an agent that learns from a replay buffer.
 
@@ -130,6 +134,7 @@ def off_policy_agent(
       num_updates: updates per iteration, `K`.
       batch_size: windows per batch, `B`.
       beta: the exponent of the importance weights after a number of iterations; None for a buffer without priorities.
+      actor_period: iterations between two refreshes of the parameters that act.
 
     Returns:
       The agent. Its metrics have `parameter_age`, how many iterations old the parameters were that acted, and `replay_size`.
@@ -142,10 +147,13 @@ def off_policy_agent(
         env_state, obs = venv.reset(env_key)
         actor_keys = jax.random.split(actor_key, venv.num_envs)
         nowhere = Indices(jnp.zeros((num_updates, batch_size), jnp.int32), jnp.zeros((num_updates, batch_size), jnp.int32))
-        pending = Pending(nowhere, jnp.full((num_updates, batch_size), jnp.nan))
+        pending = Pending(nowhere, jnp.full((num_updates, batch_size), jnp.nan, jnp.float32))
+        learner = init(params_key, obs)
+        # A copy: a state in which two leaves are one array cannot be donated.
+        actor = (jax.tree.map(jnp.copy, learner.params), jnp.int32(0)) if actor_period > 1 else ()
         return OffPolicyState(
-            *init(params_key, obs), jnp.int32(0), learner_key, jnp.int32(0), actor_keys, env_state, obs,
-            buffer.init(), replay_key, pending,
+            *learner, jnp.int32(0), learner_key, jnp.int32(0), actor_keys, env_state, obs,
+            buffer.init(), replay_key, pending, actor,
         )  # fmt: skip
 
     @fragment(role="actor")
@@ -175,7 +183,7 @@ def off_policy_agent(
         return key, sample, buffer.ready(replay), buffer.size(replay)
 
     @fragment(role="learner")
-    def learn(learner, iteration, acted_at, key, sample, ready):
+    def learn(learner, iteration, acted_at, key, sample, ready, actor):
         key, *keys = jax.random.split(key, num_updates + 1)
         weight = jnp.ones_like(sample.probability)
         if beta is not None:
@@ -194,25 +202,31 @@ def off_policy_agent(
         done = jnp.where(ready, jnp.float32(num_updates), 0.0)
         means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
         age = (iteration - acted_at).astype(jnp.float32)
-        return learner, iteration + 1, key, pending, {**means, "parameter_age": age}
+        iteration += 1
+        if actor_period > 1:
+            actor = select(iteration % actor_period == 0, (learner.params, iteration), actor)
+        return learner, iteration, key, pending, actor, {**means, "parameter_age": age}
 
     def iteration(state: OffPolicyState) -> tuple[OffPolicyState, Metrics]:
         def step(carry, inputs):
             env_state, obs = carry
-            action = explore(state.params, obs, *inputs)
+            action = explore(acting, obs, *inputs)
             env_state, t = env_step(env_state, action)
             return (env_state, t.obs), Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
 
-        acted_at = stamp(state.iteration)
+        acting, taken_at = state.actor or (state.params, state.iteration)
+        acted_at = stamp(taken_at)
         actor_keys, keys, steps, clock = draw_keys(state.actor_keys, state.clock)
         (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
         env_state, episodes = drain(env_state)
         replay = remember(state.replay, state.pending, items)
         replay_key, sample, ready, size = draw(replay, state.replay_key)
         learner = Learner(state.params, state.target_params, state.opt_state)
-        learner, count, key, pending, metrics = learn(learner, state.iteration, acted_at, state.key, sample, ready)
+        learner, count, key, pending, actor, metrics = learn(
+            learner, state.iteration, acted_at, state.key, sample, ready, state.actor
+        )
         after = OffPolicyState(
-            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending
+            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending, actor
         )
         return after, {**metrics, "replay_size": size.astype(jnp.float32), **episodes}
 
@@ -220,7 +234,7 @@ def off_policy_agent(
         return to_env_action(choose_action(state.params, obs, key))
 
     axes = OffPolicyState._make(
-        [P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env")]
+        [P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env"), P()]
     )  # fmt: skip
     return Agent(
         init_state, iteration, act_in_env, axes, steps_per_iteration, num_updates, venv,

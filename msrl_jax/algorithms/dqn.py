@@ -1,0 +1,309 @@
+"""Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
+
+In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `K` is `num_updates`, `B` is `batch_size`, `A` is the
+number of actions and `N` that of the outputs for each of them: one value, or the atoms or quantiles of a distribution.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax import envs, replay
+from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms import q_losses
+from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, register
+from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS
+from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
+from msrl_jax.algorithms.optimizer import make_optimizer
+from msrl_jax.algorithms.q_network import q_network
+from msrl_jax.envs import Discrete, Environment
+from msrl_jax.fragments import fragment
+from msrl_jax.replay import NStep, Replay, Transition
+
+
+@dataclasses.dataclass(frozen=True)
+class DQNConfig:
+    """Everything about what DQN computes; where it runs is a distribution policy's concern.
+
+    An iteration takes `unroll_length` steps of every environment, then makes `num_updates` updates. The defaults are for small
+    tasks on a CPU: many environments, large batches, Adam and a target network that follows slowly, where the papers have one
+    environment, batches of 32, RMSProp and a target network that is copied.
+
+    Attributes:
+      num_envs: environments stepped in parallel, `E`. Usual: 1 to 256.
+      unroll_length: steps of every environment per iteration, `T`. Usual: 1 to 8.
+      num_updates: updates per iteration, `K`. Usual: `num_envs * unroll_length / 4` or fewer, with larger batches.
+      batch_size: n-step transitions per update, `B`. Usual: 32 to 512.
+      capacity: environment steps that the replay buffer holds at most. Usual: 1e4 to 1e6.
+      learning_starts: environment steps, of random actions, before the first update; None for as many as a batch needs.
+        Usual: 1e3 to 5e4.
+      storage: how observations are stored: "uint8" for whole numbers from 0 to 255, "bfloat16", or None for as they are.
+        Usual: None, or "uint8" for images.
+      shards: parts of the buffer, which may lie on different devices; a divisor of `num_envs` and `batch_size`. None for the
+        most, 8 at most. Usual: None.
+      n_step: rewards before the target bootstraps. Usual: 1 to 5.
+      double: whether the online network chooses the action that the target network values. Usual: True.
+      dueling: whether the network has streams for values and for advantages. Usual: True for images.
+      distribution: "none" learns values, "c51" the probabilities of returns at fixed atoms, "qr" quantiles of returns.
+        Usual: "none".
+      num_atoms: atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.
+      v_min: the lowest atom of "c51"; None for `-1 / (1 - discount)`, the least that rewards of at least -1 can add up to.
+        Usual: the least return there is.
+      v_max: the highest atom; None for `1 / (1 - discount)`. Usual: the largest return there is.
+      prioritised: whether transitions are drawn by their last error. Usual: True for images.
+      alpha: from 0, all alike, to 1, in proportion to their errors. Usual: 0.5 to 0.7.
+      beta: how far importance weights make up for that at first; it rises to 1 over `total_steps`, if they are given.
+        Usual: 0.4 to 0.6.
+      exploration: "annealed", by one probability of random actions that falls; or "per_env", by one for each environment.
+        Usual: "annealed".
+      exploration_steps: environment steps over which the probability falls from 1, linearly. Usual: a tenth of the run.
+      final_epsilon: the probability it falls to. Usual: 0.01 to 0.1.
+      base_epsilon: of "per_env", where environment `i` acts at random with probability `base_epsilon ** (1 + 7 i / (E - 1))`
+        (Horgan et al., 2018, arXiv 1803.00933, section 4.1). Usual: 0.4.
+      actor_period: iterations between two refreshes of the parameters that act. Usual: 1.
+      learning_rate: step size of Adam. Usual: 6e-5 to 1e-3.
+      discount: the factor per step. Usual: 0.99.
+      huber_delta: the error from which on the loss of a value is no longer quadratic but linear; None never is. Usual: None, or
+        1 if rewards are clipped.
+      target_period: updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.
+      tau: how far it moves towards the online network. Usual: 1, or 0.005 to 0.05 with a period of 1.
+      adam_epsilon: what keeps Adam's division finite; larger ones damp steps along small gradients. Usual: 1e-8 to 1.5e-4.
+      max_grad_norm: gradients are scaled down to this global norm. Usual: 10.
+      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
+      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
+      total_steps: environment steps over which `beta` rises; it stays as it is if they are not given.
+    """
+
+    num_envs: int = 16
+    unroll_length: int = 4
+    num_updates: int = 4
+    batch_size: int = 128
+    capacity: int = 50_000
+    learning_starts: int | None = 1_000
+    storage: str | None = None
+    shards: int | None = None
+    n_step: int = 1
+    double: bool = False
+    dueling: bool = False
+    distribution: str = "none"
+    num_atoms: int = 51
+    v_min: float | None = None
+    v_max: float | None = None
+    prioritised: bool = False
+    alpha: float = 0.6
+    beta: float = 0.4
+    exploration: str = "annealed"
+    exploration_steps: int = 10_000
+    final_epsilon: float = 0.05
+    base_epsilon: float = 0.4
+    actor_period: int = 1
+    learning_rate: float = 5e-4
+    discount: float = 0.99
+    huber_delta: float | None = None
+    target_period: int = 1
+    tau: float = 0.01
+    adam_epsilon: float = 1e-5
+    max_grad_norm: float = 10.0
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    activation: str = "relu"
+    network: str = "auto"
+    total_steps: int | None = None
+
+    def __post_init__(self):
+        integers = ("num_envs", "unroll_length", "num_updates", "batch_size", "capacity", "learning_starts", "n_step")
+        check.check_integers(self, 1, *integers, "shards", "actor_period", "target_period", "exploration_steps", "total_steps")
+        check.check_integers(self, 2, "num_atoms")
+        check.check_numbers(self, "v_min", "v_max")
+        check.check_numbers(self, "alpha", low=0.0)
+        check.check_numbers(self, "beta", "final_epsilon", "base_epsilon", "discount", low=0.0, high=1.0)
+        check.check_numbers(self, "learning_rate", "huber_delta", "adam_epsilon", "max_grad_norm", above=0.0)
+        check.check_numbers(self, "tau", above=0.0, high=1.0)
+        check.check_booleans(self, "double", "dueling", "prioritised")
+        check.check_sizes(self, "hidden_sizes")
+        for field, options in (
+            ("distribution", ("none", "c51", "qr")), ("exploration", ("annealed", "per_env")),
+            ("activation", ACTIVATIONS), ("network", NETWORKS),
+        ):  # fmt: skip
+            check.check_choice(self, field, options)
+        if self.distribution == "c51":
+            support(self)
+
+
+def support(config: DQNConfig) -> tuple[float, float]:
+    """The lowest and the highest atom of "c51".
+
+    Args:
+      config: with limits, or a discount that sets them.
+
+    Returns:
+      The two.
+
+    Raises:
+      ValueError: if there are none, or the first is not below the second.
+    """
+    name = type(config).__name__
+    if config.discount == 1 and None in (config.v_min, config.v_max):
+        raise ValueError(f"{name}.discount=1.0 bounds no return; give v_min and v_max to distribution='c51', or discount=0.99")
+    most = None if config.discount == 1 else 1 / (1 - config.discount)
+    v_min = config.v_min if config.v_min is not None else -(most or 0.0)
+    v_max = config.v_max if config.v_max is not None else most or 0.0
+    if v_min >= v_max:
+        raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a v_min that is")
+    return v_min, v_max
+
+
+def make_buffer(env: Environment, config: DQNConfig) -> Replay:
+    """Makes the replay buffer, of n-step transitions.
+
+    Args:
+      env: the environment whose transitions it holds.
+      config: its size and kind.
+
+    Returns:
+      The buffer.
+
+    Raises:
+      ValueError: if sizes do not fit each other, or the devices' memory, or if the observations do not fit the storage.
+    """
+    obs = jax.eval_shape(env.reset, jax.random.key(0))[1]
+    action, number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
+    options: dict[str, Any] = {
+        "capacity": config.capacity, "num_envs": config.num_envs, "unroll_length": config.unroll_length,
+        "batch_size": config.batch_size, "length": config.n_step, "discount": config.discount,
+        "min_size": config.learning_starts, "shards": config.shards,
+        "storage": config.storage and {"obs": config.storage, "next_obs": config.storage},
+    }  # fmt: skip
+    make = replay.uniform
+    if config.prioritised:
+        make, options = replay.prioritised, options | {"alpha": config.alpha}
+    return make(Transition(obs, action, number, flag, flag, obs), **options)
+
+
+def build(env: Environment, config: DQNConfig) -> Agent:
+    """Builds DQN for one environment.
+
+    Args:
+      env: the environment; its action space is `Discrete`.
+      config: what to compute.
+
+    Returns:
+      The agent.
+
+    Raises:
+      ValueError: if the sizes of the buffer do not fit, or if the network does not.
+      TypeError: if a space is not supported.
+    """
+    if not isinstance(env.action_space, Discrete):
+        others = [name for name in ("sac", "td3", "ddpg", "ppo") if name in ALGORITHMS]
+        raise TypeError(f"DQN values each of a finite number of actions, got {env.action_space}; use {' or '.join(others)}")
+    num_actions = env.action_space.n
+    venv = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs))
+    buffer = make_buffer(env, config)
+    network = q_network(
+        venv.observation_space, env.action_space, hidden_sizes=config.hidden_sizes, activation=config.activation,
+        network=config.network, dueling=config.dueling, num_atoms=1 if config.distribution == "none" else config.num_atoms,
+    )  # fmt: skip
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
+    apply_update = make_apply_update(optimizer)
+    v_min, v_max = support(config) if config.distribution == "c51" else (0.0, 0.0)
+
+    def init(key: jax.Array, obs: jax.Array) -> Learner:
+        params = network.init(key, obs)
+        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
+
+    def expected(outputs: jax.Array) -> jax.Array:
+        """The action values `[..., A]` that outputs `[..., A, N]` stand for."""
+        if config.distribution == "c51":
+            return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, config.num_atoms)
+        return outputs.mean(-1)
+
+    def loss_and_error(outputs: jax.Array, target: jax.Array, reward: jax.Array, discount: jax.Array):
+        """Of one example: the loss of outputs `[N]` given the target network's `[N]`, and what its priority follows from."""
+        if config.distribution == "c51":
+            masses = q_losses.categorical_projection(jax.nn.softmax(target), reward, discount, v_min, v_max)
+            loss = q_losses.categorical_loss(outputs, masses)
+            return loss, loss
+        target = reward + discount * target
+        error = target.mean() - outputs.mean()
+        if config.distribution == "qr":
+            return q_losses.quantile_huber_loss(outputs, target), error
+        return value_loss(error, 0.0) if config.huber_delta is None else q_losses.huber(error, config.huber_delta), error
+
+    def epsilon(steps: jax.Array) -> jax.Array:
+        """The probabilities of random actions. `[]` or `[E]`"""
+        if config.exploration == "per_env":
+            rank = jnp.arange(config.num_envs) / max(config.num_envs - 1, 1)
+            return config.base_epsilon ** (1 + 7 * rank)
+        return jnp.maximum(1 - (1 - config.final_epsilon) * steps / config.exploration_steps, config.final_epsilon)
+
+    def act(params: Any, obs: jax.Array, keys: jax.Array, steps: jax.Array) -> jax.Array:
+        whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
+        at_random = jax.vmap(jax.random.uniform)(whether) < jnp.where(steps < buffer.min_size, 1.0, epsilon(steps))
+        random = jax.vmap(lambda key: jax.random.randint(key, (), 0, num_actions))(which)
+        return jnp.where(at_random, random, choose_action(params, obs, None))
+
+    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
+        return expected(network.apply(params, obs)).argmax(-1).astype(jnp.int32)
+
+    @fragment(role="learner")
+    def gradients(params, target_params, experience: NStep, weight):
+        next_target = network.apply(target_params, experience.next_obs)
+        next_outputs = network.apply(params, experience.next_obs) if config.double else next_target
+        target = jax.vmap(q_losses.greedy_target)(expected(next_outputs), next_target)
+
+        def loss(params):
+            outputs = network.apply(params, experience.obs)
+            taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
+            losses, error = jax.vmap(loss_and_error)(taken, target, experience.reward, experience.discount)
+            stats = {"loss": losses.mean(), "value": expected(taken).mean()}
+            return (weight * losses).mean(), (error, stats)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def update(learner: Learner, batch: Batch, count: jax.Array, ready: jax.Array):
+        grads, (error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(config.learning_rate), ready)
+        rate = jnp.where(ready & ((count + 1) % config.target_period == 0), jnp.float32(config.tau), 0.0)
+        return Learner(params, track(learner.target_params, params, rate), opt_state), error, stats
+
+    def beta(iteration: jax.Array) -> jax.Array:
+        steps = iteration * config.num_envs * config.unroll_length
+        done = 0.0 if config.total_steps is None else jnp.minimum(steps / config.total_steps, 1.0)
+        return config.beta + (1 - config.beta) * jnp.asarray(done, jnp.float32)
+
+    return off_policy_agent(
+        venv, buffer, init=init, act=act, update=update, choose_action=choose_action,
+        to_env_action=lambda action: action.astype(env.action_space.dtype), unroll_length=config.unroll_length,
+        num_updates=config.num_updates, batch_size=config.batch_size, beta=beta if config.prioritised else None,
+        actor_period=config.actor_period,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ApexDQNConfig(DQNConfig):
+    """Ape-X DQN (Horgan et al., 2018, arXiv 1803.00933) as settings of DQN: many environments, each with its own epsilon.
+
+    What differs from the paper: a window that is new has the largest priority so far, not one from the actor's own error; and
+    actors and learner take turns at a fixed ratio, or work at once under a distribution policy with `staleness`.
+    """
+
+    num_envs: int = 64
+    num_updates: int = 8
+    n_step: int = 3
+    double: bool = True
+    dueling: bool = True
+    prioritised: bool = True
+    exploration: str = "per_env"
+    actor_period: int = 4
+
+
+# A table of the fields, as every config has: those of DQN.
+_, _, _fields = (DQNConfig.__doc__ or "").partition("    Attributes:")
+ApexDQNConfig.__doc__ = f"{ApexDQNConfig.__doc__}\n    Attributes:{_fields}"
+
+DQN = register(Algorithm("dqn", DQNConfig, build))
+ApexDQN = register(Algorithm("apex_dqn", ApexDQNConfig, build))
