@@ -12,6 +12,7 @@ PARTICULAR = {
     "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
+    "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
 }
 ITERATIONS = 5
 # Under these a step is a program of its own, in which XLA may contract a multiplication and an addition into one rounding
@@ -25,6 +26,7 @@ CASES = [
     ("impala", "CartPole-v1"),
     ("a3c", "CartPole-v1"),
     ("es", "CartPole-v1"),
+    ("apex_dqn", "CartPole-v1"),
 ]
 
 
