@@ -180,7 +180,11 @@ def make_buffer(env: Environment, config: DQNConfig) -> Replay:
     make = replay.uniform
     if config.prioritised:
         make, options = replay.prioritised, options | {"alpha": config.alpha}
-    return make(Transition(obs, action, number, flag, flag, obs), **options)
+    try:
+        return make(Transition(obs, action, number, flag, flag, obs), **options)
+    except ValueError as error:
+        names = f"{type(config).__name__}, whose n_step is the buffer's length and learning_starts its min_size"
+        raise ValueError(f"{names}: {error}") from None
 
 
 def build(env: Environment, config: DQNConfig) -> Agent:
@@ -200,11 +204,11 @@ def build(env: Environment, config: DQNConfig) -> Agent:
     if not isinstance(env.action_space, Discrete):
         others = [name for name in ("sac", "td3", "ddpg", "ppo") if name in ALGORITHMS]
         raise TypeError(f"DQN values each of a finite number of actions, got {env.action_space}; use {' or '.join(others)}")
-    num_actions = env.action_space.n
+    action_space = env.action_space
     venv = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs))
     buffer = make_buffer(env, config)
     network = q_network(
-        venv.observation_space, env.action_space, hidden_sizes=config.hidden_sizes, activation=config.activation,
+        venv.observation_space, action_space, hidden_sizes=config.hidden_sizes, activation=config.activation,
         network=config.network, dueling=config.dueling, num_atoms=1 if config.distribution == "none" else config.num_atoms,
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
@@ -231,7 +235,9 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         error = target.mean() - outputs.mean()
         if config.distribution == "qr":
             return q_losses.quantile_huber_loss(outputs, target), error
-        return value_loss(error, 0.0) if config.huber_delta is None else q_losses.huber(error, config.huber_delta), error
+        if config.huber_delta is None:
+            return value_loss(outputs.mean(), target.mean()), error
+        return q_losses.huber(error, config.huber_delta), error
 
     def epsilon(steps: jax.Array) -> jax.Array:
         """The probabilities of random actions. `[]` or `[E]`"""
@@ -243,7 +249,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
     def act(params: Any, obs: jax.Array, keys: jax.Array, steps: jax.Array) -> jax.Array:
         whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
         at_random = jax.vmap(jax.random.uniform)(whether) < jnp.where(steps < buffer.min_size, 1.0, epsilon(steps))
-        random = jax.vmap(lambda key: jax.random.randint(key, (), 0, num_actions))(which)
+        random = jax.vmap(lambda key: jax.random.randint(key, (), 0, action_space.n))(which)
         return jnp.where(at_random, random, choose_action(params, obs, None))
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -277,7 +283,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
 
     return off_policy_agent(
         venv, buffer, init=init, act=act, update=update, choose_action=choose_action,
-        to_env_action=lambda action: action.astype(env.action_space.dtype), unroll_length=config.unroll_length,
+        to_env_action=lambda action: jnp.asarray(action, action_space.dtype), unroll_length=config.unroll_length,
         num_updates=config.num_updates, batch_size=config.batch_size, beta=beta if config.prioritised else None,
         actor_period=config.actor_period,
     )  # fmt: skip

@@ -12,8 +12,10 @@ import msrl_jax as msrl
 @pytest.mark.parametrize("algorithm", msrl.algorithms.ALGORITHMS.values(), ids=lambda a: a.name)
 def test_an_iteration_makes_the_declared_number_of_updates(algorithm):
     fields = {f.name for f in dataclasses.fields(algorithm.config)}
-    config = algorithm.config(**{"optimizer": "adam"} if "optimizer" in fields else {})  # it counts its updates
-    agent = algorithm.build(msrl.envs.make("CartPole-v1"), config)
+    options = {"optimizer": "adam"} if "optimizer" in fields else {}  # it counts its updates
+    if "learning_starts" in fields:
+        options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "learning_starts": 64}  # the first iteration learns
+    agent = algorithm.build(msrl.envs.make("CartPole-v1"), algorithm.config(**options))
     # XLA drops all that the count does not need.
     count = jax.jit(lambda key: optax.tree.get(agent.iteration(agent.init(key))[0].opt_state, "count"))
     assert count(jax.random.key(0)) == agent.updates_per_iteration

@@ -1,6 +1,6 @@
 """DQN and Ape-X DQN against a plain Python loop that spells out the order of events; their networks, options and errors."""
 
-import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
-from msrl_jax.algorithms.dqn import ApexDQNConfig, DQNConfig, make_buffer
+from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
+from msrl_jax.algorithms.dqn import make_buffer
 from msrl_jax.algorithms.q_network import q_network
 from msrl_jax.envs import Box, Discrete
 
@@ -154,3 +155,93 @@ def test_training_equals_a_plain_loop(name, options, staleness):
     assert metrics["loss"].count[0] == 0 and metrics["loss"].count[-1] == K
     moved = [np.abs(np.asarray(a - b)).max() for a, b in zip(*map(jax.tree.leaves, (after.params, state.params)), strict=True)]
     assert min(moved) > 1e-3
+
+
+@pytest.mark.parametrize("obs_shape", [(5,), (6, 6, 2)], ids=["vector", "image"])
+@pytest.mark.parametrize("hidden_sizes", [(8,), (8, 6)])
+def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
+    """The mean over the actions is what the value stream says, whatever is added to all advantages."""
+    network = q_network(
+        Box(0.0, 1.0, obs_shape), Discrete(4), hidden_sizes=hidden_sizes, activation="relu", network="auto",
+        dueling=True, num_atoms=3,
+    )  # fmt: skip
+    obs = jnp.ones((2, *obs_shape))
+    params = network.init(jax.random.key(0), obs)
+    outputs = network.apply(params, obs)
+    assert outputs.shape == (2, 4, 3)
+    head = params["params"]["advantage_head"]
+    shifted = {"params": params["params"] | {"advantage_head": head | {"bias": head["bias"] + jnp.tile(jnp.arange(3.0), 4)}}}
+    np.testing.assert_allclose(network.apply(shifted, obs), outputs, atol=1e-6)
+    raised = {"params": params["params"] | {"value_head": params["params"]["value_head"] | {"bias": jnp.arange(3.0)}}}
+    np.testing.assert_allclose(network.apply(raised, obs), outputs + jnp.arange(3.0), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"distribution": "c51", "double": True}, {"distribution": "qr", "prioritised": True}])
+def test_distributions_learn_the_values_of_one_step(options):
+    """With discount 0 the value of an action is its mean reward, here the position after the step."""
+    fixed = {"discount": 0.0, "num_atoms": 21, "v_min": -3.0, "v_max": 3.0, "final_epsilon": 1.0, "capacity": 6400}
+    config = DQNConfig(**SMALL | fixed | options)
+    agent = algorithms.get("dqn").build(RandomWalk(), config)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(state)
+    loss = np.asarray(metrics["loss"].total) / np.maximum(metrics["loss"].count, 1)
+    assert np.isfinite(loss).all()
+    # Pushes are -0.3, 0 and 0.3: the best action moves to the right, and so does the policy.
+    obs = jnp.array([[-0.5, 0.25, 0.2], [0.0, 0.0, 0.2], [0.5, 0.25, 0.2]])
+    np.testing.assert_array_equal(agent.act(after, obs, None), 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("distribution", "c52", "use 'c51'"),
+        ("exploration", "annealing", "use 'annealed'"),
+        ("alpha", -0.1, "a finite number at least 0"),
+        ("beta", 1.5, "at most 1"),
+        ("tau", 0.0, "above 0 and at most 1"),
+        ("num_atoms", 1, "an integer of at least 2"),
+        ("learning_starts", 0, "an integer of at least 1"),
+        ("prioritised", "yes", "True or False"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
+    for config in (DQNConfig, ApexDQNConfig):
+        with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=.*{remedy}"):
+            config(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 100_000}, r"fewer than batch_size=100000; use a capacity of at least 100032, or smaller batches"),
+        ({"learning_starts": 100}, r"learning_starts its min_size: min_size=100: a batch of 128 .* needs 128 steps"),
+        ({"learning_starts": 60_000}, r"min_size=60000: .* the buffer holds 49984; use a number between these"),
+        ({"capacity": 10**9, "storage": "bfloat16"}, r"takes [0-9,]+ bytes, but .* use capacity=\d+ or less"),
+        ({"storage": "uint9"}, "unknown codec 'uint9'"),
+        ({"shards": 3}, "shards=3 does not divide both num_envs=16 and batch_size=128"),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused_before_anything_compiles(options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        algorithms.get("dqn").build(envs.make("CartPole-v1"), DQNConfig(**options))
+    assert "\n" not in str(error.value)
+
+
+def test_atoms_need_limits():
+    with pytest.raises(ValueError, match=r"discount=1\.0 bounds no return; give v_min and v_max"):
+        DQNConfig(distribution="c51", discount=1.0)
+    with pytest.raises(ValueError, match="v_min=3 is not below v_max=1"):
+        DQNConfig(distribution="c51", v_min=3, v_max=1)
+
+
+def test_continuous_actions_are_refused_with_the_names_of_what_fits():
+    with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.*; use .*ppo") as error:
+        algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
+    for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
+        algorithms.get(name)
+
+
+def test_every_field_is_documented():
+    for config in (DQNConfig, ApexDQNConfig):
+        documented = re.findall(r"^      (\w+): ", config.__doc__ or "", re.MULTILINE)
+        assert documented == list(config.__dataclass_fields__)
