@@ -16,7 +16,7 @@ PARTICULAR = {
     "ppo": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
     "dqn": {"learning_starts": 128},
-    "apex_dqn": {"learning_starts": 128},
+    "apex_dqn": {"learning_starts": 256, "actor_period": 1},
 }
 
 
