@@ -15,7 +15,6 @@ from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms import q_losses
 from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, register
 from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS
 from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
 from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.algorithms.q_network import q_network
@@ -80,9 +79,9 @@ class DQNConfig:
 
     num_envs: int = 16
     unroll_length: int = 4
-    num_updates: int = 4
+    num_updates: int = 8
     batch_size: int = 128
-    capacity: int = 50_000
+    capacity: int = 20_000
     learning_starts: int | None = 1_000
     storage: str | None = None
     shards: int | None = None
@@ -101,11 +100,11 @@ class DQNConfig:
     final_epsilon: float = 0.05
     base_epsilon: float = 0.4
     actor_period: int = 1
-    learning_rate: float = 5e-4
+    learning_rate: float = 2.5e-4
     discount: float = 0.99
     huber_delta: float | None = None
     target_period: int = 1
-    tau: float = 0.01
+    tau: float = 0.02
     adam_epsilon: float = 1e-5
     max_grad_norm: float = 10.0
     hidden_sizes: tuple[int, ...] = (64, 64)
@@ -114,21 +113,17 @@ class DQNConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        integers = ("num_envs", "unroll_length", "num_updates", "batch_size", "capacity", "learning_starts", "n_step")
-        check.check_integers(self, 1, *integers, "shards", "actor_period", "target_period", "exploration_steps", "total_steps")
+        check.check_common(self)
+        check.check_integers(self, 1, "num_updates", "batch_size", "capacity", "learning_starts", "shards", "n_step")
+        check.check_integers(self, 1, "exploration_steps", "actor_period", "target_period")
         check.check_integers(self, 2, "num_atoms")
         check.check_numbers(self, "v_min", "v_max")
         check.check_numbers(self, "alpha", low=0.0)
-        check.check_numbers(self, "beta", "final_epsilon", "base_epsilon", "discount", low=0.0, high=1.0)
-        check.check_numbers(self, "learning_rate", "huber_delta", "adam_epsilon", "max_grad_norm", above=0.0)
+        check.check_numbers(self, "beta", "final_epsilon", "base_epsilon", low=0.0, high=1.0)
+        check.check_numbers(self, "huber_delta", "adam_epsilon", above=0.0)
         check.check_numbers(self, "tau", above=0.0, high=1.0)
-        check.check_booleans(self, "double", "dueling", "prioritised")
-        check.check_sizes(self, "hidden_sizes")
-        for field, options in (
-            ("distribution", ("none", "c51", "qr")), ("exploration", ("annealed", "per_env")),
-            ("activation", ACTIVATIONS), ("network", NETWORKS),
-        ):  # fmt: skip
-            check.check_choice(self, field, options)
+        check.check_choice(self, "distribution", ("none", "c51", "qr"))
+        check.check_choice(self, "exploration", ("annealed", "per_env"))
         if self.distribution == "c51":
             support(self)
 
@@ -298,7 +293,6 @@ class ApexDQNConfig(DQNConfig):
     """
 
     num_envs: int = 64
-    num_updates: int = 8
     n_step: int = 3
     double: bool = True
     dueling: bool = True
