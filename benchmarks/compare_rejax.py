@@ -1,33 +1,33 @@
-"""PPO on CartPole-v1 here and in rejax: steps per second of the same settings, runs interleaved.
+"""CartPole-v1 here and in rejax: steps per second of one algorithm in the same settings, runs interleaved.
 
-    python benchmarks/compare_rejax.py --python /path/to/an/environment/with/rejax/bin/python
+    python benchmarks/compare_rejax.py --algo dqn --python /path/to/an/environment/with/rejax/bin/python
 
-rejax runs in a process of its own, which waits while this one is timed. Both train 64-64 tanh networks for four epochs
-of four minibatches per iteration; initialisation, compilation and evaluation are not timed. Prints a table, then one
-line of JSON.
+rejax runs in a process of its own, which waits while this one is timed. Both train 64-64 networks, PPO for four epochs of
+four minibatches per iteration, DQN with the same batches, updates per step and size of the buffer. Initialisation,
+compilation and evaluation are not timed. Prints a table, then one line of JSON.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 from pathlib import Path
 
 import jax
+from rejax_worker import DISCOUNT, HIDDEN, LEARNING_RATE, SETTINGS
 
 from msrl_jax.training.benchmark import calibrated_chunk, interleave, program_runner
 from msrl_jax.training.setup import resolve, resolve_policy
-
-SETTINGS = ((4, 128), (64, 128), (1024, 32))
 
 
 class Rejax:
     """rejax in another process, for one setting."""
 
-    def __init__(self, python: str, num_envs: int, unroll_length: int):
+    def __init__(self, python: str, algo: str, setting: dict):
         """Starts the process and waits until it has compiled."""
-        script = Path(__file__).with_name("rejax_ppo.py")
-        command = [python, script, "--worker", f"--num-envs={num_envs}", f"--unroll-length={unroll_length}"]
+        script = Path(__file__).with_name("rejax_worker.py")
+        command = [python, script, "--algo", algo, "--setting", json.dumps(setting)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.compile_seconds: float = self._answer()["compile_seconds"]
 
@@ -51,22 +51,17 @@ class Rejax:
         self._process.wait()
 
 
-def compare(python: str, num_envs: int, unroll_length: int, repeats: int, seconds: float) -> dict:
+def compare(python: str, algo: str, setting: dict, repeats: int, seconds: float) -> dict:
     """Measures one setting in both."""
-    config = {
-        "num_envs": num_envs, "unroll_length": unroll_length, "num_epochs": 4, "num_minibatches": 4,
-        "hidden_sizes": (64, 64), "activation": "tanh", "learning_rate": 1e-3, "max_grad_norm": 0.5,
-    }  # fmt: skip
-    setup = resolve("ppo", "CartPole-v1", overrides=config)
+    config = setting | {"hidden_sizes": HIDDEN, "learning_rate": LEARNING_RATE, "discount": DISCOUNT}
+    setup = resolve(algo, "CartPole-v1", overrides=config)
     program = setup.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds
-    rejax = Rejax(python, num_envs, unroll_length)
+    rejax = Rejax(python, algo, setting)
     ours, theirs = interleave([program_runner(setup, program, chunk), rejax], seconds, repeats)
     rejax.close()
-    return {
-        "num_envs": num_envs,
-        "unroll_length": unroll_length,
+    return {"algo": algo} | setting | {
         "msrl_jax": statistics.median(ours),
         "rejax": statistics.median(theirs),
         "ratio": statistics.median(ours) / statistics.median(theirs),
@@ -74,23 +69,27 @@ def compare(python: str, num_envs: int, unroll_length: int, repeats: int, second
         "rejax_runs": theirs,
         "msrl_jax_compile_seconds": compile_seconds,
         "rejax_compile_seconds": rejax.compile_seconds,
-    }
+        "load": os.getloadavg()[0],
+    }  # fmt: skip
 
 
 def main() -> None:
     """Reads the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="the Python of an environment that has rejax")
+    parser.add_argument("--algo", choices=SETTINGS, default="ppo")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="how long a timed run is, about")
     args = parser.parse_args()
     rows = []
-    print(f"{'envs':>6}{'unroll':>8}{'msrl_jax steps/s':>19}{'rejax steps/s':>16}{'ratio':>8}")
-    for num_envs, unroll_length in SETTINGS:
-        row = compare(args.python, num_envs, unroll_length, args.repeats, args.seconds)
+    columns = ("num_envs", "unroll_length", "num_updates", "batch_size", "capacity")
+    columns = [name for name in columns if name in SETTINGS[args.algo][0]]
+    print("".join(f"{name:>14}" for name in columns) + f"{'msrl_jax steps/s':>19}{'rejax steps/s':>16}{'ratio':>8}{'load':>6}")
+    for setting in SETTINGS[args.algo]:
+        row = compare(args.python, args.algo, setting, args.repeats, args.seconds)
         rows.append(row)
-        rates = f"{row['msrl_jax']:>19,.0f}{row['rejax']:>16,.0f}{row['ratio']:>8.2f}"
-        print(f"{num_envs:>6}{unroll_length:>8}{rates}", flush=True)
+        rates = f"{row['msrl_jax']:>19,.0f}{row['rejax']:>16,.0f}{row['ratio']:>8.2f}{row['load']:>6.1f}"
+        print("".join(f"{setting[name]:>14,}" for name in columns) + rates, flush=True)
     print(json.dumps(rows))
 
 

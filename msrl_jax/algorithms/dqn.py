@@ -16,7 +16,7 @@ from msrl_jax.algorithms import q_losses
 from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, register
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
-from msrl_jax.algorithms.optimizer import make_optimizer
+from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
 from msrl_jax.algorithms.q_network import q_network
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.fragments import fragment
@@ -64,6 +64,8 @@ class DQNConfig:
         (Horgan et al., 2018, arXiv 1803.00933, section 4.1). Usual: 0.4.
       actor_period: iterations between two refreshes of the parameters that act. Usual: 1.
       learning_rate: step size of Adam. Usual: 6e-5 to 1e-3.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given; otherwise
+        what was learned may be lost again. Usual: True.
       discount: the factor per step. Usual: 0.99.
       huber_delta: the error from which on the loss of a value is no longer quadratic but linear; None never is. Usual: None, or
         1 if rewards are clipped.
@@ -74,7 +76,7 @@ class DQNConfig:
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
       network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      total_steps: environment steps over which `beta` rises; it stays as it is if they are not given.
+      total_steps: environment steps over which `beta` rises and the learning rate falls; both stay as they are if it is None.
     """
 
     num_envs: int = 16
@@ -101,6 +103,7 @@ class DQNConfig:
     base_epsilon: float = 0.4
     actor_period: int = 1
     learning_rate: float = 2.5e-4
+    anneal_learning_rate: bool = True
     discount: float = 0.99
     huber_delta: float | None = None
     target_period: int = 1
@@ -267,7 +270,11 @@ def build(env: Environment, config: DQNConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, count: jax.Array, ready: jax.Array):
         grads, (error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(config.learning_rate), ready)
+        learning_rate = learning_rate_at(
+            count // config.num_updates, config.learning_rate, config.num_envs * config.unroll_length,
+            config.total_steps if config.anneal_learning_rate else None,
+        )  # fmt: skip
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
         rate = jnp.where(ready & ((count + 1) % config.target_period == 0), jnp.float32(config.tau), 0.0)
         return Learner(params, track(learner.target_params, params, rate), opt_state), error, stats
 

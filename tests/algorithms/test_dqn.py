@@ -78,9 +78,10 @@ def plain_update(learner, batch, weight, count, config):
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g**2, square, gradient)
     done += 1
+    left = 1 if config.total_steps is None else 1 - count // K / np.ceil(config.total_steps / (T * E))
     params = jax.tree.map(
         lambda p, m, s: np.float32(
-            p - config.learning_rate * (m / (1 - 0.9**done)) / (np.sqrt(s / (1 - 0.999**done)) + config.adam_epsilon)
+            p - config.learning_rate * left * (m / (1 - 0.9**done)) / (np.sqrt(s / (1 - 0.999**done)) + config.adam_epsilon)
         ),
         params, mean, square,
     )  # fmt: skip

@@ -1,0 +1,47 @@
+"""DQN, its options and Ape-X solve CartPole with their defaults and do not forget it; DQN learns from images."""
+
+import jax
+import numpy as np
+import pytest
+
+from msrl_jax import algorithms, envs
+from msrl_jax.training.members import initial_key, population
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 5
+
+
+def curves(name, env, total_steps, seeds, **options):
+    """Mean return of the episodes that ended in each tenth of training. `[10, seeds]`"""
+    algorithm = algorithms.get(name)
+    agent = population(algorithm.build(envs.make(env), algorithm.config(total_steps=total_steps, **options)))
+    length = total_steps // agent.steps_per_iteration
+    train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1], donate_argnums=0)
+    episodes = train(jax.jit(agent.init)(initial_key(0, seeds)))["episode_return"]
+    return np.array([episodes[tenth].mean(axis=0) for tenth in np.array_split(np.arange(length), 10)])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dqn", {}),
+        ("dqn", {"double": True}),
+        ("dqn", {"dueling": True}),
+        ("dqn", {"n_step": 3}),
+        ("dqn", {"prioritised": True}),
+        ("dqn", {"distribution": "c51"}),
+        ("dqn", {"distribution": "qr"}),
+        ("apex_dqn", {}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)) or "plain",
+)
+def test_defaults_solve_cartpole_on_every_seed(name, options):
+    assert (curves(name, "CartPole-v1", 300_000, SEEDS, **options)[-1] >= 475).all()
+
+
+def test_breakout_improves_from_images():
+    options = {"hidden_sizes": (128,), "capacity": 100_000, "storage": "uint8", "learning_starts": 5_000}
+    options |= {"exploration_steps": 50_000, "num_updates": 4, "batch_size": 64}
+    curve = curves("dqn", "Breakout-MinAtar", 200_000, 1, **options)[:, 0]
+    assert curve[0] < 1 and curve[-1] > 4
