@@ -17,7 +17,7 @@ def curves(name, env, total_steps, seeds, **options):
     algorithm = algorithms.get(name)
     agent = population(algorithm.build(envs.make(env), algorithm.config(total_steps=total_steps, **options)))
     length = total_steps // agent.steps_per_iteration
-    train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1], donate_argnums=0)
+    train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1])
     episodes = train(jax.jit(agent.init)(initial_key(0, seeds)))["episode_return"]
     return np.array([episodes[tenth].mean(axis=0) for tenth in np.array_split(np.arange(length), 10)])
 
