@@ -39,8 +39,8 @@ class DQNConfig:
       capacity: environment steps that the replay buffer holds at most. Usual: 1e4 to 1e6.
       learning_starts: environment steps, of random actions, before the first update; None for as many as a batch needs.
         Usual: 1e3 to 5e4.
-      storage: how observations are stored: "uint8" for whole numbers from 0 to 255, "bfloat16", or None for as they are.
-        Usual: None, or "uint8" for images.
+      storage: how observations are stored: "uint8" for whole numbers from 0 to 255, "scaled_uint8" for such over 255,
+        "bfloat16", or None for as they are. Usual: None, or "uint8" for images.
       shards: parts of the buffer, which may lie on different devices; a divisor of `num_envs` and `batch_size`. None for the
         most, 8 at most. Usual: None.
       n_step: rewards before the target bootstraps. Usual: 1 to 5.
@@ -125,6 +125,8 @@ class DQNConfig:
         check.check_numbers(self, "beta", "final_epsilon", "base_epsilon", low=0.0, high=1.0)
         check.check_numbers(self, "huber_delta", "adam_epsilon", above=0.0)
         check.check_numbers(self, "tau", above=0.0, high=1.0)
+        if self.storage is not None:
+            check.check_choice(self, "storage", ("uint8", "scaled_uint8", "bfloat16"))
         check.check_choice(self, "distribution", ("none", "c51", "qr"))
         check.check_choice(self, "exploration", ("annealed", "per_env"))
         if self.distribution == "c51":

@@ -196,6 +196,7 @@ def test_distributions_learn_the_values_of_one_step(options):
     ("field", "value", "remedy"),
     [
         ("distribution", "c52", "use 'c51'"),
+        ("storage", "uint9", "use 'uint8'"),
         ("exploration", "annealing", "use 'annealed'"),
         ("alpha", -0.1, "a finite number at least 0"),
         ("beta", 1.5, "at most 1"),
@@ -218,7 +219,6 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
         ({"learning_starts": 100}, r"learning_starts its min_size: min_size=100: a batch of 128 .* needs 128 steps"),
         ({"learning_starts": 60_000}, r"min_size=60000: .* the buffer holds 19968; use a number between these"),
         ({"capacity": 10**9, "storage": "bfloat16"}, r"takes [0-9,]+ bytes, but .* use capacity=\d+ or less"),
-        ({"storage": "uint9"}, "unknown codec 'uint9'"),
         ({"shards": 3}, "shards=3 does not divide both num_envs=16 and batch_size=128"),
     ],
 )
