@@ -83,6 +83,7 @@ MISTAKES = [
     (["train", "--num-env", "4"], "did you mean '--num-envs'?"),
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
+    (["train", "--env", "FrozenLake-misc"], "FlattenObservation"),
     (["train", "--policy", "GPUonli"], "'GPUOnly'"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices'"),
     (["train", "--total-steps", "5"], "less than the"),

@@ -12,6 +12,7 @@ from typing import Any
 from msrl_jax._spelling import nearest
 from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS
 from msrl_jax.algorithms.optimizer import OPTIMIZERS
+from msrl_jax.fragments.codec import CODECS
 
 
 def _given(config: Any, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -59,10 +60,11 @@ def check_booleans(config: Any, *fields: str) -> None:
 
 def check_choice(config: Any, field: str, options: Iterable[str]) -> None:
     """Raises ValueError unless the named field is one of `options`; the message suggests the nearest one."""
-    options, value = sorted(options), getattr(config, field)
-    if value not in options:
-        near = nearest(str(value), options)
-        raise _reject(config, field, repr(near) if near else f"one of {options}")
+    options = sorted(options)
+    for _, value in _given(config, [field]):
+        if value not in options:
+            near = nearest(str(value), options)
+            raise _reject(config, field, repr(near) if near else f"one of {options}")
 
 
 def check_sizes(config: Any, field: str) -> None:
@@ -83,6 +85,7 @@ def check_common(config: Any) -> None:
         return [name for name in names if name in fields]
 
     check_integers(config, 1, *there("num_envs", "unroll_length", "num_epochs", "num_minibatches", "total_steps"))
+    check_integers(config, 1, *there("num_updates", "batch_size", "capacity", "learning_starts", "shards", "n_step"))
     check_numbers(config, *there("learning_rate", "epsilon", "max_grad_norm"), above=0.0)
     check_numbers(config, *there("clip_ratio", "clip_value", "target_kl"), above=0.0)
     check_numbers(config, *there("discount", "gae_lambda", "rms_decay"), low=0.0, high=1.0)
@@ -90,9 +93,9 @@ def check_common(config: Any) -> None:
     check_booleans(config, *[name for name, default in fields.items() if isinstance(default, bool)])
     if "hidden_sizes" in fields:
         check_sizes(config, "hidden_sizes")
-    for name, options in {"activation": ACTIVATIONS, "network": NETWORKS, "optimizer": OPTIMIZERS}.items():
-        if name in fields:
-            check_choice(config, name, options)
+    choices = {"activation": ACTIVATIONS, "network": NETWORKS, "optimizer": OPTIMIZERS, "storage": CODECS}
+    for name in there(*choices):
+        check_choice(config, name, choices[name])
 
 
 def check_annealing(config: Any) -> None:

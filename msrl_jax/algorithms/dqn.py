@@ -117,7 +117,6 @@ class DQNConfig:
 
     def __post_init__(self):
         check.check_common(self)
-        check.check_integers(self, 1, "num_updates", "batch_size", "capacity", "learning_starts", "shards", "n_step")
         check.check_integers(self, 1, "exploration_steps", "actor_period", "target_period")
         check.check_integers(self, 2, "num_atoms")
         check.check_numbers(self, "v_min", "v_max")
@@ -125,8 +124,6 @@ class DQNConfig:
         check.check_numbers(self, "beta", "final_epsilon", "base_epsilon", low=0.0, high=1.0)
         check.check_numbers(self, "huber_delta", "adam_epsilon", above=0.0)
         check.check_numbers(self, "tau", above=0.0, high=1.0)
-        if self.storage is not None:
-            check.check_choice(self, "storage", ("uint8", "scaled_uint8", "bfloat16"))
         check.check_choice(self, "distribution", ("none", "c51", "qr"))
         check.check_choice(self, "exploration", ("annealed", "per_env"))
         if self.distribution == "c51":
@@ -201,11 +198,13 @@ def build(env: Environment, config: DQNConfig) -> Agent:
       ValueError: if the sizes of the buffer do not fit, or if the network does not.
       TypeError: if a space is not supported.
     """
-    if not isinstance(env.action_space, Discrete):
+    venv, action_space = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs)), env.action_space
+    if not isinstance(action_space, Discrete):
         others = [name for name in ("sac", "td3", "ddpg", "ppo") if name in ALGORITHMS]
-        raise TypeError(f"DQN values each of a finite number of actions, got {env.action_space}; use {' or '.join(others)}")
-    action_space = env.action_space
-    venv = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs))
+        raise TypeError(
+            f"DQN values each of a finite number of actions, got {action_space}; wrap the environment to take a Discrete "
+            f"space, or, for a Box of floats, use {' or '.join(others)}"
+        )
     buffer = make_buffer(env, config)
     network = q_network(
         venv.observation_space, action_space, hidden_sizes=config.hidden_sizes, activation=config.activation,

@@ -73,7 +73,10 @@ def make_torso(
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
     if not isinstance(observation_space, Box):
-        raise TypeError(f"no network for observations in {observation_space}; wrap the environment in FlattenObservation")
+        raise TypeError(
+            f"no network for observations in {observation_space}; make vectors of them: "
+            "msrl.train(..., msrl.envs.FlattenObservation(env)) in Python"
+        )
     shape = observation_space.shape
     convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
     if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
@@ -174,7 +177,9 @@ def actor_critic(
     torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
     is_box = isinstance(action_space, Box)
     if not isinstance(action_space, Discrete | Box) or (is_box and not jnp.issubdtype(action_space.dtype, jnp.floating)):
-        raise TypeError(f"no policy for actions in {action_space}; use a Discrete space or a Box of floats")
+        raise TypeError(
+            f"no policy for actions in {action_space}; wrap the environment to take a Discrete space or a Box of floats"
+        )
     module = _Module(torso.observation_shape, action_space, hidden_sizes, activation, torso.convolve, shared_torso)
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))

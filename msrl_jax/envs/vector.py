@@ -137,6 +137,8 @@ def _check(env: Environment) -> None:
     missing = [m for m in ("observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
     if missing:
         raise TypeError(f"{name} has no {missing[0]}; an environment has observation_space, action_space, reset, step")
+    for field in ("observation_space", "action_space"):
+        _check_space(getattr(env, field), f"{name}.{field}")
     key = jax.eval_shape(lambda: jax.random.key(0))
     observation, action = spaces.struct(env.observation_space), spaces.struct(env.action_space)
 
@@ -157,6 +159,18 @@ def _check(env: Environment) -> None:
     for flag, x in {"terminated": terminated, "truncated": truncated}.items():
         if x.shape != () or x.dtype != bool:
             raise TypeError(f"{flag} of {name}.step is {_show(x)}; return a scalar bool, jnp.asarray(False) if never")
+
+
+def _check_space(space: Any, where: str) -> None:
+    if isinstance(space, spaces.Tuple | spaces.Dict):
+        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            _check_space(part, f"{where}.spaces[{key!r}]")
+    elif not isinstance(space, spaces.Discrete | spaces.Box):
+        kind = f"{type(space).__module__}.{type(space).__qualname__}"
+        raise TypeError(f"{where} is {space!r} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
+    elif 0 in space.shape:
+        raise TypeError(f"{where} is {space}, which has no elements; give it at least one, a constant if need be")
 
 
 def _returned(result: Any, where: str, parts: str) -> tuple:

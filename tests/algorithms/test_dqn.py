@@ -236,7 +236,7 @@ def test_atoms_need_limits():
 
 
 def test_continuous_actions_are_refused_with_the_names_of_what_fits():
-    with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.*; use .*ppo") as error:
+    with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.*, use .*ppo") as error:
         algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
     for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
         algorithms.get(name)

@@ -1,0 +1,80 @@
+"""Which spaces the algorithms take; others are refused in one line, in Python and on the command line."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import cli
+from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
+
+ALGORITHMS = sorted(msrl.algorithms.ALGORITHMS)
+VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
+# All others take choices and motions.
+REFUSED = {"dqn": MOTION, "apex_dqn": MOTION}
+
+
+@dataclasses.dataclass(frozen=True)
+class Still:
+    """Nothing ever happens."""
+
+    observation_space: Space
+    action_space: Space
+
+    def reset(self, key):
+        return jnp.int32(0), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spaces.struct(self.observation_space))
+
+    def step(self, key, state, action):
+        never = jnp.asarray(False)
+        return *self.reset(key), jnp.float32(0), never, never
+
+
+@pytest.fixture
+def compiled(caplog):
+    """What was compiled during a test, by name."""
+    with jax.log_compiles():
+        yield lambda: [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
+
+
+@pytest.mark.parametrize("action_space", [CHOICE, MOTION], ids=["choice", "motion"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_choices_and_motions_are_taken_or_refused_with_what_takes_them(name, action_space):
+    build = functools.partial(msrl.algorithms.get(name).build, Still(VECTOR, action_space))
+    config = msrl.algorithms.get(name).config()
+    if REFUSED.get(name) == action_space:
+        with pytest.raises(TypeError, match=r"use .*ppo"):
+            build(config)
+        return
+    agent = build(config)
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    after, _ = jax.eval_shape(agent.iteration, state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("observation_space", "action_space", "remedy"),
+    [
+        (VECTOR, Tuple((CHOICE, CHOICE)), "wrap the environment to take a Discrete space"),
+        (VECTOR, Dict({"a": MOTION}), "wrap the environment to take a Discrete space"),
+        (VECTOR, Box(0, 5, (2,), jnp.int32), "wrap the environment to take a Discrete space"),
+        (Discrete(4), CHOICE, "FlattenObservation"),
+        (Dict({"x": VECTOR, "y": CHOICE}), CHOICE, "FlattenObservation"),
+    ],
+    ids=["several actions", "named actions", "integers", "number observed", "several observed"],
+)
+def test_other_spaces_are_refused_before_anything_compiles(
+    name, observation_space, action_space, remedy, compiled, monkeypatch, tmp_path, capsys
+):
+    env = Still(observation_space, action_space)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_factories", {"Still-v0": lambda: env})
+    with pytest.raises(TypeError, match=remedy):
+        msrl.train(name, env, progress=False)
+    assert cli.main(["train", "--algo", name, "--env", "Still-v0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("msrl-jax: error: ") and remedy in line
+    assert list(tmp_path.iterdir()) == [] and compiled() == []
