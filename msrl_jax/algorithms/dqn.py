@@ -40,7 +40,8 @@ class DQNConfig:
       learning_starts: environment steps, of random actions, before the first update; None for as many as a batch needs.
         Usual: 1e3 to 5e4.
       storage: how observations are stored: "uint8" for whole numbers from 0 to 255, "scaled_uint8" for such over 255,
-        "bfloat16", or None for as they are. Usual: None, or "uint8" for images.
+        "bfloat16", or None for as they are; the metric `replay_lost` counts what a codec could not hold. Usual: None, or
+        "uint8" for images.
       shards: parts of the buffer, which may lie on different devices; a divisor of `num_envs` and `batch_size`. None for the
         most, 8 at most. Usual: None.
       n_step: rewards before the target bootstraps. Usual: 1 to 5.
@@ -288,7 +289,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         venv, buffer, init=init, act=act, update=update, choose_action=choose_action,
         to_env_action=lambda action: jnp.asarray(action, action_space.dtype), unroll_length=config.unroll_length,
         num_updates=config.num_updates, batch_size=config.batch_size, beta=beta if config.prioritised else None,
-        actor_period=config.actor_period,
+        actor_period=config.actor_period, report_lost=config.storage is not None,
     )  # fmt: skip
 
 

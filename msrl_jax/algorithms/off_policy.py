@@ -119,6 +119,7 @@ def off_policy_agent(
     batch_size: int,
     beta: Callable[[jax.Array], jax.Array] | None = None,
     actor_period: int = 1,
+    report_lost: bool = False,
 ) -> Agent:
     """Builds an agent that learns from a replay buffer.
 
@@ -135,6 +136,7 @@ def off_policy_agent(
       batch_size: windows per batch, `B`.
       beta: the exponent of the importance weights after a number of iterations; None for a buffer without priorities.
       actor_period: iterations between two refreshes of the parameters that act.
+      report_lost: whether a metric `replay_lost` counts the steps that the buffer's codecs could not hold.
 
     Returns:
       The agent. Its metrics have `parameter_age`, how many iterations old the parameters were that acted, and `replay_size`.
@@ -180,7 +182,10 @@ def off_policy_agent(
     def draw(replay, key):
         key, *keys = jax.random.split(key, num_updates + 1)
         sample = jax.vmap(buffer.sample, (None, 0))(replay, jnp.stack(keys))
-        return key, sample, buffer.ready(replay), buffer.size(replay)
+        held = {"replay_size": buffer.size(replay)}
+        if report_lost:
+            held["replay_lost"] = replay.lost.sum()
+        return key, sample, buffer.ready(replay), jax.tree.map(jnp.float32, held)
 
     @fragment(role="learner")
     def learn(learner, iteration, acted_at, key, sample, ready, actor):
@@ -220,7 +225,7 @@ def off_policy_agent(
         (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
         env_state, episodes = drain(env_state)
         replay = remember(state.replay, state.pending, items)
-        replay_key, sample, ready, size = draw(replay, state.replay_key)
+        replay_key, sample, ready, held = draw(replay, state.replay_key)
         learner = Learner(state.params, state.target_params, state.opt_state)
         learner, count, key, pending, actor, metrics = learn(
             learner, state.iteration, acted_at, state.key, sample, ready, state.actor
@@ -228,7 +233,7 @@ def off_policy_agent(
         after = OffPolicyState(
             *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending, actor
         )
-        return after, {**metrics, "replay_size": size.astype(jnp.float32), **episodes}
+        return after, {**metrics, **held, **episodes}
 
     def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
         return to_env_action(choose_action(state.params, obs, key))

@@ -192,6 +192,12 @@ def test_distributions_learn_the_values_of_one_step(options):
     np.testing.assert_array_equal(agent.act(after, obs, None), 2)
 
 
+def test_what_a_codec_cannot_hold_is_counted():
+    agent = algorithms.get("dqn").build(RandomWalk(), DQNConfig(**SMALL | {"storage": "uint8", "num_updates": 1}))
+    _, metrics = jax.jit(lambda key: agent.iteration(agent.init(key)))(jax.random.key(0))
+    assert metrics["replay_lost"] == T * E  # positions are no whole numbers
+
+
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
