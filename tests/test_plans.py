@@ -100,3 +100,23 @@ def test_es_sends_seeds_and_returns_only():
     parameters = 4 * sum(x.size for x in jax.tree.leaves(state.params))
     up = sum(c.nbytes * c.times for c in described.crossings if c.destination == "learners")
     assert up <= 16 * SMALL["num_envs"] < parameters
+
+
+def test_sync_batch_replay_draws_whole_batches_uniformly_at_the_declared_ratio():
+    """Every update is from one of the 4 newest batches, each as likely: seen from how old the parameters behind it are."""
+    options = {"replay_batches": 4, "num_updates": 2, "optimizer": "adam"}
+    apart, state = plan("impala", SingleLearnerCoarse(actors=4, buffers=2), **options)
+    alone, _ = plan("impala", GPUOnly(), num_devices=1, **options)
+    (a, measured), (b, expected) = apart.run(state, 6, chunk=1), alone.run(state, 6, chunk=1)
+    for x, y in zip(jax.tree.leaves((a.params, measured)), jax.tree.leaves((b.params, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    held = np.asarray(a.replay.batches.acted_at)
+    assert sorted(held.tolist()) == [2, 3, 4, 5] and int(a.replay.refused) == 0  # the oldest gave way
+    np.testing.assert_array_equal(a.replay.batches.last_obs[held.tolist().index(5)], a.obs)
+    counts = [int(x) for x in jax.tree.leaves(a.opt_state) if x.shape == ()]
+    assert counts == [2 * 6]
+
+    _, measured = alone.run(state, 600, chunk=1)
+    ages = 2 * measured["parameter_age"][3:]  # the sum of two draws from 0, 1, 2, 3
+    found = np.bincount(ages.astype(int), minlength=7) / len(ages)
+    np.testing.assert_allclose(found, np.array([1, 2, 3, 4, 3, 2, 1]) / 16, atol=5 * np.sqrt(0.25 * 0.75 / len(ages)))

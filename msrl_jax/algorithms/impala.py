@@ -1,6 +1,7 @@
 """IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic whose actors may lag behind, corrected by V-trace.
 
-Every iteration makes one update from the unrolls of all environments. How old the parameters are that acted is the
+Every iteration makes one update from the unrolls of all environments. With replay it makes several, each from a batch drawn
+uniformly from those kept; V-trace corrects for the age of these batches too. How old the parameters are that acted is the
 distribution policy's choice: its staleness, 0 under a synchronous one. In the shape descriptions, `T` is `unroll_length`
 and `E` is `num_envs`.
 """
@@ -48,6 +49,8 @@ class IMPALAConfig:
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
       network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
       shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
+      replay_batches: batches that are kept for replay, the newest included; 0 keeps none. Usual: 0, or 10 to 1000.
+      num_updates: updates per iteration, each from a batch drawn uniformly from those kept. Usual: 1, or 2 to 4 with replay.
       total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
@@ -73,10 +76,19 @@ class IMPALAConfig:
     activation: str = "tanh"
     network: str = "auto"
     shared_torso: bool = False
+    replay_batches: int = 0
+    num_updates: int = 1
     total_steps: int | None = None
 
     def __post_init__(self):
         check.check_common(self)
+        check.check_integers(self, 1, "num_updates")
+        check.check_integers(self, 0, "replay_batches")
+        if self.num_updates > 1 and not self.replay_batches:
+            raise ValueError(
+                f"IMPALAConfig.num_updates={self.num_updates}: without replay an iteration has one batch to learn from; "
+                "use num_updates=1, or replay_batches of at least 1"
+            )
         check.check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
         check.check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
         check.check_choice(self, "normalize_advantage", ("batch", "none"))
@@ -136,6 +148,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     return single_update_agent(
         venv, network, optimizer, gradients, unroll_length=config.unroll_length, learning_rate=config.learning_rate,
         anneal_over=config.total_steps if config.anneal_learning_rate else None,
+        replay_batches=config.replay_batches, num_updates=config.num_updates,
     )  # fmt: skip
 
 
