@@ -10,6 +10,7 @@ from msrl_jax.policies import Central, GPUOnly, MultiLearner, SingleLearnerCoars
 
 from .algorithms import test_ppo
 from .algorithms.random_walk import RandomWalk
+from .fragments.test_staleness import dependencies
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16), "total_steps": 100_000}
 PARTICULAR = {
@@ -100,6 +101,27 @@ def test_es_sends_seeds_and_returns_only():
     parameters = 4 * sum(x.size for x in jax.tree.leaves(state.params))
     up = sum(c.nbytes * c.times for c in described.crossings if c.destination == "learners")
     assert up <= 16 * SMALL["num_envs"] < parameters
+
+
+def test_async_replay_shards_delays_and_refreshes_as_declared():
+    """Ape-X: buffers in parts, priorities and parameters late by the staleness, parameters taken every `actor_period`."""
+    policy = SingleLearnerCoarse(actors=2, buffers=2, staleness=1)
+    options = {"actor_period": 2, "learning_starts": 256, "num_updates": 2, "batch_size": 32}
+    program, state = plan("apex_dqn", policy, num_devices=5, **options)
+    run_state, metrics = program.run(state, 6)
+    np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 2, 1, 2, 1])
+    after = program.unwrap(run_state)
+    for x in jax.tree.leaves((after.replay.items, after.replay.priorities)):
+        assert all(s.data.shape[0] == x.shape[0] // 2 for s in x.addressable_shards)
+    late = {name for name in program.registers if name.startswith(".pending")}
+    assert late == {".pending.indices.step", ".pending.indices.env", ".pending.td_error"}
+    depends = dependencies(program, 1)
+    for iteration in range(4):
+        for fragment in ("explore", "remember", "draw"):
+            assert {i for i, name in depends[iteration, fragment] if name == "learn"} == set(range(iteration - 1))
+    # 6 iterations of 128 steps: updates from the second one on, when 256 steps are held.
+    counts = {int(x) for x in jax.tree.leaves(after.opt_state) if x.shape == ()}
+    assert counts == {2 * 5}
 
 
 def test_sync_batch_replay_draws_whole_batches_uniformly_at_the_declared_ratio():
