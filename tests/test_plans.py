@@ -103,6 +103,19 @@ def test_es_sends_seeds_and_returns_only():
     assert up <= 16 * SMALL["num_envs"] < parameters
 
 
+def test_sync_replay_is_one_run_wherever_the_buffer_lies():
+    options = {"prioritised": True, "learning_starts": 256, "num_updates": 2, "batch_size": 32}
+    apart, state = plan("dqn", SingleLearnerCoarse(actors=2, buffers=2), num_devices=5, **options)
+    alone, _ = plan("dqn", GPUOnly(), num_devices=1, **options)
+    (a, measured), (b, _) = apart.run(state, 5, chunk=1), alone.run(state, 5, chunk=1)
+    for x, y in zip(jax.tree.leaves(a.replay.items), jax.tree.leaves(b.replay.items), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(jax.tree.leaves((a.params, a.pending)), jax.tree.leaves((b.params, b.pending)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    counts = {int(x) for x in jax.tree.leaves(a.opt_state) if x.shape == ()}
+    assert counts == {2 * 4} and not measured["parameter_age"].any()
+
+
 def test_async_replay_shards_delays_and_refreshes_as_declared():
     """Ape-X: buffers in parts, priorities and parameters late by the staleness, parameters taken every `actor_period`."""
     policy = SingleLearnerCoarse(actors=2, buffers=2, staleness=1)
