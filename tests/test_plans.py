@@ -18,12 +18,14 @@ PARTICULAR = {
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
     "dqn": {"learning_starts": 128},
     "apex_dqn": {"learning_starts": 256, "actor_period": 1},
+    "sac": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
 }
 
 
 def plan(algo, policy, num_devices=8, **options):
     algorithm = msrl.algorithms.get(algo)
-    agent = algorithm.build(msrl.envs.make("CartPole-v1"), algorithm.config(**SMALL | options))
+    env = "Pendulum-v1" if algo in ("ddpg", "td3") else "CartPole-v1"
+    agent = algorithm.build(msrl.envs.make(env), algorithm.config(**SMALL | options))
     state = jax.jit(agent.init)(jax.random.key(0))
     devices = jax.devices()[:num_devices]
     return msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=devices), state

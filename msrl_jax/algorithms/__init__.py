@@ -23,3 +23,5 @@ from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPOConfig as RecurrentPPOConfig
+from msrl_jax.algorithms.sac import SAC as SAC
+from msrl_jax.algorithms.sac import SACConfig as SACConfig

@@ -115,6 +115,57 @@ class Normal:
         return jnp.sum(0.5 * (jnp.exp(2 * log_ratio) + jnp.square(z) - 1) - log_ratio, axis=-1)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TanhNormal:
+    """The hyperbolic tangent of a diagonal normal distribution; actions are `[..., N]` float32 in [-1, 1].
+
+    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are stable far out in the tails, where `tanh`
+    rounds to 1.
+
+    Attributes:
+      base: the normal distribution of what is squashed.
+    """
+
+    base: Normal
+
+    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Draws one vector per element, reparameterised, and its exact log-density. `[..., N]` and `[...]`."""
+        unsquashed = self.base.sample(key)
+        return jnp.tanh(unsquashed), self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws one vector per element, reparameterised. `[..., N]`."""
+        return jnp.tanh(self.base.sample(key))
+
+    def mode(self) -> jax.Array:
+        """The squashed means, which are the medians: the density may have its peaks at the bounds. `[..., N]`."""
+        return jnp.tanh(self.base.loc)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-density of `action` `[..., N]`; a bound counts as the number nearest to it. `[...]`."""
+        largest = 1 - jnp.finfo(action.dtype).epsneg
+        unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
+        return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+
+    def entropy(self) -> jax.Array:
+        """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
+        # Of smooth integrands under a normal density, the trapezoidal rule converges exponentially.
+        z = jnp.linspace(-8.0, 8.0, 161)
+        weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
+        slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
+        return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
+
+    def kl(self, other: Self) -> jax.Array:
+        """KL(self, other) in nats: that of what is squashed, for squashing loses nothing. `[...]`."""
+        return self.base.kl(other.base)
+
+
+def _log_tanh_slope(x: jax.Array) -> jax.Array:
+    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without its cancellation."""
+    return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
+
+
 def _per_key(draw: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
     for _ in range(key.ndim):
         draw = jax.vmap(draw)

@@ -41,14 +41,16 @@ class Torso(nn.Module):
     convolve: bool
 
     @nn.compact
-    def __call__(self, obs: jax.Array) -> jax.Array:
-        """Maps observations `[..., *observation_shape]` to features `[..., hidden_sizes[-1]]`."""
+    def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
+        """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
         activation = ACTIVATIONS[self.activation]
         batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
         x = obs.astype(jnp.float32)
         if self.convolve:
             x = activation(convolution(16, 3)(x))
         x = x.reshape(*batch_shape, -1)
+        if action is not None:
+            x = jnp.concatenate([x, action], axis=-1)
         for size in self.hidden_sizes:
             x = activation(dense(size, math.sqrt(2))(x))
         return x

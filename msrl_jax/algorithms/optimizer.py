@@ -10,13 +10,15 @@ import optax
 OPTIMIZERS = ("adam", "rmsprop")
 
 
-def make_optimizer(name: str, *, max_grad_norm: float, epsilon: float, rms_decay: float = 0.99) -> optax.GradientTransformation:
+def make_optimizer(
+    name: str, *, max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
+) -> optax.GradientTransformation:
     """Makes an optimiser for gradients that are scaled down to a global norm first.
 
     Args:
       name: "adam", or "rmsprop" as in A3C (Mnih et al., 2016, arXiv 1602.01783, supplement): not centred, and with
         `epsilon` under the root.
-      max_grad_norm: the global norm.
+      max_grad_norm: the global norm; None leaves gradients as they are.
       epsilon: what keeps the division finite.
       rms_decay: how much of the squared gradients' running mean RMSProp keeps per update.
 
@@ -25,7 +27,8 @@ def make_optimizer(name: str, *, max_grad_norm: float, epsilon: float, rms_decay
     """
     rmsprop = optax.scale_by_rms(rms_decay, epsilon, eps_in_sqrt=True)
     scale = rmsprop if name == "rmsprop" else optax.scale_by_adam(eps=epsilon)
-    return optax.chain(optax.clip_by_global_norm(max_grad_norm), scale)
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, scale)
 
 
 def descend(params: Any, updates: Any, learning_rate: jax.Array) -> Any:

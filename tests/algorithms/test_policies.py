@@ -13,6 +13,7 @@ PARTICULAR = {
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
 }
 ITERATIONS = 5
 # Under these a step is a program of its own, in which XLA may contract a multiplication and an addition into one rounding
@@ -27,6 +28,7 @@ CASES = [
     ("a3c", "CartPole-v1"),
     ("es", "CartPole-v1"),
     ("apex_dqn", "CartPole-v1"),
+    ("sac", "Pendulum-v1"),
 ]
 
 

@@ -1,0 +1,168 @@
+"""What the off-policy actor-critics share: networks, buffer and the checks of their configs.
+
+In the shape descriptions, `B` denotes the batch size, `C` the number of critics, `N` the number of choices and `D` the
+length of an action. A vector of continuous actions is in [-1, 1] everywhere but in the environment.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from msrl_jax import replay
+from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms.layers import dense
+from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, Torso, make_torso
+from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError on a field, common to the off-policy actor-critics, whose value cannot work."""
+    check.check_integers(config, 1, "num_envs", "unroll_length", "num_updates", "batch_size", "capacity", "learning_starts")
+    check.check_integers(config, 1, "n_step", "shards", "total_steps")
+    check.check_numbers(config, "learning_rate", "max_grad_norm", above=0.0)
+    check.check_numbers(config, "discount", low=0.0, high=1.0)
+    check.check_numbers(config, "tau", above=0.0, high=1.0)
+    check.check_booleans(config, "anneal_learning_rate")
+    check.check_sizes(config, "hidden_sizes")
+    check.check_choice(config, "activation", ACTIVATIONS)
+    check.check_choice(config, "network", NETWORKS)
+
+
+def check_bounded(name: str, space: Space) -> None:
+    """Raises TypeError or ValueError unless a space of actions is a `Box` of floats with finite bounds."""
+    if isinstance(space, Discrete):
+        raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for choices")
+    if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; use such an action space")
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise ValueError(
+            f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "
+            f"finite low and high, or use ppo"
+        )
+
+
+def make_buffer(venv: VectorEnvironment, action: jax.ShapeDtypeStruct, config: Any) -> replay.Replay:
+    """Makes the buffer of uniformly drawn n-step transitions.
+
+    Args:
+      venv: the vector environment.
+      action: shape and dtype of one action as the algorithm makes it.
+      config: with the fields of `check_config` and `storage`.
+
+    Returns:
+      The buffer.
+
+    Raises:
+      ValueError: if its sizes do not fit each other, or a codec does not fit the observations.
+    """
+    space = venv.observation_space
+    assert isinstance(space, Box)
+    obs, number, flag = (jax.ShapeDtypeStruct(*x) for x in ((space.shape, space.dtype), ((), jnp.float32), ((), jnp.bool_)))
+    storage = None if config.storage is None else {"obs": config.storage, "next_obs": config.storage}
+    return replay.uniform(
+        replay.Transition(obs, action, number, flag, flag, obs), capacity=config.capacity, num_envs=config.num_envs,
+        unroll_length=config.unroll_length, batch_size=config.batch_size, length=config.n_step, discount=config.discount,
+        min_size=config.learning_starts, shards=config.shards, storage=storage,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network as pure functions of its parameters.
+
+    Attributes:
+      init: `(key, *inputs) -> params`.
+      apply: `(params, *inputs) -> outputs`.
+    """
+
+    init: Callable[..., Any]
+    apply: Callable[..., jax.Array]
+
+
+class _Head(nn.Module):
+    """A torso and a linear layer."""
+
+    torso: Torso
+    num_outputs: int
+    scale: float
+
+    @nn.compact
+    def __call__(self, *inputs: jax.Array) -> jax.Array:
+        """Maps the torso's inputs to `[..., num_outputs]`."""
+        return dense(self.num_outputs, self.scale)(self.torso(*inputs))
+
+
+def make_actor(observation_space: Space, num_outputs: int, config: Any) -> Network:
+    """Makes the network of a policy, whose outputs start near 0.
+
+    Args:
+      observation_space: a `Box`.
+      num_outputs: how many numbers describe what to do.
+      config: with the fields `hidden_sizes`, `activation` and `network`.
+
+    Returns:
+      The network, `(params, obs [..., *observation_shape]) -> [..., num_outputs]`.
+
+    Raises:
+      TypeError: if the space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    module = _Head(_torso(observation_space, config), num_outputs, 0.01)
+    return Network(module.init, module.apply)  # pyright: ignore[reportArgumentType]
+
+
+def make_critics(observation_space: Space, action_space: Space, num_critics: int, config: Any) -> Network:
+    """Makes critics that differ in their initial parameters only; one batched product computes a layer of all.
+
+    Args:
+      observation_space: a `Box`.
+      action_space: `Discrete`, or a `Box`.
+      num_critics: how many, `C`.
+      config: with the fields `hidden_sizes`, `activation` and `network`.
+
+    Returns:
+      The network: `(params, obs [B, ...]) -> values [C, B, N]` of all choices, or `(params, obs, action [B, D]) ->
+      values [C, B]`.
+
+    Raises:
+      TypeError: if the space of observations is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    discrete = isinstance(action_space, Discrete)
+    module = _Head(_torso(observation_space, config), action_space.n if discrete else 1, 1.0)
+
+    def init(key: jax.Array, *inputs: jax.Array) -> Any:
+        return jax.lax.map(lambda k: module.init(k, *inputs), jax.random.split(key, num_critics))
+
+    def apply(params: Any, *inputs: jax.Array) -> jax.Array:
+        values = jax.vmap(lambda p: module.apply(p, *inputs))(params)
+        return values if discrete else values[..., 0]
+
+    return Network(init, apply)
+
+
+def _torso(observation_space: Space, config: Any) -> Torso:
+    return make_torso(
+        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
+    )
+
+
+def uniform_actions(keys: jax.Array, space: Space) -> jax.Array:
+    """Draws uniform actions.
+
+    Args:
+      keys: one per action. `[E]`
+      space: a `Box`, or `Discrete`.
+
+    Returns:
+      Actions in [-1, 1] `[E, D]`, or choices `[E]` int32.
+    """
+    if isinstance(space, Discrete):
+        return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n))(keys)
+    return jax.vmap(lambda key: jax.random.uniform(key, (math.prod(space.shape),), minval=-1.0, maxval=1.0))(keys)

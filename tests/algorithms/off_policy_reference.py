@@ -1,0 +1,79 @@
+"""Parts of off-policy algorithms in plain formulas, to compare with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import algorithms, replay
+from msrl_jax.algorithms.actor_and_critics import make_buffer
+
+E, B = 16, 32
+SMALL = {
+    "num_envs": E, "unroll_length": 4, "num_updates": 3, "batch_size": B, "capacity": 64 * E, "learning_starts": 8 * E,
+    "hidden_sizes": (8, 6), "learning_rate": 3e-3,
+}  # fmt: skip
+
+
+def build(name, env, **overrides):
+    algorithm = algorithms.get(name)
+    config = algorithm.config(**SMALL | overrides)
+    return algorithm.build(env, config), config
+
+
+def start(agent, iterations):
+    """The state after some iterations."""
+    state = jax.jit(agent.init)(jax.random.key(0))
+    iteration = jax.jit(agent.iteration)
+    for _ in range(iterations):
+        state, _ = iteration(state)
+    return state
+
+
+def drawn(agent, config, state, after):
+    """The first batch that an iteration learned from, as an `NStep` of NumPy arrays, and its key."""
+    size = agent.env.action_space.shape
+    buffer = make_buffer(agent.env, jax.ShapeDtypeStruct(size, jnp.float32 if size else jnp.int32), config)
+    sample = buffer.sample(after.replay, jax.random.split(state.replay_key, config.num_updates + 1)[1])
+    assert isinstance(sample.experience, replay.NStep)
+    return jax.tree.map(np.asarray, sample.experience), jax.random.split(state.key, config.num_updates + 1)[1]
+
+
+def one(critics, i):
+    """The parameters of one of several critics."""
+    return jax.tree.map(lambda x: x[i], critics)
+
+
+def plain_mlp(params, x):
+    """A network of two hidden layers of ReLUs."""
+    layers = [params["params"]["torso"]["Dense_0"], params["params"]["torso"]["Dense_1"], params["params"]["Dense_0"]]
+    for layer in layers[:2]:
+        x = jnp.maximum(x @ layer["kernel"] + layer["bias"], 0)
+    return x @ layers[2]["kernel"] + layers[2]["bias"]
+
+
+def adam(params, opt_state, gradient, config):
+    """One update of Adam in float64, with the gradient scaled down to its largest norm."""
+    moments = opt_state[1]
+    count = int(moments.count) + 1
+    norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
+    scale = 1.0 if config.max_grad_norm is None else min(1.0, config.max_grad_norm / norm)
+
+    def step(p, g, m, v):
+        p, g, m, v = (np.asarray(x, np.float64) for x in (p, g, m, v))
+        m, v = 0.9 * m + 0.1 * scale * g, 0.999 * v + 0.001 * (scale * g) ** 2
+        return p - config.learning_rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+
+    return jax.tree.map(step, params, gradient, moments.mu, moments.nu)
+
+
+def wide(params):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+
+def assert_close(got, want):
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=5e-6)  # noqa: E731
+    jax.tree.map(close, got, want)
+
+
+def num_params(agent):
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)).params))

@@ -1,0 +1,162 @@
+"""SAC: an update against an implementation written out here, what devices exchange, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import algorithms
+from msrl_jax.algorithms import SACConfig
+from msrl_jax.envs import Box
+
+from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
+from .random_walk import RandomWalk
+from .test_ppo import collectives
+
+
+def plain_policy(params, obs, noise, continuous):
+    """Actions and log-probabilities in the plain formulas of the papers; of all choices, if not continuous."""
+    outputs = plain_mlp(params["actor"], obs)
+    if not continuous:
+        probs = jnp.exp(outputs) / jnp.exp(outputs).sum(-1, keepdims=True)
+        return None, jnp.log(probs)
+    loc, log_scale = outputs[:, :2], outputs[:, 2:]
+    scale = jnp.exp(jnp.minimum(jnp.maximum(log_scale, -20), 2))
+    u = loc + scale * noise
+    density = jnp.exp(-(((u - loc) / scale) ** 2) / 2) / (scale * np.sqrt(2 * np.pi))
+    return jnp.tanh(u), (jnp.log(density) - jnp.log(1 - jnp.tanh(u) ** 2)).sum(-1)
+
+
+def plain_soft_value(critic, policy, obs, temperature):
+    action, log_prob = policy
+    inputs = obs if action is None else jnp.concatenate([obs, action], -1)
+    q = jnp.minimum(plain_mlp(one(critic, 0), inputs), plain_mlp(one(critic, 1), inputs))
+    if action is None:
+        probs = jnp.exp(log_prob)
+        return (probs * (q - temperature * log_prob)).sum(-1), (probs * log_prob).sum(-1)
+    return q[:, 0] - temperature * log_prob, log_prob
+
+
+def plain_losses(state, batch, noises, continuous, target_entropy, learn_temperature):
+    """The losses of the critics, of the actor and of the temperature, each a function of what it trains."""
+    temperature = np.exp(state.params["log_temperature"])
+    next_policy = plain_policy(state.params, batch.next_obs, noises[0], continuous)
+    next_value, _ = plain_soft_value(state.target_params, next_policy, batch.next_obs, temperature)
+    target = batch.reward + batch.discount * next_value
+
+    def critic_loss(critic):
+        total = 0.0
+        for i in range(2):
+            inputs = jnp.concatenate([batch.obs, batch.action], -1) if continuous else batch.obs
+            q = plain_mlp(one(critic, i), inputs)
+            q = q[:, 0] if continuous else q[np.arange(B), batch.action]
+            total += ((q - target) ** 2).mean() / 2
+        return total
+
+    def soft(actor):
+        policy = plain_policy({"actor": actor}, batch.obs, noises[1], continuous)
+        return plain_soft_value(state.params["critic"], policy, batch.obs, temperature)
+
+    def temperature_loss(log_temperature):
+        log_prob = jax.lax.stop_gradient(soft(state.params["actor"])[1])
+        return -learn_temperature * (jnp.exp(log_temperature) * (log_prob + target_entropy)).mean()
+
+    return {"actor": lambda actor: -soft(actor)[0].mean(), "critic": critic_loss, "log_temperature": temperature_loss}
+
+
+@pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "discrete"])
+def test_one_update_equals_an_independent_implementation(continuous):
+    options = {"target_entropy": -1.5, "max_grad_norm": 0.7} if continuous else {"learn_temperature": False}
+    agent, config = build("sac", RandomWalk(continuous), num_updates=1, initial_temperature=0.3, n_step=2, **options)
+    state = start(agent, 6)
+    after, metrics = jax.jit(agent.iteration)(state)
+    batch, key = drawn(agent, config, state, after)
+    assert (batch.discount == 0).any() and len(np.unique(batch.discount)) == 3
+    keys = jax.random.split(key, (2, B))
+    noises = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys))
+    target_entropy = -1.5 if continuous else np.log(3) / 2
+    losses = plain_losses(state, batch, noises, continuous, target_entropy, config.learn_temperature)
+    for name, loss in losses.items():
+        value, gradient = jax.value_and_grad(loss)(state.params[name])
+        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
+        if name != "log_temperature":
+            np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
+    moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params["critic"]))
+    assert_close(after.target_params, moved)
+    assert (after.params["log_temperature"] != np.log(np.float32(0.3))) == continuous
+
+
+def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
+    agent, config = build("sac", RandomWalk(True), learning_starts=40 * 16)
+    iteration, first = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
+    state = first
+    for _ in range(9):
+        state, metrics = iteration(state)
+        assert metrics["q"].count == 0
+    for a, b in zip(*(jax.tree.leaves((s.params, s.target_params, s.opt_state)) for s in (state, first)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    actions = np.sort(np.asarray(state.replay.items[1])[:, : 9 * config.unroll_length].ravel())
+    assert len(actions) == 9 * config.unroll_length * 16 * 2
+    # The distance of Kolmogorov and Smirnov from the uniform distribution on [-1, 1].
+    assert np.abs((actions + 1) / 2 - np.linspace(0, 1, len(actions))).max() < 1.95 / np.sqrt(len(actions))
+    after, metrics = iteration(state)
+    assert metrics["q"].count == config.num_updates
+    assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, first.params)), strict=True))
+
+
+def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
+    agent, _ = build("sac", RandomWalk(True))
+    found = [size for kind, size in collectives(agent) if kind == "all-reduce"]
+    assert len(found) == len(collectives(agent)) <= 2
+    assert num_params(agent) <= found[-1] <= num_params(agent) + 8 and all(size <= 8 for size in found[:-1])
+    assert [size for _, size in collectives(build("sac", RandomWalk(True), capacity=8 * 16 * 64)[0])] == found
+
+
+def test_actors_receive_the_actor_alone():
+    agent, _ = build("sac", RandomWalk(True))
+    state = jax.jit(agent.init)(jax.random.key(0))
+    program = msrl.compile(agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=2), axes=agent.axes)
+    down = [c.value for c in program.explain().crossings if c.destination == "actors"]
+    assert sorted(down)[0] == "state.iteration" and len(down) == 1 + len(jax.tree.leaves(state.params["actor"]))
+    assert all(value.startswith("state.params['actor']") for value in sorted(down)[1:])
+
+
+def test_acting_is_greedy_without_a_key():
+    agent, _ = build("sac", RandomWalk(True))
+    state = jax.jit(agent.init)(jax.random.key(0))
+    obs = jnp.linspace(-1, 1, 4 * 3).reshape(4, 3)
+    squashed = np.tanh(plain_mlp(state.params["actor"], obs)[:, :2])
+    np.testing.assert_allclose(agent.act(state, obs, None), squashed * 0.5 + np.array([0, 0.5]), rtol=1e-5, atol=1e-6)
+    one, other = (np.asarray(agent.act(state, obs, jax.random.key(k))) for k in (1, 2))
+    assert (one != other).all() and (np.abs(one - np.array([0, 0.5])) <= 0.5).all()
+
+
+@pytest.mark.parametrize("field", ["num_updates", "tau", "initial_temperature", "learn_temperature", "network"])
+def test_bad_fields_are_named(field):
+    with pytest.raises(ValueError, match=rf"SACConfig\.{field}=-1"):
+        SACConfig(**{field: -1})
+
+
+@dataclasses.dataclass(frozen=True)
+class Unbounded(RandomWalk):
+    """A walk whose action has no bounds."""
+
+    action_space = Box(-np.inf, np.inf, (2,))
+
+
+def test_what_does_not_fit_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"sac needs finite bounds .* give its action_space finite low and high, or use ppo"):
+        algorithms.get("sac").build(Unbounded(True), SACConfig())
+    with pytest.raises(ValueError, match=r"SACConfig\.anneal_learning_rate needs total_steps"):
+        algorithms.get("sac").build(RandomWalk(True), SACConfig(anneal_learning_rate=True))
+    with pytest.raises(ValueError, match=r"min_size=10: a batch of 256"):
+        algorithms.get("sac").build(RandomWalk(True), SACConfig(learning_starts=10))
+
+
+def test_every_field_is_documented_with_its_usual_value():
+    for field in dataclasses.fields(SACConfig):
+        line = (SACConfig.__doc__ or "").split(f"      {field.name}: ")[1].split("\n      " + "n")[0]
+        assert "Usual: " in line or field.name == "total_steps"
