@@ -7,7 +7,7 @@ length of an action. A vector of continuous actions is in [-1, 1] everywhere but
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ def make_actor(observation_space: Space, num_outputs: int, config: Any) -> Netwo
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
     module = _Head(_torso(observation_space, config), num_outputs, 0.01)
-    return Network(module.init, module.apply)  # pyright: ignore[reportArgumentType]
+    return Network(module.init, cast(Any, module.apply))
 
 
 def make_critics(observation_space: Space, action_space: Space, num_critics: int, config: Any) -> Network:
@@ -141,7 +141,7 @@ def make_critics(observation_space: Space, action_space: Space, num_critics: int
         return jax.lax.map(lambda k: module.init(k, *inputs), jax.random.split(key, num_critics))
 
     def apply(params: Any, *inputs: jax.Array) -> jax.Array:
-        values = jax.vmap(lambda p: module.apply(p, *inputs))(params)
+        values = jax.vmap(lambda p: cast(jax.Array, module.apply(p, *inputs)))(params)
         return values if discrete else values[..., 0]
 
     return Network(init, apply)
@@ -165,4 +165,6 @@ def uniform_actions(keys: jax.Array, space: Space) -> jax.Array:
     """
     if isinstance(space, Discrete):
         return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n))(keys)
-    return jax.vmap(lambda key: jax.random.uniform(key, (math.prod(space.shape),), minval=-1.0, maxval=1.0))(keys)
+    assert isinstance(space, Box)
+    size = math.prod(space.shape)
+    return jax.vmap(lambda key: jax.random.uniform(key, (size,), minval=-1.0, maxval=1.0))(keys)

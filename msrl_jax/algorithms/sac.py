@@ -115,7 +115,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
     discrete = isinstance(space, Discrete)
     if not discrete:
         check_bounded("sac", space)
-    size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
+    size: int = space.n if isinstance(space, Discrete) else math.prod(space.shape)  # pyright: ignore[reportAssignmentType]
     target_entropy = config.target_entropy
     if target_entropy is None:
         target_entropy = 0.5 * math.log(size) if discrete else -float(size)
