@@ -17,21 +17,15 @@ from flax import linen as nn
 from msrl_jax import replay
 from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.layers import dense
-from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS, Torso, make_torso
+from msrl_jax.algorithms.networks import Torso, make_torso
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 
 
 def check_config(config: Any) -> None:
     """Raises ValueError on a field, common to the off-policy actor-critics, whose value cannot work."""
-    check.check_integers(config, 1, "num_envs", "unroll_length", "num_updates", "batch_size", "capacity", "learning_starts")
-    check.check_integers(config, 1, "n_step", "shards", "total_steps")
-    check.check_numbers(config, "learning_rate", "max_grad_norm", above=0.0)
-    check.check_numbers(config, "discount", low=0.0, high=1.0)
+    check.check_common(config)
+    check.check_integers(config, 1, "num_updates", "batch_size", "capacity", "learning_starts", "n_step", "shards")
     check.check_numbers(config, "tau", above=0.0, high=1.0)
-    check.check_booleans(config, "anneal_learning_rate")
-    check.check_sizes(config, "hidden_sizes")
-    check.check_choice(config, "activation", ACTIVATIONS)
-    check.check_choice(config, "network", NETWORKS)
 
 
 def check_bounded(name: str, space: Space) -> None:

@@ -89,7 +89,6 @@ class SACConfig:
         check_config(self)
         check.check_numbers(self, "initial_temperature", above=0.0)
         check.check_numbers(self, "target_entropy")
-        check.check_booleans(self, "learn_temperature")
 
 
 def build(env: Environment, config: SACConfig) -> Agent:
