@@ -35,7 +35,7 @@ from msrl_jax.fragments import fragment
 class SACConfig:
     """Everything about what SAC computes; where it runs is a distribution policy's concern.
 
-    The defaults are the papers' but for the updates per step, 1/4 instead of 1, and the learning rate.
+    The defaults are the papers' but for the updates per step, 1/2 instead of 1, and the learning rate.
 
     Attributes:
       num_envs: environments stepped in parallel, `E`. Usual: 1 to 128.
@@ -65,7 +65,7 @@ class SACConfig:
 
     num_envs: int = 16
     unroll_length: int = 2
-    num_updates: int = 8
+    num_updates: int = 16
     batch_size: int = 256
     capacity: int = 200_000
     learning_starts: int = 1000
