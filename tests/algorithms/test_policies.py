@@ -1,5 +1,7 @@
 """Every algorithm is the same training run under every synchronous policy, on 1, 2, 4 and 8 devices."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -15,10 +17,9 @@ PARTICULAR = {
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
 }
+# A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
+ENVS = {"CartPole-v1": {}, "Pendulum-v1": {"max_steps_in_episode": 15}}
 ITERATIONS = 5
-# Under these a step is a program of its own, in which XLA may contract a multiplication and an addition into one rounding
-# where the program of a whole rollout does not.
-STEPWISE = ("Environments", "SingleLearnerFine")
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
@@ -26,7 +27,9 @@ CASES = [
     ("a2c", "Pendulum-v1"),
     ("impala", "CartPole-v1"),
     ("a3c", "CartPole-v1"),
+    ("a3c", "Pendulum-v1"),
     ("es", "CartPole-v1"),
+    ("es", "Pendulum-v1"),
     ("apex_dqn", "CartPole-v1"),
     ("sac", "Pendulum-v1"),
 ]
@@ -35,44 +38,60 @@ CASES = [
 # PPO runs on every number of devices each time, the others on the least and the most; `-m slow` runs the rest.
 MATRIX = [
     pytest.param(
-        case, num_devices, id=f"{case[0]}-{case[1]}-{num_devices}",
+        *case, num_devices, id=f"{case[0]}-{case[1]}-{num_devices}",
         marks=[pytest.mark.slow] if case[0] != "ppo" and num_devices in (2, 4) else [],
     )
     for case in CASES for num_devices in (1, 2, 4, 8)
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def run(request):
-    """The agent, its initial state and the reference: GPUOnly on one device, which is plain jit(scan)."""
-    algorithm = msrl.algorithms.get(request.param[0])
-    config = algorithm.config(**SMALL | PARTICULAR.get(algorithm.name, {}), total_steps=100_000)
-    agent = algorithm.build(msrl.envs.make(request.param[1]), config)
+def rounds_alike(algorithm, env, policy, num_devices):
+    """Whether the first iteration acts with the very numbers of plain `jit`, to the last bit.
+
+    Choices do not show a last bit. Torques do, where XLA rounds differently in another program: a step that is a program
+    of its own, the dynamics that ES's loop has twice (for the state, and for what is seen of it), and a matrix product
+    instead of a batch of them, if each device has one worker of A3C.
+    """
+    stepwise = policy in ("Environments", "SingleLearnerFine")
+    alone = algorithm == "a3c" and num_devices == PARTICULAR["a3c"]["num_workers"]
+    return env == "CartPole-v1" or not (stepwise or algorithm == "es" or alone)
+
+
+@functools.cache
+def reference(name, env):
+    """The agent, its initial state and what plain jit(scan) makes of it."""
+    algorithm = msrl.algorithms.get(name)
+    config = algorithm.config(**SMALL | PARTICULAR.get(name, {}), total_steps=100_000)
+    agent = algorithm.build(msrl.envs.make(env, **ENVS[env]), config)
+
+    def step(state, _):
+        state, metrics = agent.iteration(state)
+        return state, (state.obs, metrics)
+
     state = jax.jit(agent.init)(jax.random.key(0))
-    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=ITERATIONS))(state)
-    one, _ = jax.jit(agent.iteration)(state)
-    return request.param[1], agent, state, jax.device_get(one.obs), jax.device_get((after.params, after.obs, metrics))
+    after, (obs, metrics) = jax.jit(lambda state: jax.lax.scan(step, state, None, length=ITERATIONS))(state)
+    return agent, state, *jax.device_get((after.params, obs, metrics))
 
 
-@pytest.mark.parametrize("name", sorted(msrl.policies.POLICIES))
-@pytest.mark.parametrize(("run", "num_devices"), MATRIX, indirect=["run"])
-def test_the_same_training_run(name, num_devices, run):
-    env, agent, state, first_obs, (params, obs, metrics) = run
+@pytest.mark.parametrize("policy", sorted(msrl.policies.POLICIES))
+@pytest.mark.parametrize(("algorithm", "env", "num_devices"), MATRIX)
+def test_the_same_training_run(policy, algorithm, env, num_devices):
+    agent, state, params, obs, metrics = reference(algorithm, env)
     program = msrl.compile(
-        agent.iteration, state, policy=msrl.policies.get(name), axes=agent.axes, devices=jax.devices()[:num_devices]
+        agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, devices=jax.devices()[:num_devices]
     )
     one, first = program.run(state, 1, chunk=1)
-    if env == "CartPole-v1" or name not in STEPWISE:
-        np.testing.assert_array_equal(one.obs, first_obs)
+    if rounds_alike(algorithm, env, policy, num_devices):
+        np.testing.assert_array_equal(one.obs, obs[0])
     else:
-        np.testing.assert_allclose(one.obs, first_obs, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(one.obs, obs[0], rtol=1e-6, atol=1e-6)
     after, measured = program.run(one, ITERATIONS - 1, chunk=1)
     measured = jax.tree.map(lambda a, b: np.concatenate([a, b]), first, measured)
     if env == "CartPole-v1":
-        np.testing.assert_array_equal(after.obs, obs)
+        np.testing.assert_array_equal(after.obs, obs[-1])
     else:
         # Continuous actions carry the rounding of the gradient's sum (it is added up per device) into the dynamics.
-        np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(after.obs, obs[-1], rtol=1e-5, atol=1e-5)
     pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
     assert max(relative_difference(a, b) for a, b in pairs) < 1e-5
     for a, b in zip(jax.tree.leaves(measured), jax.tree.leaves(metrics), strict=True):
