@@ -1,6 +1,7 @@
 """Codecs: how arrays are packed while they cross from one placement to another."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,28 @@ class Codec:
     holds: Callable[[jax.Array], jax.Array] | None
     promise: str
     lossless: bool
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A value while it crosses, in as many arrays as its codec makes of it.
+
+    Attributes:
+      label: the value.
+      aval: its shape and dtype, unpacked.
+      codec: the name of the codec.
+    """
+
+    label: str
+    aval: ShapedArray
+    codec: str
+
+
+def _is_plain(aval: ShapedArray) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool
 
 
 def _is_float32(aval: ShapedArray) -> bool:
@@ -114,26 +137,29 @@ def _frame_holds(x: jax.Array, *, frames: int) -> jax.Array:
     return (_shifted(x, frames) | begun.all(axis=tuple(range(2, x.ndim)))).all()
 
 
-def frame_stack(frames: int) -> Codec:
+def frame_stack(frames: int, rank: int = 3) -> Codec:
     """Sends every frame of stacked observations once.
 
     Args:
       frames: how many frames a stack holds along the last dimension, oldest first; at the start of an episode the
         first frame fills the stack, as `FrameStack` does.
+      rank: dimensions of one observation: 3 for images, 1 for vectors.
 
     Returns:
-      A lossless codec for arrays `[T, E, ..., frames * C]`.
+      A lossless codec for trajectories of observations, `[T, E, ..., frames * C]`; all else crosses as it is.
 
     Raises:
-      ValueError: if there are fewer than 2 frames.
+      ValueError: if there are fewer than 2 frames, or no dimension.
     """
-    if frames < 2:
-        raise ValueError(f"frame_stack({frames}): a stack has at least 2 frames")
+    if frames < 2 or rank < 1:
+        raise ValueError(f"frame_stack({frames}, {rank}): a stack has at least 2 frames, and an observation 1 dimension")
     return Codec(
-        name=f"frame_stack({frames})",
+        name=f"frame_stack({frames})" if rank == 3 else f"frame_stack({frames}, {rank})",
         encode=functools.partial(_frame_encode, frames=frames),
         decode=functools.partial(_frame_decode, frames=frames),
-        takes=lambda aval: len(aval.shape) >= 3 and aval.shape[0] > 1 and aval.shape[-1] % frames == 0,
+        takes=lambda aval: (
+            len(aval.shape) == 2 + rank and aval.shape[0] > 1 and aval.shape[-1] % frames == 0 and _is_plain(aval)
+        ),
         holds=functools.partial(_frame_holds, frames=frames),
         promise="the same values, if each row is the previous one with a new last frame, or one frame repeated",
         lossless=True,
@@ -147,7 +173,7 @@ def get(codec: str | Codec) -> Codec:
     """A codec by name.
 
     Args:
-      codec: a key of `CODECS`, or a codec.
+      codec: a key of `CODECS`, such as "uint8"; "frame_stack(n)" with a number; or a codec.
 
     Returns:
       The codec.
@@ -157,6 +183,8 @@ def get(codec: str | Codec) -> Codec:
     """
     if isinstance(codec, Codec):
         return codec
+    if call := re.fullmatch(r"frame_stack\((\d+)(?:, *(\d+))?\)", codec):
+        return frame_stack(*(int(n) for n in call.groups() if n))
     if codec not in CODECS:
         raise ValueError(f"unknown codec {codec!r}; there are {', '.join(CODECS)} and frame_stack(n)")
     return CODECS[codec]

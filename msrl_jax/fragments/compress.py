@@ -4,18 +4,18 @@ The packing joins the program that makes a value and the unpacking the program t
 the packed form. Where a codec does not hold every value, the program checks it and the run stops with an error.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._compat import Atom, Literal, Var, aval, fresh
-from msrl_jax.fragments.codec import Codec, get
+from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
+from msrl_jax.fragments.codec import Codec, Packed, get
 from msrl_jax.fragments.graph import Node, Region, inlined
 from msrl_jax.fragments.partition import Partition, partition
-from msrl_jax.fragments.placement import Layout, Placement
+from msrl_jax.fragments.placement import Edge, Layout, Placement
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,26 @@ class Check:
             raise ValueError(
                 f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
                 f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
-                "Declare another codec for this edge in the policy, or none"
+                "Pack it with another codec, or pack others only, by their names: {'state.obs': 'uint8'} instead of 'uint8'"
             )
 
 
-def compress(region: Region, layout: Layout, default: Placement) -> list[Check]:
+@dataclass
+class Packing:
+    """What was packed.
+
+    Attributes:
+      checks: the checks; the scalars of each follow the metrics in the region's outputs.
+      packed: the variables that cross packed.
+      unused: the codecs of the layout that pack nothing, though their placements are apart.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    packed: dict[Var, Packed] = field(default_factory=dict)
+    unused: list[Edge] = field(default_factory=list)
+
+
+def compress(region: Region, layout: Layout, default: Placement) -> Packing:
     """Inserts packing and unpacking into a region and its loops, in place.
 
     Args:
@@ -61,21 +76,32 @@ def compress(region: Region, layout: Layout, default: Placement) -> list[Check]:
       default: where values live that no fragment touches.
 
     Returns:
-      The checks; the scalars of each follow the metrics in the region's outputs.
+      What was packed.
+
+    Raises:
+      ValueError: if a codec is unknown, or declared between placements that there are not.
     """
-    checks: list[Check] = []
-    packed: set[Var] = set()
+    meshes = {p.name: p.mesh for p in layout.placements}
+    for edge in layout.codecs:
+        get(edge.codec)
+        for name in (edge.source, edge.destination):
+            if name not in meshes:
+                raise ValueError(
+                    f"{layout.policy} packs what goes from {edge.source!r} to {edge.destination!r}, but has no placement "
+                    f"{name!r}: it has {', '.join(meshes)}"
+                )
+    packing = Packing(unused=[e for e in layout.codecs if meshes[e.source] != meshes[e.destination]])
     while layout.codecs:
-        before = len(packed)
+        before = len(packing.packed)
         # Packing a row changes where its stack is to be had, so what crosses is looked up again until nothing is left.
-        pass_ = _Pass(partition(region, default), layout, packed)
+        pass_ = _Pass(partition(region, default), layout, packing)
         pass_.run()
         for measured in pass_.checks:
             region.outputs += measured.scalars
-            checks.append(measured.check)
-        if len(packed) == before:
+            packing.checks.append(measured.check)
+        if len(packing.packed) == before:
             break
-    return checks
+    return packing
 
 
 @dataclass
@@ -85,10 +111,10 @@ class _Measured:
 
 
 class _Pass:
-    """One region: `decoded` holds the unpacked variable at each placement, `packed` what is packed already."""
+    """One region: `decoded` holds the unpacked variable at each placement, `packing` what is packed already."""
 
-    def __init__(self, part: Partition, layout: Layout, packed: set[Var]):
-        self.part, self.layout, self.region, self.packed = part, layout, part.region, packed
+    def __init__(self, part: Partition, layout: Layout, packing: Packing):
+        self.part, self.layout, self.region, self.packing = part, layout, part.region, packing
         self.nodes: list[Node] = []
         self.decoded: dict[tuple[Var, Placement], Var] = {}
         self.checks: list[_Measured] = []
@@ -108,9 +134,11 @@ class _Pass:
     def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
         """The atom that `readers` read: what it unpacks to, if it crosses to all of them over an edge with a codec."""
         made = self.part.made_at.get(atom) if isinstance(atom, Var) else None
-        if not made or not readers or not isinstance(atom, Var) or atom in self.packed:
+        if not made or not readers or not isinstance(atom, Var) or atom in self.packing.packed:
             return atom
         to = readers[0]
+        if (atom, to) in self.decoded and len(readers) == 1:
+            return self.decoded[atom, to]
         if any(r.mesh != to.mesh for r in readers) or any(p.mesh == to.mesh for p in made):
             return atom
         label = self.region.labels.get(atom, "")
@@ -119,16 +147,15 @@ class _Pass:
             if edge.matches(made[0].name, to.name, label) and codec.takes(aval(atom)):
                 if (atom, to) not in self.decoded:
                     self.decoded[atom, to] = self.pack(atom, made[0], to, codec, label)
+                    self.packing.unused = [e for e in self.packing.unused if e != edge]
                 return self.decoded[atom, to]
         return atom
 
     def pack(self, var: Var, source: Placement, to: Placement, codec: Codec, label: str) -> Var:
         shape = aval(var)
-        before = f"{label} as {codec.name} (plain: {shape.size * shape.dtype.itemsize} bytes)"
-        crossing, tree = self.call(lambda x: codec.encode(x), [var], source, before)
-        self.region.labels.update(dict.fromkeys(crossing[1:], f"{label} as {codec.name}, continued"))
+        crossing, tree = self.call(lambda x: codec.encode(x), [var], source, f"{label} as {codec.name}")
         (result,), _ = self.call(lambda *xs: codec.decode(jax.tree.unflatten(tree, xs), shape), crossing, to, label)
-        self.packed.update(crossing)
+        self.packing.packed.update(dict.fromkeys(crossing, Packed(label, shape, codec.name)))
         if codec.holds is not None:
             holds = codec.holds
             measure = lambda x: (holds(x), x.min().astype(jnp.float32), x.max().astype(jnp.float32))  # noqa: E731
@@ -157,10 +184,24 @@ class _Pass:
         node.eqn = node.eqn.replace(
             invars=[self.crossing(a, at) for a, at in zip(node.eqn.invars, reads, strict=True)]
         )
-        inside = _Pass(inner, self.layout, self.packed)
+        inside = _Pass(inner, self.layout, self.packing)
         inside.run()
+        self.stack(node, region, inside.decoded)
         for measured in inside.checks:
             self.carry_out(node, region, measured)
+
+    def stack(self, node: Node, region: Region, decoded: Mapping[tuple[Var, Placement], Var]) -> None:
+        """Rows that a loop has unpacked somewhere are stacked there, for readers of the stack: it need not cross as well."""
+        first = len(region.carry)
+        outvars = list(node.eqn.outvars)
+        for row, stacked in zip(region.outputs[first:], node.eqn.outvars[first:], strict=True):
+            for (var, at), unpacked in decoded.items():
+                if var is row and not is_dropped(stacked):
+                    self.decoded[stacked, at] = fresh(stacked)
+                    self.region.labels[self.decoded[stacked, at]] = self.region.labels.get(stacked, "")
+                    region.outputs.append(unpacked)
+                    outvars.append(self.decoded[stacked, at])
+        node.eqn = node.eqn.replace(outvars=outvars)
 
     def carry_out(self, node: Node, region: Region, measured: _Measured) -> None:
         """Folds the scalars of a check over the times of a loop, as values that the loop carries."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
+from msrl_jax.fragments.codec import Packed
 from msrl_jax.fragments.placement import Placement
 
 
@@ -17,12 +18,14 @@ class Value:
       aval: shape and dtype.
       placement: where it is.
       label: a readable name: the path of a state leaf, or the fragment that makes it.
+      packed: the value that it carries, or a part of which, if a codec packs it.
     """
 
     index: int
     aval: ShapedArray
     placement: Placement
     label: str
+    packed: Packed | None = None
 
     @property
     def nbytes(self) -> int:

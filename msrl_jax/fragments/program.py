@@ -11,15 +11,17 @@ from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.claims import check_claims
-from msrl_jax.fragments.compress import Check, compress
+from msrl_jax.fragments.compress import Packing, compress
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.delay import delay
-from msrl_jax.fragments.explain import Plan, explain
+from msrl_jax.fragments.explain import explain
+from msrl_jax.fragments.fit import Fit
 from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lower import Programs, lower
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
+from msrl_jax.fragments.plan import Plan
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.trace import axis_sizes, leaf_axes, state_avals, trace
@@ -74,8 +76,11 @@ def compile(
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
     sizes = axis_sizes(state, specs)
-    layout = policy.layout(list(jax.devices() if devices is None else devices), sizes)
-    _check_sizes(layout, sizes, state, specs)
+    fit = Fit(
+        policy, tuple(jax.devices() if devices is None else devices), sizes,
+        lambda axis, ways: _indivisible(axis, ways, state, specs),
+    )  # fmt: skip
+    layout = fit.layout()
     closed, metrics = trace(iteration, state)
     _, paths = state_avals(state)
     region = build(closed, layout, paths, specs)
@@ -84,30 +89,13 @@ def compile(
         delay(region, layout.staleness, layout)
     used = {p for node in region.nodes for p in node.placements}
     default = used.pop() if len(used) == 1 else layout.placement("learner", "the training state")
-    checks = compress(region, layout, default)
-    plan = schedule(partition(region, default), default)
+    packing = compress(region, layout, default)
+    plan = schedule(partition(region, default), default, packing.packed)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fused = jaxpr_as_fun(closed) if not used and not layout.staleness else None
     trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
-    return Program(layout, region, plan, fused, trees, costs, checks, time.perf_counter() - start)
-
-
-def _check_sizes(layout: Layout, sizes: dict[str, int], state: Any, specs: list[PartitionSpec]) -> None:
-    for placement in layout.placements:
-        split: set[str] = set()
-        for axis, mesh_axis in placement.rules:
-            if axis not in sizes or mesh_axis in split:
-                continue
-            split.add(mesh_axis)
-            ways = placement.mesh.shape[mesh_axis]
-            if sizes[axis] % ways:
-                fit = [n for n in range(1, len(placement.devices) + 1) if sizes[axis] % n == 0]
-                raise ValueError(
-                    f"{_indivisible(axis, ways, state, specs)} cannot be split over the {ways} devices of placement "
-                    f"{placement.name!r}; use a multiple of {ways}, or give {placement.name!r} "
-                    f"{' or '.join(map(str, fit))} devices in {layout.policy}"
-                )
+    return Program(layout, region, plan, fused, trees, costs, packing, fit, time.perf_counter() - start)
 
 
 def _indivisible(axis: str, ways: int, state: Any, specs: list[PartitionSpec]) -> str:
@@ -142,11 +130,12 @@ class Program(Generic[State]):
         fused: Callable | None,
         trees: tuple[Any, Any],
         costs: tuple[FragmentCost, ...],
-        checks: Sequence[Check],
+        packing: Packing,
+        fit: Fit,
         seconds: float,
     ):
         self.layout, self.graph, self.schedule = layout, graph, plan
-        self._costs, self._checks = costs, checks
+        self._costs, self._checks, self._unused_codecs, self._fit = costs, packing.checks, packing.unused, fit
         self._fused, (self._tree, self._metrics_tree) = fused, trees
         self._programs = Programs(seconds=seconds)
         self._scans: dict[int, jax.stages.Compiled] = {}
@@ -286,8 +275,10 @@ class Program(Generic[State]):
         """
         self.warm_up()
         compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._programs.compiled
-        shardings = self._programs.shardings
-        return explain(self.layout, self._costs, self.instructions, compiled, shardings, self.is_fused)
+        return explain(
+            self.layout, self._costs, self.instructions, compiled, self._programs.shardings, self.is_fused, self._fit,
+            self._unused_codecs,
+        )  # fmt: skip
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:

@@ -1,7 +1,7 @@
 """Scheduling: from a partition to the instruction list, with one Move per value and destination."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, Var, aval, make_jaxpr_of
+from msrl_jax.fragments.codec import Packed
 from msrl_jax.fragments.graph import Node
 from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
 from msrl_jax.fragments.ownership import settle
@@ -16,17 +17,18 @@ from msrl_jax.fragments.partition import Group, Partition
 from msrl_jax.fragments.placement import Placement
 
 
-def schedule(part: Partition, default: Placement) -> Schedule:
+def schedule(part: Partition, default: Placement, packed: Mapping[Var, Packed]) -> Schedule:
     """Turns the partition of a training iteration into instructions.
 
     Args:
       part: the partition.
       default: where literals go that nothing else touches.
+      packed: the variables that carry packed values.
 
     Returns:
       The schedule.
     """
-    names = _Names(part.region.labels)
+    names = _Names(part.region.labels, packed)
     region = part.region
     emit = _Emitter(part, names, default)
     emit.read_later(region.outputs[len(region.carry) :])
@@ -53,14 +55,14 @@ def schedule(part: Partition, default: Placement) -> Schedule:
 class _Names:
     """Numbers values, and keeps the constants of the whole program."""
 
-    def __init__(self, labels: dict[Var, str]):
-        self.labels = labels
+    def __init__(self, labels: Mapping[Var, str], packed: Mapping[Var, Packed]):
+        self.labels, self.packed = labels, packed
         self.constants: dict[Value, object] = {}
         self._literals: dict[tuple, Value] = {}
         self._count = itertools.count()
 
-    def new(self, aval, placement: Placement, label: str) -> Value:
-        return Value(next(self._count), aval, placement, label)
+    def new(self, aval, placement: Placement, label: str, packed: Packed | None = None) -> Value:
+        return Value(next(self._count), aval, placement, label, packed)
 
     def literal(self, literal: Literal, placement: Placement) -> Value:
         key = (np.asarray(literal.val).tobytes(), str(literal.aval), placement.mesh)
@@ -93,7 +95,7 @@ class _Emitter:
 
     def define(self, var: Var, placement: Placement) -> Value:
         """Names a variable's value at a placement."""
-        value = self.names.new(var.aval, placement, self.names.labels.get(var, ""))
+        value = self.names.new(var.aval, placement, self.names.labels.get(var, ""), self.names.packed.get(var))
         self.table[var, placement.mesh] = value
         return value
 

@@ -1,5 +1,6 @@
 """Distribution policies: where each role of a training loop runs."""
 
+from msrl_jax.policies.base import Codec as Codec
 from msrl_jax.policies.base import DistributionPolicy as DistributionPolicy
 from msrl_jax.policies.base import Edge as Edge
 from msrl_jax.policies.base import Layout as Layout

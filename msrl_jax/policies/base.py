@@ -2,16 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 
 from msrl_jax.fragments import codec
-from msrl_jax.fragments.codec import Codec
+from msrl_jax.fragments.codec import Codec as Codec
 from msrl_jax.fragments.placement import Device as Device
 from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
 from msrl_jax.fragments.placement import Edge as Edge
 from msrl_jax.fragments.placement import Layout as Layout
 from msrl_jax.fragments.placement import Placement as Placement
+
+CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None
+"""Packs what goes one way: a codec or its name for all that it takes; text -> codec for values with this text in their names
+(as plans show them), the first that fits counts; or None."""
 
 
 def described(policy: object) -> str:
@@ -89,14 +94,14 @@ def take(
 
 
 def edges(
-    lower: str, upper: str, *, up: str | Codec | None = None, down: str | Codec | None = None
+    lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice = None
 ) -> tuple[Edge, ...]:
     """The codecs between two placements.
 
     Args:
       lower: name of one placement.
       upper: name of the other.
-      up: packs what goes from `lower` to `upper`; None packs nothing.
+      up: packs what goes from `lower` to `upper`.
       down: packs what goes back.
 
     Returns:
@@ -105,8 +110,12 @@ def edges(
     Raises:
       ValueError: on an unknown codec.
     """
-    pairs = ((lower, upper, up), (upper, lower, down))
-    return tuple(Edge(source, to, codec.get(c)) for source, to, c in pairs if c is not None)
+
+    def given(source: str, to: str, choice: CodecChoice) -> list[Edge]:
+        choices = choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
+        return [Edge(source, to, codec.get(c), only) for only, c in choices.items()]
+
+    return (*given(lower, upper, up), *given(upper, lower, down))
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.fragments.codec import Codec
-from msrl_jax.policies.base import Device, Layout, Placement, described, edges, take
+from msrl_jax.policies.base import CodecChoice, Device, Layout, Placement, described, edges, take
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class Central:
 
     workers: int | None = None
     shards: int = 1
-    gradient_codec: str | Codec | None = None
-    parameter_codec: str | Codec | None = None
+    gradient_codec: CodecChoice = None
+    parameter_codec: CodecChoice = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on devices of its own."""

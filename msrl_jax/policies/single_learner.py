@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from msrl_jax.fragments.codec import Codec
-from msrl_jax.policies.base import Device, Layout, Placement, described, edges, on_platform, take
+from msrl_jax.policies.base import CodecChoice, Device, Layout, Placement, described, edges, on_platform, take
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class SingleLearnerCoarse:
       buffers: over how many devices of their own replay buffers are split; "actors" for those that act, which then send
         samples only; None for the learner's.
       env_platform: platform of the acting devices, such as "cpu" beside accelerators; None for the same devices.
-      trajectory_codec: packs what goes up, such as "bfloat16"; None sends it as it is.
+      trajectory_codec: packs what goes up, such as "bfloat16" or {"state.obs": "frame_stack(4)"}; None sends it as it is.
       parameter_codec: packs what comes down.
     """
 
@@ -32,8 +31,8 @@ class SingleLearnerCoarse:
     staleness: int = 0
     buffers: int | Literal["actors"] | None = None
     env_platform: str | None = None
-    trajectory_codec: str | Codec | None = None
-    parameter_codec: str | Codec | None = None
+    trajectory_codec: CodecChoice = None
+    parameter_codec: CodecChoice = None
 
     def __post_init__(self):
         if not isinstance(self.staleness, int) or self.staleness < 0:
@@ -67,13 +66,13 @@ class SingleLearnerFine:
       envs: how many devices step environments; None for the most that are left and divide their number.
       learners: how many devices infer and learn.
       env_platform: platform of the environments' devices, such as "cpu" beside accelerators; None for the same devices.
-      observation_codec: packs what goes up, such as "uint8" for images; None sends it as it is.
+      observation_codec: packs what goes up, such as {"obs": "uint8"} for images; None sends it as it is.
     """
 
     envs: int | None = None
     learners: int = 1
     env_platform: str | None = None
-    observation_codec: str | Codec | None = None
+    observation_codec: CodecChoice = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""

@@ -22,7 +22,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Splits `"NAME:key=value,key=value"`, the way to give parameters with a name.
 
     Args:
-      spec: a name, and optionally a colon and keyword arguments whose values are Python literals or bare words.
+      spec: a name, and optionally a colon and keyword arguments. Their values are Python literals, or bare words, which
+        may be calls: `trajectory_codec=frame_stack(4)`.
 
     Returns:
       The name and the arguments.
@@ -42,7 +43,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    if isinstance(node, ast.Dict):
+        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    words = isinstance(node, ast.Name | ast.Attribute | ast.Call)
+    return ast.unparse(node) if words else ast.literal_eval(node)
 
 
 def describe_policy(policy: DistributionPolicy) -> str:

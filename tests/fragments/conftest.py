@@ -1,10 +1,13 @@
 """What the compiler's tests share: policies by name, and comparison of pytrees with typed keys."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.fragments import runtime
 
 POLICIES = sorted(msrl.policies.POLICIES)
 
@@ -35,6 +38,27 @@ def run_plain(iteration, state, iterations):
         state, metrics = step(state)
         rows.append(metrics)
     return state, jax.tree.map(lambda *xs: np.stack(xs), *as_numpy(rows))
+
+
+@pytest.fixture
+def moved_bytes(monkeypatch):
+    """Runs one iteration; the bytes that the transfers of the host put on devices."""
+
+    def run(program, state):
+        moved, put, state = [], jax.device_put, program.place(state)
+
+        def counting(arrays, shardings, **options):
+            results = put(arrays, shardings, **options)
+            moved.extend(s.data.nbytes for x in jax.tree.leaves(results) for s in x.addressable_shards)
+            return results
+
+        fake = types.SimpleNamespace(device_put=counting, block_until_ready=jax.block_until_ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "jax", fake)
+            program.run(state, 1, donate=True)
+        return sum(moved)
+
+    return run
 
 
 @pytest.fixture(scope="session")

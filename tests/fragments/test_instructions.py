@@ -122,19 +122,8 @@ def test_no_collective_grows_with_the_batch(name, devices, monkeypatch):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_bytes_that_cross_are_those_of_the_plan(name, programs, monkeypatch):
-    program, moved = programs[name], []
-    put = jax.device_put
-
-    def counting(arrays, shardings, **options):
-        results = put(arrays, shardings, **options)
-        moved.extend(s.data.nbytes for x in jax.tree.leaves(results) for s in x.addressable_shards)
-        return results
-
-    state = program.place(toy.initial_state())
-    monkeypatch.setattr(runtime, "jax", types.SimpleNamespace(device_put=counting, block_until_ready=jax.block_until_ready))
-    program.run(state, 1, donate=True)
-    assert sum(moved) == program.explain().bytes_crossing
+def test_bytes_that_cross_are_those_of_the_plan(name, programs, moved_bytes):
+    assert moved_bytes(programs[name], toy.initial_state()) == programs[name].explain().bytes_crossing
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -1,0 +1,124 @@
+"""What of a plan looks expensive, in words: exchanged batches, tiny programs, waiting, copies, codecs without effect."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.sharding import NamedSharding
+
+from msrl_jax.fragments.codec import get
+from msrl_jax.fragments.cost import flops
+from msrl_jax.fragments.instructions import Instruction, Loop, Move, Run, Value, walk
+from msrl_jax.fragments.placement import Edge, Layout
+from msrl_jax.fragments.plan import ProgramPlan, size
+
+# Below this many operations for each dispatch, a loop driven by the host spends its time on dispatching.
+_TINY_BODY = 1_000_000
+# Exchanges below this size are bookkeeping.
+_SMALL = 1024
+
+
+def advise(
+    layout: Layout,
+    instructions: Sequence[Instruction],
+    programs: Sequence[ProgramPlan],
+    shardings: Mapping[Value, NamedSharding],
+    unused: Sequence[Edge],
+) -> list[str]:
+    """Finds what looks expensive.
+
+    Args:
+      layout: the placements.
+      instructions: what one iteration executes.
+      programs: the program of each Run, in program order.
+      shardings: where each value lies, as far as values cross placements.
+      unused: codecs that no value was packed with.
+
+    Returns:
+      Warnings, each with a remedy.
+    """
+    steps = list(walk(instructions))
+    return [
+        *_collective_warnings(steps, programs),
+        *_loop_warnings(steps),
+        *_waiting_warnings(layout, instructions),
+        *_replication_warnings(steps, shardings),
+        *_codec_warnings(unused),
+    ]
+
+
+def _collective_warnings(
+    steps: Sequence[tuple[Instruction, int]], programs: Sequence[ProgramPlan]
+) -> Iterable[str]:
+    runs = [i for i, _ in steps if isinstance(i, Run)]
+    for run, program in zip(runs, programs, strict=True):
+        largest_state = sum(v.nbytes for v in run.inputs)
+        for c in program.collectives:
+            moved = c.kind != "all-reduce" and c.kind != "reduce-scatter"
+            if moved and c.nbytes >= _SMALL:
+                yield (
+                    f"program {program.name!r} @ {program.placement} has an {c.kind} of {size(c.nbytes)} ({c.source}), "
+                    f"{c.times} times per run: XLA exchanges whole batches between devices. Operations such as a shuffle or "
+                    "a reshape that mix the split dimension with others cause this; keep that dimension outermost and whole"
+                )
+            elif c.nbytes > max(largest_state, _SMALL):
+                yield (
+                    f"program {program.name!r} @ {program.placement} all-reduces {size(c.nbytes)} ({c.source}), more than "
+                    "all of its inputs: something other than gradients is summed over devices"
+                )
+
+
+def _loop_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str]:
+    for loop, _ in steps:
+        if not isinstance(loop, Loop):
+            continue
+        inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, Run)]
+        dispatches = sum(t for _, t in inner)
+        work = sum(flops(i.jaxpr.jaxpr) * t for i, t in inner)
+        if dispatches and work / dispatches < _TINY_BODY:
+            names = "+".join(dict.fromkeys(f for i, _ in inner for f in i.fragments))
+            yield (
+                f"the host drives the loop over {names} ({loop.length} times, {dispatches} programs each, about "
+                f"{work // dispatches:,} operations per program): dispatch will dominate. Give it more environments, or a "
+                "policy that places these roles together"
+            )
+
+
+def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> Iterable[str]:
+    if layout.staleness:
+        return
+    actors, learners = layout.placement("actor", "actor"), layout.placement("learner", "learner")
+    if not set(actors.devices).isdisjoint(learners.devices):
+        return
+    down = {
+        r for i, _ in walk(instructions) if isinstance(i, Move) and not i.is_copy
+        for s, r in zip(i.sources, i.results, strict=True) if s.placement == learners and r.placement == actors
+    }  # fmt: skip
+    if any(isinstance(i, Run) and "actor" in i.roles and down & set(i.inputs) for i in instructions):
+        yield (
+            f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and it for them: each "
+            "idles while the other works. staleness=1 overlaps them, at the price of parameters one iteration old"
+        )
+
+
+def _replication_warnings(
+    steps: Sequence[tuple[Instruction, int]], shardings: Mapping[Value, NamedSharding]
+) -> Iterable[str]:
+    for i, _ in steps:
+        if not isinstance(i, Move) or i.is_copy:
+            continue
+        for s, r in zip(i.sources, i.results, strict=True):
+            was_split = any(s.placement.logical(shardings[s]))
+            rules = bool(r.placement.rules) and r.placement.mesh.size > 1
+            if was_split and rules and not any(shardings[r].spec) and r.nbytes >= _SMALL:
+                yield (
+                    f"{r.label} {r.aval.str_short()} is split at {s.placement.name!r} but copied whole to each of the "
+                    f"{r.placement.mesh.size} devices of {r.placement.name!r}: its dimensions do not divide"
+                )
+
+
+def _codec_warnings(unused: Sequence[Edge]) -> Iterable[str]:
+    for edge in unused:
+        only = f" whose name has {edge.only!r} in it" if edge.only else ""
+        yield (
+            f"codec {get(edge.codec).name!r} packs nothing: of what crosses from {edge.source!r} to {edge.destination!r}, no "
+            f"value{only} has a dtype and a shape that it takes"
+        )

@@ -1,0 +1,237 @@
+"""The plan of a compiled training loop: plain data that prints as a text table."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msrl_jax.fragments.hlo import Collective
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """A fragment: `flops` of one call on the whole batch, `calls` per iteration, on `devices` devices of `placement`."""
+
+    name: str
+    role: str
+    placement: str
+    devices: int
+    depth: int
+    flops: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class ProgramPlan:
+    """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it."""
+
+    name: str
+    placement: str
+    runs: int
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    donated_bytes: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that crosses placements.
+
+    Attributes:
+      value: the path of a state's leaf, or of a fragment's result.
+      dtype: its dtype, unpacked.
+      shape: its shape, unpacked.
+      source: the placement that it comes from.
+      destination: the placement that it goes to.
+      nbytes: bytes that arrive at all devices of the destination together.
+      times: how often per iteration.
+      codec: what packs it; empty if nothing does.
+      unpacked_bytes: bytes that would arrive without the codec.
+    """
+
+    value: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    destination: str
+    nbytes: int
+    times: int
+    codec: str
+    unpacked_bytes: int
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """A loop that the host drives: dispatched programs and transfers per training iteration."""
+
+    fragments: tuple[str, ...]
+    length: int
+    programs: int
+    transfers: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training iteration does, and where.
+
+    Attributes:
+      policy: the distribution policy.
+      placements: name -> devices.
+      idle: devices that the policy was given and does not use.
+      staleness: iterations that actors' parameters lag behind.
+      fused: whether whole runs of iterations are one program.
+      fragments: the fragments, nested ones indented behind those that hold them.
+      programs: the XLA programs.
+      crossings: the values that cross placements, one entry for each array.
+      loops: the loops that the host drives.
+      warnings: what looks expensive, in words.
+    """
+
+    policy: str
+    placements: dict[str, tuple[str, ...]]
+    idle: tuple[str, ...]
+    staleness: int
+    fused: bool
+    fragments: tuple[FragmentPlan, ...]
+    programs: tuple[ProgramPlan, ...]
+    crossings: tuple[Crossing, ...]
+    loops: tuple[LoopPlan, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def bytes_crossing(self) -> int:
+        """Bytes that cross placements per iteration."""
+        return sum(c.nbytes * c.times for c in self.crossings)
+
+    @property
+    def unpacked_bytes_crossing(self) -> int:
+        """Bytes that would cross placements per iteration without codecs."""
+        return sum(c.unpacked_bytes * c.times for c in self.crossings)
+
+    @property
+    def dispatches(self) -> int:
+        """Programs that the host dispatches per iteration."""
+        return sum(p.runs for p in self.programs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain Python data, ready for JSON."""
+        totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+
+    def __str__(self) -> str:
+        """The plan as a table; arrays of one subtree that cross alike share a row."""
+        return _table(self)
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for people: `1.5 KiB`."""
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024 or unit == "GiB":
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    raise AssertionError
+
+
+def _count(number: int) -> str:
+    amount = float(number)
+    for unit in ("", "k", "M", "G"):
+        if amount < 1000:
+            return f"{amount:.0f}{unit}" if unit == "" else f"{amount:.1f}{unit}"
+        amount /= 1000
+    return f"{amount:.1f}T"
+
+
+def _shorten(name: str, most: int = 40) -> str:
+    parts = name.split("+")
+    return name if len(name) <= most else f"{parts[0]}+...+{parts[-1]} ({len(parts)} fragments)"
+
+
+def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    rows = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+
+
+# A path's root and first step, the attributes that follow, and what is below: keys and indices, as those of parameters.
+_PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
+
+
+def _subtree(path: str) -> str:
+    """The subtree that an array is reported with: `state.params` for `state.params['layer']['bias']`."""
+    match = _PATH.fullmatch(path)
+    return match[1] + match[3] if match else path
+
+
+def _crossing_rows(crossings: Sequence[Crossing]) -> list[list[str]]:
+    """A row for the arrays of a subtree that have dtype, way, times and codec in common."""
+    together: dict[tuple, list[Crossing]] = {}
+    for c in crossings:
+        key = (_subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
+        together.setdefault(key, []).append(c)
+    rows = []
+    for (subtree, *_), leaves in together.items():
+        c = leaves[0]
+        alone = len(leaves) == 1
+        rows.append(
+            [
+                c.value if alone else f"{subtree} ({len(leaves)} leaves)",
+                f"{c.dtype}{list(c.shape)}" if alone else c.dtype,
+                c.source, c.destination, size(sum(x.nbytes for x in leaves)), str(c.times),
+                c.codec or "-", size(sum(x.unpacked_bytes for x in leaves)),
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def _table(plan: Plan) -> str:
+    where = "; ".join(f"{name} = {', '.join(devices)}" for name, devices in plan.placements.items())
+    where += f"; idle = {', '.join(plan.idle)}" if plan.idle else ""
+    how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
+    stale = f", staleness {plan.staleness}" if plan.staleness else ""
+    lines = [f"{plan.policy}: {how}{stale}", f"  {where}", "", "fragments"]
+    lines += _columns(
+        ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
+        [
+            ("  " * f.depth + f.name, f.role, f.placement, str(f.devices), _count(f.flops), str(f.calls))
+            for f in plan.fragments
+        ],
+    )
+    title = {p.name: _shorten(p.name) for p in plan.programs}
+    lines += ["", "programs (memory on each device)"]
+    lines += _columns(
+        ("name", "placement", "runs/iteration", "arguments", "results", "temporary", "reused"),
+        [
+            (title[p.name], p.placement, str(p.runs), size(p.argument_bytes), size(p.output_bytes), size(p.temporary_bytes),
+             size(p.donated_bytes))
+            for p in plan.programs
+        ],
+    )  # fmt: skip
+    packed = any(c.codec for c in plan.crossings)
+    unpacked = f", {size(plan.unpacked_bytes_crossing)} unpacked" if packed else ""
+    lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
+    head = ("value", "type", "from", "to", "bytes", "times/iteration", "codec", "unpacked")
+    shown = len(head) if packed else head.index("codec")
+    rows = [row[:shown] for row in _crossing_rows(plan.crossings)]
+    lines += _columns(head[:shown], rows) if rows else ["  nothing"]
+    found = [(p, c) for p in plan.programs for c in p.collectives]
+    lines += ["", "collectives inside programs"]
+    lines += _columns(
+        ("program", "kind", "bytes", "times/iteration", "source"),
+        [
+            (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
+            for p, c in found
+        ],
+    ) if found else ["  none"]  # fmt: skip
+    if plan.loops:
+        lines += ["", "loops driven by the host"]
+        lines += _columns(
+            ("over", "length", "programs/iteration", "transfers/iteration"),
+            [("+".join(p.fragments), str(p.length), str(p.programs), str(p.transfers)) for p in plan.loops],
+        )
+    if plan.warnings:
+        lines += ["", "warnings", *(f"  - {w}" for w in plan.warnings)]
+    return "\n".join(lines)
