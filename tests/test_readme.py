@@ -16,6 +16,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.envs import registry
+from msrl_jax.fragments import codec
 from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +95,12 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         arrays = [k for k, parameter in signature.parameters.items() if parameter.annotation is jax.Array]
         assert arrays and all("`[" in entries[k] for k in arrays), name
         assert "`[" in results or signature.return_annotation is not jax.Array, name
+
+
+def test_the_table_names_the_codecs():
+    rows = re.findall(r'^\| `"([^"]+)"` \|', section("Distribution policies"), re.MULTILINE)
+    assert rows == [*codec.CODECS, "frame_stack(n)"]
+    assert codec.get(rows[-1].replace("n", "4")).lossless
 
 
 def section(title):

@@ -43,7 +43,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Dict):
+    if isinstance(node, ast.Dict) and None not in node.keys:
         return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
     words = isinstance(node, ast.Name | ast.Attribute | ast.Call)
     return ast.unparse(node) if words else ast.literal_eval(node)
