@@ -33,7 +33,7 @@ def check_bounded(name: str, space: Space) -> None:
     if isinstance(space, Discrete):
         raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for choices")
     if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
-        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; use such an action space")
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; wrap the environment to take one")
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ValueError(
             f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "

@@ -5,6 +5,7 @@ number of actions and `N` that of the outputs for each of them: one value, or th
 """
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -311,8 +312,8 @@ class ApexDQNConfig(DQNConfig):
 
 
 # A table of the fields, as every config has: those of DQN.
-_, _, _fields = (DQNConfig.__doc__ or "").partition("    Attributes:")
-ApexDQNConfig.__doc__ = f"{ApexDQNConfig.__doc__}\n    Attributes:{_fields}"
+_, _, _fields = inspect.cleandoc(DQNConfig.__doc__ or "").partition("Attributes:")
+ApexDQNConfig.__doc__ = f"{inspect.cleandoc(ApexDQNConfig.__doc__ or '')}\n\nAttributes:{_fields}"
 
 DQN = register(Algorithm("dqn", DQNConfig, build))
 ApexDQN = register(Algorithm("apex_dqn", ApexDQNConfig, build))

@@ -1,7 +1,9 @@
 """Configs and the registry refuse what is wrong before anything is compiled, and say what to do."""
 
 import dataclasses
+import inspect
 import math
+import re
 
 import pytest
 
@@ -57,15 +59,22 @@ def test_minibatches_must_divide_the_unroll():
         PPOConfig(unroll_length=10, num_minibatches=4)
 
 
-def test_annealing_needs_a_horizon():
-    with pytest.raises(ValueError, match="anneal_learning_rate needs total_steps"):
-        algorithms.get("ppo").build(RandomWalk(), PPOConfig(anneal_learning_rate=True))
+# DQN's learning rate falls by default, if it is known over how many steps.
+@pytest.mark.parametrize("name", [n for n, field in FIELDS if field == "anneal_learning_rate" and "dqn" not in n])
+def test_annealing_needs_a_horizon(name):
+    algorithm = algorithms.get(name)
+    with pytest.raises(ValueError, match=rf"{algorithm.config.__name__}\.anneal_learning_rate needs total_steps"):
+        algorithm.build(RandomWalk(), algorithm.config(anneal_learning_rate=True))
 
 
-def test_every_field_is_documented_with_its_usual_value():
-    for field in dataclasses.fields(PPOConfig):
-        line = (PPOConfig.__doc__ or "").split(f"      {field.name}: ")[1].split("\n      " + "n")[0]
-        assert "Usual: " in line or field.name == "total_steps"
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
+def test_every_field_is_documented_with_its_usual_value(name):
+    config = algorithms.get(name).config
+    _, attributes = inspect.cleandoc(config.__doc__).split("Attributes:\n")
+    _, *parts = re.split(r"^  (\w+): ", attributes, flags=re.MULTILINE)
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(texts) == [field.name for field in dataclasses.fields(config)]
+    assert [field for field, text in texts.items() if "Usual: " not in text] == ["total_steps"]
 
 
 def test_unknown_algorithms_suggest_the_nearest():

@@ -246,9 +246,3 @@ def test_continuous_actions_are_refused_with_the_names_of_what_fits():
         algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
     for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
         algorithms.get(name)
-
-
-def test_every_field_is_documented():
-    for config in (DQNConfig, ApexDQNConfig):
-        documented = re.findall(r"^      (\w+): ", config.__doc__ or "", re.MULTILINE)
-        assert documented == list(config.__dataclass_fields__)

@@ -237,12 +237,6 @@ def test_bad_options_are_refused_before_anything_compiles(options, message):
         build(RandomWalk(), **options)
 
 
-def test_every_field_is_documented_with_its_usual_value():
-    for field in dataclasses.fields(ESConfig):
-        line = (ESConfig.__doc__ or "").split(f"      {field.name}: ")[1]
-        assert "Usual: " in line or field.name == "total_steps"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_defaults_solve_cartpole(seed):

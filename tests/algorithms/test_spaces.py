@@ -14,7 +14,7 @@ from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 ALGORITHMS = sorted(msrl.algorithms.ALGORITHMS)
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
 # All others take choices and motions.
-REFUSED = {"dqn": MOTION, "apex_dqn": MOTION}
+REFUSED = {"dqn": MOTION, "apex_dqn": MOTION, "ddpg": CHOICE, "td3": CHOICE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ def test_choices_and_motions_are_taken_or_refused_with_what_takes_them(name, act
 @pytest.mark.parametrize(
     ("observation_space", "action_space", "remedy"),
     [
-        (VECTOR, Tuple((CHOICE, CHOICE)), "wrap the environment to take a Discrete space"),
-        (VECTOR, Dict({"a": MOTION}), "wrap the environment to take a Discrete space"),
-        (VECTOR, Box(0, 5, (2,), jnp.int32), "wrap the environment to take a Discrete space"),
+        (VECTOR, Tuple((CHOICE, CHOICE)), "wrap the environment to take"),
+        (VECTOR, Dict({"a": MOTION}), "wrap the environment to take"),
+        (VECTOR, Box(0, 5, (2,), jnp.int32), "wrap the environment to take"),
         (Discrete(4), CHOICE, "FlattenObservation"),
         (Dict({"x": VECTOR, "y": CHOICE}), CHOICE, "FlattenObservation"),
     ],
@@ -69,7 +69,7 @@ def test_choices_and_motions_are_taken_or_refused_with_what_takes_them(name, act
 def test_other_spaces_are_refused_before_anything_compiles(
     name, observation_space, action_space, remedy, compiled, monkeypatch, tmp_path, capsys
 ):
-    env = Still(observation_space, action_space)
+    env = Still(observation_space, MOTION if action_space == REFUSED.get(name) == CHOICE else action_space)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_factories", {"Still-v0": lambda: env})
     with pytest.raises(TypeError, match=remedy):
