@@ -1,0 +1,111 @@
+"""TD3 and DDPG: updates against implementations written out here, what devices exchange, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import algorithms
+from msrl_jax.algorithms import TD3Config
+
+from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
+from .random_walk import RandomWalk
+from .test_ppo import collectives
+
+
+def plain_target(state, batch, noise, num_critics):
+    action = np.tanh(plain_mlp(state.target_params["actor"], batch.next_obs))
+    action = np.clip(action + np.clip(noise, -0.3, 0.3), -1, 1)
+    inputs = np.concatenate([batch.next_obs, action], -1)
+    q = np.stack([plain_mlp(one(state.target_params["critic"], i), inputs)[:, 0] for i in range(num_critics)])
+    return batch.reward + batch.discount * q.min(0)
+
+
+@pytest.mark.parametrize(("name", "moves"), [("td3", True), ("td3", False), ("ddpg", True)])
+def test_one_update_equals_an_independent_implementation(name, moves):
+    options = {"policy_noise": 0.4, "noise_clip": 0.3, "policy_period": 3} if name == "td3" else {"max_grad_norm": 0.2}
+    agent, config = build(name, RandomWalk(True), num_updates=1, **options)
+    state = start(agent, 6 if moves else 7)
+    after, metrics = jax.jit(agent.iteration)(state)
+    batch, key = drawn(agent, config, state, after)
+    num_critics, noise = 1, 0.0
+    if name == "td3":
+        num_critics, noise = 2, 0.4 * np.stack([jax.random.normal(k, (2,)) for k in jax.random.split(key, B)])
+    target = plain_target(state, batch, noise, num_critics)
+    inputs = np.concatenate([batch.obs, batch.action], -1)
+
+    def critic_loss(critic):
+        q = [plain_mlp(one(critic, i), inputs)[:, 0] for i in range(num_critics)]
+        return sum(((x - target) ** 2).mean() / 2 for x in q)
+
+    def actor_loss(actor):
+        action = jnp.tanh(plain_mlp(actor, batch.obs))
+        return -plain_mlp(one(state.params["critic"], 0), jnp.concatenate([batch.obs, action], -1)).mean()
+
+    value, gradient = jax.value_and_grad(critic_loss)(state.params["critic"])
+    np.testing.assert_allclose(metrics["critic_loss"].total, value, rtol=1e-4)
+    assert_close(after.params["critic"], adam(state.params["critic"], state.opt_state["critic"], gradient, config))
+    if not moves:
+        for a, b in zip(
+            *(jax.tree.leaves((s.params["actor"], s.opt_state["actor"], s.target_params)) for s in (state, after)), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+        return
+    gradient = jax.grad(actor_loss)(state.params["actor"])
+    assert_close(after.params["actor"], adam(state.params["actor"], state.opt_state["actor"], gradient, config))
+    moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params))
+    assert_close(after.target_params, moved)
+
+
+def test_exploration_adds_noise_of_the_declared_deviation():
+    agent, _ = build("td3", RandomWalk(True), exploration_noise=0.2)
+    state = start(agent, 2)  # random until then
+    after, _ = jax.jit(agent.iteration)(state)
+    batch = np.asarray(after.replay.items[0])[:, 8:12], np.asarray(after.replay.items[1])[:, 8:12]
+    obs, action = (np.moveaxis(x, 1, 0).reshape(4, 16, -1) for x in batch)
+    keys = jax.vmap(lambda key: jax.random.split(key, 5), out_axes=1)(state.actor_keys)[1:]
+    noise = jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)
+    want = np.clip(np.tanh(plain_mlp(state.params["actor"], obs)) + 0.2 * noise, -1, 1)
+    np.testing.assert_allclose(action, want, rtol=1e-4, atol=1e-5)
+    greedy = agent.act(after, obs[0], None)
+    np.testing.assert_array_equal(agent.act(after, obs[0], jax.random.key(0)), greedy)
+
+
+def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
+    agent, _ = build("td3", RandomWalk(True), hidden_sizes=(32, 32))
+    found = collectives(agent)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert num_params(agent) <= sum(size for _, size in found) <= num_params(agent) + 16
+
+
+def test_actors_receive_the_actor_alone():
+    agent, _ = build("td3", RandomWalk(True))
+    state = jax.jit(agent.init)(jax.random.key(0))
+    program = msrl.compile(agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=2), axes=agent.axes)
+    down = sorted(c.value for c in program.explain().crossings if c.destination == "actors")
+    assert down[0] == "state.iteration" and len(down) == 1 + len(jax.tree.leaves(state.params["actor"]))
+    assert all(value.startswith("state.params['actor']") for value in down[1:])
+
+
+@pytest.mark.parametrize("field", ["num_updates", "tau", "policy_period", "policy_noise", "exploration_noise", "num_critics"])
+def test_bad_fields_are_named(field):
+    with pytest.raises(ValueError, match=rf"TD3Config\.{field}=-1"):
+        TD3Config(**{field: -1})
+
+
+@pytest.mark.parametrize("name", ["td3", "ddpg"])
+def test_choices_are_refused_with_a_remedy(name):
+    algorithm = algorithms.get(name)
+    with pytest.raises(TypeError, match=rf"{name} acts in a bounded Box, not in Discrete\(3\); use sac, ppo or a DQN"):
+        algorithm.build(RandomWalk(), algorithm.config())
+
+
+@pytest.mark.parametrize("name", ["td3", "ddpg"])
+def test_every_field_is_documented_with_its_usual_value(name):
+    config = algorithms.get(name).config
+    for field in dataclasses.fields(config):
+        line = (config.__doc__ or "").split(f"      {field.name}: ")[1].split("\n      " + "n")[0]
+        assert "Usual: " in line or field.name == "total_steps"
