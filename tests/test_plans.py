@@ -19,6 +19,8 @@ PARTICULAR = {
     "dqn": {"learning_starts": 128},
     "apex_dqn": {"learning_starts": 256, "actor_period": 1},
     "sac": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
+    "td3": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
+    "ddpg": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
 }
 
 

@@ -11,6 +11,8 @@ from msrl_jax.algorithms.base import Agent as Agent
 from msrl_jax.algorithms.base import Algorithm as Algorithm
 from msrl_jax.algorithms.base import get as get
 from msrl_jax.algorithms.base import register as register
+from msrl_jax.algorithms.ddpg import DDPG as DDPG
+from msrl_jax.algorithms.ddpg import DDPGConfig as DDPGConfig
 from msrl_jax.algorithms.dqn import DQN as DQN
 from msrl_jax.algorithms.dqn import ApexDQN as ApexDQN
 from msrl_jax.algorithms.dqn import ApexDQNConfig as ApexDQNConfig
@@ -25,3 +27,5 @@ from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPOConfig as RecurrentPPOConfig
 from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.sac import SACConfig as SACConfig
+from msrl_jax.algorithms.td3 import TD3 as TD3
+from msrl_jax.algorithms.td3 import TD3Config as TD3Config

@@ -16,6 +16,8 @@ PARTICULAR = {
     "es": {"unroll_length": 24},
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
 }
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"CartPole-v1": {}, "Pendulum-v1": {"max_steps_in_episode": 15}}
@@ -32,6 +34,8 @@ CASES = [
     ("es", "Pendulum-v1"),
     ("apex_dqn", "CartPole-v1"),
     ("sac", "Pendulum-v1"),
+    ("td3", "Pendulum-v1"),
+    ("ddpg", "Pendulum-v1"),
 ]
 
 
