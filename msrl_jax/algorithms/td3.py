@@ -115,7 +115,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     )
     space = venv.action_space
     check_bounded(name, space)
-    size = math.prod(space.shape)
+    size: int = math.prod(space.shape)  # pyright: ignore[reportAssignmentType]
     actor = make_actor(venv.observation_space, size, config)
     critics = make_critics(venv.observation_space, space, config.num_critics, config)
     buffer = make_buffer(venv, jax.ShapeDtypeStruct((size,), jnp.float32), config)

@@ -11,7 +11,7 @@ from msrl_jax.training.members import initial_key, population
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["sac"])
+@pytest.mark.parametrize("name", ["sac", "td3"])
 def test_defaults_swing_the_pendulum_up_on_all_of_five_seeds(name):
     """The mean return of the episodes that end in the last tenth of 50,000 steps, exploration included."""
     algorithm = algorithms.get(name)
