@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,14 +18,17 @@ class Fit:
     Attributes:
       policy: the distribution policy.
       devices: the devices that it was given.
-      sizes: the size of each logical axis.
-      describe: `(axis, ways) -> ` what to call the size of an axis that does not divide by `ways`.
+      leaves: logical axis -> the leaves of the state that carry it: path, and size along the axis.
     """
 
     policy: DistributionPolicy
     devices: tuple[Device, ...]
-    sizes: Mapping[str, int]
-    describe: Callable[[str, int], str]
+    leaves: Mapping[str, Sequence[tuple[str, int]]]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each logical axis: the greatest common divisor where leaves differ, as groups of environments do."""
+        return {axis: math.gcd(*(size for _, size in leaves)) for axis, leaves in self.leaves.items()}
 
     def layout(self) -> Layout:
         """The policy's layout.
@@ -50,12 +54,16 @@ class Fit:
         idle, total = self.idle(), len(self.devices)
         if not idle:
             return None
-        envs = f" with num_envs={self.sizes['env']}" if "env" in self.sizes else ""
+        envs = f" with num_envs={self._num_envs()}" if self._num_envs() else ""
         names = ", ".join(f"{d.platform}:{d.id}" for d in idle)
         stay = "stay" if len(idle) > 1 else "stays"
         fact = f"{len(idle)} of {total} devices {stay} idle ({names}): {self.layout().policy} uses {total - len(idle)}{envs}"
         ways = [*self._sizes_that_fill(), *self._policies_that_fill()]
         return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
+
+    def _num_envs(self) -> int:
+        """The number of environments, if all that belongs to them is of that size; else 0."""
+        return self.sizes["env"] if len({size for _, size in self.leaves.get("env", ())}) == 1 else 0
 
     def _fills(self) -> bool:
         try:
@@ -65,11 +73,11 @@ class Fit:
 
     def _sizes_that_fill(self) -> list[str]:
         """The nearest numbers of environments, below and above, with which no device is idle."""
-        now = self.sizes.get("env", 0)
+        now = self._num_envs()
         reach = len(self.devices) if now else 0  # some multiple of any number of them is no farther
         found = []
         for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
-            fitting = (n for n in numbers if dataclasses.replace(self, sizes={**self.sizes, "env": n})._fills())
+            fitting = (n for n in numbers if dataclasses.replace(self, leaves={**self.leaves, "env": [("", n)]})._fills())
             found += [f"num_envs={n}" for n in itertools.islice(fitting, 1)]
         return found
 
@@ -99,13 +107,20 @@ class Fit:
     def _check(self, placement: Placement, policy: str) -> None:
         split: set[str] = set()
         for axis, mesh_axis in placement.rules:
-            if axis not in self.sizes or mesh_axis in split:
+            if axis not in self.leaves or mesh_axis in split:
                 continue
             split.add(mesh_axis)
             ways = placement.mesh.shape[mesh_axis]
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
                 raise ValueError(
-                    f"{self.describe(axis, ways)} cannot be split over the {ways} devices of placement {placement.name!r}; "
+                    f"{self._indivisible(axis, ways)} cannot be split over the {ways} devices of placement {placement.name!r}; "
                     f"use a multiple of {ways}, or give {placement.name!r} {' or '.join(map(str, fit))} devices in {policy}"
                 )
+
+    def _indivisible(self, axis: str, ways: int) -> str:
+        """What to call the largest size of an axis that does not divide."""
+        path, size = max((leaf for leaf in self.leaves[axis] if leaf[1] % ways), key=lambda leaf: leaf[1])
+        if size == max(size for _, size in self.leaves[axis]):
+            return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
+        return f"axis {axis!r} of {path}, which is of size {size},"

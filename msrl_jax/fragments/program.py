@@ -7,7 +7,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.claims import check_claims
@@ -24,7 +23,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
-from msrl_jax.fragments.trace import axis_sizes, leaf_axes, state_avals, trace
+from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
 
 State = TypeVar("State")
 Leaves = list[tuple[jax.Array, ...]]
@@ -75,11 +74,7 @@ def compile(
     """
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    sizes = axis_sizes(state, specs)
-    fit = Fit(
-        policy, tuple(jax.devices() if devices is None else devices), sizes,
-        lambda axis, ways: _indivisible(axis, ways, state, specs),
-    )  # fmt: skip
+    fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs))
     layout = fit.layout()
     closed, metrics = trace(iteration, state)
     _, paths = state_avals(state)
@@ -96,21 +91,6 @@ def compile(
     trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
     return Program(layout, region, plan, fused, trees, costs, packing, fit, time.perf_counter() - start)
-
-
-def _indivisible(axis: str, ways: int, state: Any, specs: list[PartitionSpec]) -> str:
-    """What to call the size of an axis that does not divide; leaves may have it in different sizes, such as groups of envs."""
-    avals, paths = state_avals(state)
-    found = [
-        (int(size), path)
-        for spec, aval, path in zip(specs, avals, paths, strict=True)
-        for entry, size in zip(spec, aval.shape, strict=False)
-        if axis == entry or (isinstance(entry, tuple) and axis in entry)
-    ]
-    size, path = max(((size, path) for size, path in found if size % ways), key=lambda leaf: leaf[0])
-    if size == max(found)[0]:
-        return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
-    return f"axis {axis!r} of {path}, which is of size {size},"
 
 
 class Program(Generic[State]):

@@ -1,6 +1,5 @@
 """Tracing and checking a training iteration before anything compiles."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -152,20 +151,19 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     return found
 
 
-def axis_sizes(state: PyTree, specs: list[PartitionSpec]) -> dict[str, int]:
-    """The size of every logical axis.
+def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:
+    """The leaves that carry each logical axis.
 
     Args:
       state: the state.
       specs: logical axes of its leaves.
 
     Returns:
-      Axis -> size, the greatest common divisor where leaves of different sizes carry the same axis.
+      Axis -> pairs of a leaf's path and its size along that axis.
     """
-    sizes: dict[str, int] = {}
-    avals, _ = state_avals(state)
-    for spec, aval in zip(specs, avals, strict=True):
+    found: dict[str, list[tuple[str, int]]] = {}
+    for spec, aval, path in zip(specs, *state_avals(state), strict=True):
         for entry, size in zip(spec, aval.shape, strict=False):
             for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
-                sizes[axis] = math.gcd(sizes.get(axis, 0), int(size))
-    return sizes
+                found.setdefault(axis, []).append((path, int(size)))
+    return found

@@ -1,6 +1,8 @@
 """Devices that a policy leaves idle are reported, with remedies that work."""
 
+import gc
 import re
+import weakref
 
 import jax
 import pytest
@@ -14,7 +16,7 @@ from . import toy
 
 
 def fit(policy, num_envs, num_devices=8):
-    return Fit(policy, tuple(jax.devices()[:num_devices]), {"env": num_envs}, lambda axis, ways: f"{axis}={num_envs}")
+    return Fit(policy, tuple(jax.devices()[:num_devices]), {"env": [("state.obs", num_envs)]})
 
 
 IDLE = [
@@ -61,6 +63,24 @@ class Halves:
 
 def test_without_a_remedy_the_fact_is_stated():
     assert fit(Halves(), 6, 3).warn_of_idle() == "1 of 3 devices stays idle (cpu:2): Halves uses 2 with num_envs=6"
+
+
+def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():
+    it = Fit(SingleLearnerCoarse(), tuple(jax.devices()), {"env": [("state.obs", 64), ("state.replay.count", 8)]})
+    assert it.sizes == {"env": 8}
+    assert it.warn_of_idle() == (
+        "3 of 8 devices stay idle (cpu:5, cpu:6, cpu:7): SingleLearnerCoarse() uses 5. SingleLearnerCoarse(learners=4) would "
+        "use all 8"
+    )
+
+
+def test_a_program_keeps_no_state_alive():
+    state = toy.initial_state()
+    alive = weakref.ref(state.x)
+    program = msrl.compile(toy.iteration, state, policy=GPUOnly(), axes=toy.AXES)
+    del state
+    gc.collect()
+    assert alive() is None and program.devices
 
 
 def test_a_plan_lists_idle_devices():
