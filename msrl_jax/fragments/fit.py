@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -119,8 +120,9 @@ class Fit:
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """What to call the largest size of an axis that does not divide."""
-        path, size = max((leaf for leaf in self.leaves[axis] if leaf[1] % ways), key=lambda leaf: leaf[1])
-        if size == max(size for _, size in self.leaves[axis]):
-            return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
+        """What to call the size of an axis that does not divide; of several, most leaves count environments."""
+        usual = Counter(size for _, size in self.leaves[axis]).most_common(1)[0][0]
+        if usual % ways:
+            return f"num_envs={usual}" if axis == "env" else f"the size of axis {axis!r}={usual}"
+        path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         return f"axis {axis!r} of {path}, which is of size {size},"
