@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import typing
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -120,9 +119,8 @@ class Fit:
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """What to call the size of an axis that does not divide; of several, most leaves count environments."""
-        usual = Counter(size for _, size in self.leaves[axis]).most_common(1)[0][0]
-        if usual % ways:
-            return f"num_envs={usual}" if axis == "env" else f"the size of axis {axis!r}={usual}"
+        """What to call the size of an axis that does not divide: leaves may have it in several, as batches and groups do."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
+        if len({size for _, size in self.leaves[axis]}) == 1:
+            return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
         return f"axis {axis!r} of {path}, which is of size {size},"
