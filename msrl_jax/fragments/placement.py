@@ -154,6 +154,12 @@ class Edge:
         return (self.source, self.destination) == (source, destination) and self.only in label
 
 
+def check_staleness(staleness: int) -> None:
+    """Raises ValueError unless actors can lag that many iterations behind."""
+    if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
+        raise ValueError(f"staleness={staleness!r} must be an integer of at least 0 (iterations)")
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a distribution policy decides: a placement for each role, and how stale an actor's parameters may be.
@@ -171,6 +177,9 @@ class Layout:
     staleness: int = 0
     codecs: tuple[Edge, ...] = ()
     policy: str = field(default="", compare=False)
+
+    def __post_init__(self):
+        check_staleness(self.staleness)
 
     def placement(self, role: str, fragment: str) -> Placement:
         """The placement of a role.

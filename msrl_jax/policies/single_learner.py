@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from msrl_jax.fragments.placement import check_staleness
 from msrl_jax.policies.base import CodecChoice, Device, Layout, Placement, described, edges, on_platform, take
 
 
@@ -35,8 +36,7 @@ class SingleLearnerCoarse:
     parameter_codec: CodecChoice = None
 
     def __post_init__(self):
-        if not isinstance(self.staleness, int) or self.staleness < 0:
-            raise ValueError(f"staleness={self.staleness!r} must be an integer of at least 0 (iterations)")
+        check_staleness(self.staleness)
         if self.buffers not in (None, "actors") and not (isinstance(self.buffers, int) and self.buffers >= 1):
             raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
 

@@ -15,7 +15,6 @@ from msrl_jax.algorithms import ESConfig
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
 from msrl_jax.training.acting import Actor
 from msrl_jax.training.evaluate import make_evaluator
-from msrl_jax.training.members import population
 
 from .random_walk import RandomWalk
 from .test_ppo import collectives, shardings
@@ -153,15 +152,6 @@ def test_a_split_over_devices_does_not_change_the_run():
     np.testing.assert_array_equal(got.obs, want.obs)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
     jax.tree.map(close, (got.params, metrics), (want.params, want_metrics))
-
-
-def test_members_of_several_seeds_are_runs_of_their_own():
-    agent = build(RandomWalk())
-    both = population(agent)
-    state, _ = jax.jit(both.iteration)(jax.jit(both.init)(jnp.stack([jax.random.key(0), jax.random.key(1)])))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a[0], b, rtol=1e-5, atol=1e-6), state.params, start(agent).params
-    )
 
 
 def test_noise_belongs_to_the_parameters_that_it_was_added_to():

@@ -9,6 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import A3CConfig
+from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 
 from .random_walk import RandomWalk
 from .test_ppo import collectives, plain_log_prob_and_entropy, plain_network
@@ -133,12 +134,27 @@ def pairs(a, b):
     return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_impala_acts_with_old_parameters_and_corrects_for_them(staleness):
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A policy of one's own: environments, actors, learners and server two devices each, the actors some iterations behind."""
+
+    staleness: int
+
+    def layout(self, devices, sizes):
+        roles = ("env", "actor", "learner", "server")
+        at = {role: Placement.over(role, devices[2 * i : 2 * i + 2]) for i, role in enumerate(roles)}
+        return Layout(at, self.staleness)
+
+
+def named(policy):
+    return f"{type(policy).__name__}-{policy.staleness}"
+
+
+@pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)], ids=named)
+def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
     """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones."""
     agent, config = build("impala", **VTRACE)
-    state = start(agent, 0)
-    policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
+    state, staleness = start(agent, 0), policy.staleness
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 6, chunk=1)
     params, mean_square = state.params, wide(state.opt_state[1].nu)
@@ -166,11 +182,10 @@ def test_on_policy_impala_is_a2c():
     assert_close(states["impala"].params, states["a2c"].params)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(staleness):
+@pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1)], ids=named)
+def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy):
     agent, config = build("a3c")
-    state = start(agent, 0)
-    policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
+    state, staleness = start(agent, 0), policy.staleness
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 4, chunk=1)
     server, mean_square, copies = state.params, wide(state.opt_state[1].nu), [state.params] * W

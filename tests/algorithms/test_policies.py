@@ -20,7 +20,8 @@ PARTICULAR = {
     "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
 }
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
-ENVS = {"CartPole-v1": {}, "Pendulum-v1": {"max_steps_in_episode": 15}}
+ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
+IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
 ITERATIONS = 5
 CASES = [
     ("ppo", "CartPole-v1"),
@@ -57,16 +58,21 @@ def rounds_alike(algorithm, env, policy, num_devices):
     instead of a batch of them, if each device has one worker of A3C.
     """
     stepwise = policy in ("Environments", "SingleLearnerFine")
-    alone = algorithm == "a3c" and num_devices == PARTICULAR["a3c"]["num_workers"]
+    whole = policy in ("GPUOnly", "MultiLearner")
+    alone = whole and algorithm == "a3c" and num_devices == PARTICULAR["a3c"]["num_workers"]
     return env == "CartPole-v1" or not (stepwise or algorithm == "es" or alone)
+
+
+def build(name, env, **overrides):
+    algorithm = msrl.algorithms.get(name)
+    config = algorithm.config(**SMALL | PARTICULAR.get(name, {}) | overrides, total_steps=100_000)
+    return algorithm.build(msrl.envs.make(env, **ENVS.get(env, {})), config)
 
 
 @functools.cache
 def reference(name, env):
     """The agent, its initial state and what plain jit(scan) makes of it."""
-    algorithm = msrl.algorithms.get(name)
-    config = algorithm.config(**SMALL | PARTICULAR.get(name, {}), total_steps=100_000)
-    agent = algorithm.build(msrl.envs.make(env, **ENVS[env]), config)
+    agent = build(name, env)
 
     def step(state, _):
         state, metrics = agent.iteration(state)
@@ -99,6 +105,31 @@ def test_the_same_training_run(policy, algorithm, env, num_devices):
     pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
     assert max(relative_difference(a, b) for a, b in pairs) < 1e-5
     for a, b in zip(jax.tree.leaves(measured), jax.tree.leaves(metrics), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+# A network per worker, a network per member and a core make the most of convolutions and grids; `-m slow` runs the rest.
+IMAGES = [
+    pytest.param(
+        algorithm, env,
+        marks=[] if (algorithm, env) in (("a3c", IMAGE), ("es", IMAGE), ("recurrent_ppo", GRID)) else [pytest.mark.slow],
+    )
+    for algorithm in ("ppo", "recurrent_ppo", "a2c", "a3c", "impala", "es") for env in (IMAGE, GRID)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algorithm", "env"), IMAGES)
+def test_images_and_grids(algorithm, env):
+    agent = build(algorithm, env, num_envs=8, unroll_length=6, hidden_sizes=(8,))
+    state, outcomes = jax.jit(agent.init)(jax.random.key(0)), []
+    for policy in (msrl.policies.GPUOnly(2), msrl.policies.SingleLearnerCoarse(2)):
+        program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
+        outcomes.append(program.run(state, 2, chunk=1))
+    (split, metrics), (apart, others) = outcomes
+    np.testing.assert_array_equal(split.obs, apart.obs)
+    for a, b, before in zip(*map(jax.tree.leaves, (split.params, apart.params, state.params)), strict=True):
+        assert relative_difference(a, b) < 1e-5 < relative_difference(a, before)
+    for a, b in zip(*map(jax.tree.leaves, (metrics, others)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 

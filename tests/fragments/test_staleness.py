@@ -1,5 +1,6 @@
 """Staleness is a delay on the edge from learner to actor: exact, bounded, and it frees the actor from waiting."""
 
+import dataclasses
 import functools
 
 import jax
@@ -144,19 +145,33 @@ def test_new_parameters_move_to_the_actors_and_nothing_waits_for_them():
     assert not any("wait for the learner" in w for w in program.explain().warnings)
 
 
-def test_staleness_needs_actors_apart_from_learners():
-    class Together(msrl.policies.GPUOnly):
-        def layout(self, devices, sizes):
-            layout = super().layout(devices, sizes)
-            return msrl.policies.Layout(layout.roles, staleness=1, policy="Together()")
+@dataclasses.dataclass(frozen=True)
+class Stale:
+    """A policy of one's own: as another, but the actors are to lag behind."""
 
+    policy: msrl.policies.DistributionPolicy
+    staleness: object = 1
+
+    def layout(self, devices, sizes):
+        return dataclasses.replace(self.policy.layout(devices, sizes), staleness=self.staleness)
+
+
+@pytest.mark.parametrize("name", ["GPUOnly", "SingleLearnerFine", "Environments"])
+def test_staleness_needs_actors_apart_from_learners(name):
     with pytest.raises(ValueError, match=r"nothing to delay.*SingleLearnerCoarse"):
-        msrl.compile(toy.iteration, toy.initial_state(), policy=Together(), axes=toy.AXES)
+        policy = Stale(msrl.policies.get(name))
+        msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
+
+
+def test_staleness_is_asked_of_a_policy_that_has_it_and_is_a_number_of_iterations():
     for name in ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Central", "Environments"):
         with pytest.raises(ValueError, match=r"has no parameter .staleness.*SingleLearnerCoarse"):
             msrl.policies.get(name, staleness=1)
-    with pytest.raises(ValueError, match="staleness=-1 must be an integer of at least 0"):
-        msrl.policies.SingleLearnerCoarse(staleness=-1)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ValueError, match=rf"staleness={wrong} must be an integer of at least 0"):
+            msrl.policies.SingleLearnerCoarse(staleness=wrong)
+        with pytest.raises(ValueError, match=rf"staleness={wrong} must be an integer of at least 0"):
+            Stale(msrl.policies.SingleLearnerCoarse(), wrong).layout(jax.devices(), {})
 
 
 def test_states_of_another_staleness_are_refused():

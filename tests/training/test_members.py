@@ -6,15 +6,21 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.training.members import initial_key, member_axes
 
+from ..algorithms.random_walk import RandomWalk
+
 ENV = "CartPole-v1:max_steps_in_episode=30"
+SMALL = {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (6,), "normalize_observations": True}
+PARTICULAR = {
+    "a2c": {},
+    "a3c": {"num_workers": 4},
+    "es": {},
+    "impala": {},
+    "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 5},
+}
 
 
-@pytest.mark.parametrize("member", [0, 2])
-def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, member):
-    alone = msrl.train(
-        "ppo", ENV, total_steps=6 * 64, chunk=2, seed=3 + member, eval_episodes=4, devices=one_device, progress=False,
-        **tiny,
-    )  # fmt: skip
+def assert_member(members, member, alone):
+    """That a member has the history, the parameters and the keys of a run of its own."""
     for name, column in alone.history.items():
         if name not in ("step", "iteration", "seconds", "steps_per_second"):
             np.testing.assert_allclose(members.history[name][:, member], column, rtol=2e-4, atol=1e-5, err_msg=name)
@@ -25,6 +31,28 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, memb
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
     np.testing.assert_array_equal(*keys)
+
+
+@pytest.mark.parametrize("member", [0, 2])
+def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, member):
+    alone = msrl.train(
+        "ppo", ENV, total_steps=6 * 64, chunk=2, seed=3 + member, eval_episodes=4, devices=one_device, progress=False,
+        **tiny,
+    )  # fmt: skip
+    assert_member(members, member, alone)
+
+
+@pytest.mark.parametrize("algo", PARTICULAR)
+def test_members_of_every_algorithm_are_runs_of_their_own(algo, one_device):
+    def train(**seeds):
+        return msrl.train(
+            algo, RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device, progress=False,
+            **seeds, **SMALL, **PARTICULAR[algo],
+        )  # fmt: skip
+
+    both = train(seed=3, seeds=2)
+    assert_member(both, 0, train(seed=3))
+    assert_member(both, 1, train(seed=4))
 
 
 def test_the_history_has_a_column_per_member(members):
