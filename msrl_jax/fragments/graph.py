@@ -34,7 +34,7 @@ class Node:
       eqn: the equation it evaluates, over the variables of its region.
       placement: where it runs; None for glue, whose place follows from its neighbours, and for an opened loop.
       fragments: names of the fragments in it, in order of appearance, nested ones included.
-      roles: their roles.
+      roles: their roles; of unmarked code in an opened fragment, the role of that fragment.
       loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.
     """
 
@@ -199,10 +199,12 @@ class _Builder:
                 found.setdefault(p, f)
         return found
 
-    def inline(self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
+    def inline(
+        self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
+    ) -> list[Atom]:
         """Appends the nodes of `jaxpr`, applied to `args`, to `out`; returns its outputs.
 
-        `home` is the placement of the opened fragment around it, to which unmarked code in it belongs.
+        `home` and `role` are those of the opened fragment around it, to which unmarked code in it belongs.
         """
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
@@ -211,23 +213,28 @@ class _Builder:
             if len(found) > 1:
                 body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
                 if body is not None:
-                    own = self.layout.placement(eqn.params["role"], eqn.params["name"]) if is_fragment(eqn) else home
+                    own, its = home, role
+                    if is_fragment(eqn):
+                        its = eqn.params["role"]
+                        own = self.layout.placement(its, eqn.params["name"])
                     captured = [self.captured(c) for c in body.consts]
-                    env.update(zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], own, out), strict=True))
+                    env.update(zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], own, out, its), strict=True))
                     continue
             outs = [fresh(v) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
             placed = eqn.replace(invars=ins, outvars=outs)
             names, roles = _names(eqn)
+            if role is not None and len(found) != 1:
+                roles |= {role}
             if len(found) > 1:
-                node = Node(placed, None, names, roles, self.open(placed, found, home))
+                node = Node(placed, None, names, roles, self.open(placed, found, home, role))
             else:
                 node = Node(placed, next(iter(found), home), names, roles)
             out.append(node)
             self.label(node)
         return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
 
-    def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None) -> Region:
+    def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
         """The body of a scan that spans placements, as a region."""
         if eqn.primitive is not scan_p:
             raise ValueError(_cannot_span(eqn, found))
@@ -238,7 +245,7 @@ class _Builder:
         outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
         self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})
         nodes: list[Node] = []
-        outputs = self.inline(jaxpr, [*captured, *args], home, nodes)
+        outputs = self.inline(jaxpr, [*captured, *args], home, nodes, role)
         return Region(
             args[:num_consts],
             args[num_consts : num_consts + num_carry],

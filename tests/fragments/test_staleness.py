@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -143,6 +144,57 @@ def test_new_parameters_move_to_the_actors_and_nothing_waits_for_them():
     assert [v.label for v in down] == ["state.params['w']"]
     assert not any(v in i.reads() for v in down for i in program.instructions if isinstance(i, Run))
     assert not any("wait for the learner" in w for w in program.explain().warnings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A policy of one's own: every role has a device of its own, so a fragment that holds others is opened."""
+
+    staleness: int
+
+    def layout(self, devices, sizes):
+        roles = ("env", "actor", "learner", "server")
+        return msrl.policies.Layout(
+            {role: msrl.policies.Placement.over(role, [d]) for role, d in zip(roles, devices, strict=False)}, self.staleness
+        )
+
+
+def test_unmarked_code_in_an_opened_fragment_has_its_role():
+    """What a learner does itself, beside the fragments in it, is late for actors; what an actor does itself comes late."""
+
+    @msrl.fragment(role="env")
+    def move(x):
+        return 0.5 * x
+
+    @msrl.fragment(role="actor")
+    def act(w, count, x):
+        return move(x) + w, count.astype(jnp.float32)
+
+    @msrl.fragment(role="server")
+    def apply(w, x):
+        return w + x
+
+    @msrl.fragment(role="learner")
+    def learn(w, count, x, acted_at):
+        return apply(w, x), count + 1, count - acted_at
+
+    def iteration(state):
+        w, count, x = state
+        x, acted_at = act(w, count, x)
+        w, count, age = learn(w, count, x, acted_at)
+        return (w, count, x), {"age": age}
+
+    start = jnp.float32(1), jnp.int32(0), jnp.float32(1)
+    program = msrl.compile(iteration, start, policy=Apart(2))
+    assert program.registers == {"[0]": 2, "[1]": 2}
+    after, metrics = program.run(start, 4)
+    w, x, late = 1.0, 1.0, [1.0, 1.0, 1.0]
+    for _ in range(4):
+        x = 0.5 * x + late.pop(0)
+        w += x
+        late.append(w)
+    np.testing.assert_allclose([after.state[0], after.state[2]], [w, x])
+    np.testing.assert_array_equal(metrics["age"], [0, 1, 2, 2])
 
 
 @dataclasses.dataclass(frozen=True)
