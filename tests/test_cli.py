@@ -86,7 +86,7 @@ MISTAKES = [
     (["train", "--env", "FrozenLake-misc"], "FlattenObservation"),
     (["train", "--policy", "GPUonli"], "'GPUOnly'"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices'"),
-    (["train", "--policy", "SingleLearnerFine:staleness=1"], "'staleness'; SingleLearnerCoarse has it"),
+    (["train", "--policy", "SingleLearnerFine:staleness=1"], "'staleness' (a parameter of SingleLearnerCoarse)"),
     (["train", "--total-steps", "5"], "less than the"),
     (["train", "--num-minibatches", "7"], "num_minibatches=7"),
     (["train", "extra"], "unexpected argument 'extra'"),
