@@ -1,5 +1,6 @@
 """A2C, IMPALA and A3C against plain Python loops that spell out their order of events."""
 
+import dataclasses
 
 import jax
 import jax.numpy as jnp

@@ -120,7 +120,7 @@ IMAGES = [
 
 @pytest.mark.parametrize(("algorithm", "env"), IMAGES)
 def test_images_and_grids(algorithm, env):
-    agent = build(algorithm, env, num_envs=8, unroll_length=6, hidden_sizes=(8,))
+    agent = build(algorithm, env, num_envs=8, unroll_length=24, hidden_sizes=(8,))
     state, outcomes = jax.jit(agent.init)(jax.random.key(0)), []
     for policy in (msrl.policies.GPUOnly(2), msrl.policies.SingleLearnerCoarse(2)):
         program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
