@@ -40,11 +40,16 @@ CASES = [
 ]
 
 
-# PPO runs on every number of devices each time, the others on the least and the most; `-m slow` runs the rest.
+def is_slow(algorithm, env, num_devices):
+    """PPO runs on every number of devices each time, the others on the least and the most, a second environment on the most."""
+    second = (algorithm, env) in (("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"))
+    return algorithm != "ppo" and num_devices in ((1, 2, 4) if second else (2, 4))
+
+
 MATRIX = [
     pytest.param(
         *case, num_devices, id=f"{case[0]}-{case[1]}-{num_devices}",
-        marks=[pytest.mark.slow] if case[0] != "ppo" and num_devices in (2, 4) else [],
+        marks=[pytest.mark.slow] if is_slow(*case, num_devices) else [],
     )
     for case in CASES for num_devices in (1, 2, 4, 8)
 ]  # fmt: skip
