@@ -18,6 +18,7 @@ from msrl_jax.fragments.fit import Fit
 from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lower import Programs, lower
+from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, select, state_bytes
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
@@ -26,7 +27,6 @@ from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
 
 State = TypeVar("State")
-Leaves = list[tuple[jax.Array, ...]]
 
 # Iterations that the host may be ahead of the devices, beyond the staleness: enough to hide dispatch, and bounded memory.
 _AHEAD = 2
@@ -157,6 +157,13 @@ class Program(Generic[State]):
         labels = (self.graph.labels[self.graph.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
+    def check_memory(self) -> None:
+        """Raises ValueError if the state takes more memory than the devices have; says bytes, and the largest leaf."""
+        avals = [copies[0].aval for copies in self.schedule.inputs]
+        largest = max(range(len(avals)), key=lambda i: nbytes(avals[i]))
+        aval, label = avals[largest], self.schedule.inputs[largest][0].label
+        check_state_fits(state_bytes(avals, self._shardings), f"{label}, {aval.dtype}{list(aval.shape)}")
+
     def place(self, state: State | Delayed) -> Any:
         """Copies a state to where the program keeps it.
 
@@ -167,6 +174,26 @@ class Program(Generic[State]):
           The state, on the program's devices; a `Delayed` (state and registers) if the policy has staleness.
         """
         return self._wrap(self._fill(state, copy=True))
+
+    def initialise(self, init: Callable[..., State], *args: Any) -> Any:
+        """Computes a state and places it; the large leaves are computed where the program keeps them.
+
+        Args:
+          init: makes a state like the one that the program was compiled for; pure.
+          *args: its arguments, pytrees of arrays.
+
+        Returns:
+          What `place` would return of that state.
+        """
+        state, registers = self._shardings[: self._tree.num_leaves], self._shardings[self._tree.num_leaves :]
+        sizes = [nbytes(copies[0].aval) for copies in self.schedule.inputs]
+        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed}
+        small = {i: s for i, s in enumerate(state) if i not in large}
+        flat = dict(zip(small, jax.jit(lambda args: select(init(*args), tuple(small)))(args), strict=True))
+        newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
+        placed = put([*flat.values(), *newest], [*small.values(), *registers], copy=True)
+        leaves = compute(init, args, large) | dict(zip(small, placed, strict=False))
+        return self._wrap([*(leaves[i] for i in range(len(state))), *placed[len(small) :]])
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.
@@ -333,40 +360,10 @@ class Program(Generic[State]):
                 )
         if extra:
             flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
-        return _put(flat, self._shardings, copy)
+        return put(flat, self._shardings, copy)
 
     def _wrap(self, leaves: Leaves) -> Any:
         flat = [copies[0] for copies in leaves]
         count = self._tree.num_leaves
         state = jax.tree.unflatten(self._tree, flat[:count])
         return Delayed(state, tuple(flat[count:])) if self.layout.staleness else state
-
-
-def _put(flat: Sequence[Any], shardings: Sequence[tuple[jax.sharding.NamedSharding, ...]], copy: bool) -> Leaves:
-    """Every leaf with each of its shardings, in memory that nobody else holds."""
-    targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
-    fresh: list[bool] = []
-    seen: set[int] = set()
-    for i, s in targets:
-        x = flat[i]
-        # A transfer may share memory with its source where the devices do, and the same array may stand in two places.
-        on_host = not isinstance(x, jax.Array)
-        shared = on_host or bool(x.sharding.device_set & s.device_set)
-        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
-        seen.add(id(x))
-    arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
-    by_mesh: dict[Any, list[int]] = {}
-    for k, (_, s) in enumerate(targets):
-        if fresh[k]:
-            by_mesh.setdefault(s.mesh, []).append(k)
-    for ks in by_mesh.values():
-        out = [targets[k][1] for k in ks]
-        for k, x in zip(ks, jax.jit(_copies, out_shardings=out)([arrays[k] for k in ks]), strict=True):
-            arrays[k] = x
-    it = iter(arrays)
-    return [tuple(next(it) for _ in copies) for copies in shardings]
-
-
-def _copies(xs: list[jax.Array]) -> list[jax.Array]:
-    return [x.copy() for x in xs]
-

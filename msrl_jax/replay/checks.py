@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
+from msrl_jax.fragments.memory import device_memory
 from msrl_jax.replay.ring import Ring
-from msrl_jax.replay.storage import Storage, device_memory, layout
+from msrl_jax.replay.storage import Storage, layout
 
 _FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 

@@ -1,9 +1,8 @@
-"""What a buffer's items look like in memory: declared codecs for some of their leaves, and bytes against what devices have."""
+"""What a buffer's items look like in memory: declared codecs for some of their leaves."""
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -119,19 +118,3 @@ def layout(example: Any, storage: Storage | None) -> Layout:
                 f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
             )
     return Layout(example, tuple(used))
-
-
-def device_memory(devices: Sequence[Any]) -> int:
-    """The bytes that arrays split over some devices can take, as far as the devices say.
-
-    Args:
-      devices: the devices.
-
-    Returns:
-      The sum of the devices' memory; CPU devices share that of the host.
-    """
-    stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
-    limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
-    if len(limits) == len(devices):
-        return min(limits) * len(limits)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

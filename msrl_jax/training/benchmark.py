@@ -132,7 +132,7 @@ def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
     def step(state):
         return program.run(state, chunk, chunk=chunk, donate=True)[0]
 
-    return Runner(step, program.place(setup.initial_state()), chunk * steps)
+    return Runner(step, setup.start(program), chunk * steps)
 
 
 def plain_program(setup: Setup, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
@@ -142,7 +142,7 @@ def plain_program(setup: Setup, program: Program, iterations: int) -> tuple[jax.
     """
     iteration = setup.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
-    state = program.unwrap(program.place(setup.initial_state()))
+    state = program.unwrap(setup.start(program))
     return scan.lower(state).compile(), state
 
 

@@ -123,6 +123,10 @@ class Setup:
         """The state that the run starts from."""
         return jax.jit(self.agent.init)(initial_key(self.seed, self.seeds))
 
+    def start(self, program: Program) -> Any:
+        """That state, where a program keeps it."""
+        return program.initialise(self.agent.init, initial_key(self.seed, self.seeds))
+
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
         state = jax.eval_shape(self.initial_state)
@@ -136,6 +140,7 @@ class Setup:
                     f"of {group}, which {self.algorithm.name!r} keeps on one device; use a multiple of {ways * group}, or "
                     "fewer minibatches or devices"
                 )
+        program.check_memory()
         return program
 
 

@@ -260,7 +260,7 @@ def train(
         callbacks = (folder.RowWriter(path, description), *callbacks)
     title = f"{setup.algorithm.name} {setup.env_name}"
     with display(title, iterations * per_iteration) as show, _interruptible() as interrupted:
-        run_state = program.place(setup.initial_state())
+        run_state = setup.start(program)
         run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started)
         del run_state  # the run donates it
         status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)

@@ -1,0 +1,146 @@
+"""Where a state lies: putting it there, computing it there, and how much memory it takes."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.placement import Device
+
+Leaves = list[tuple[jax.Array, ...]]
+"""The leaves of a state, each with its copies on the placements that keep one."""
+
+LARGE = 2**24
+"""Bytes from which on a leaf is computed where it is kept: fewer are not worth compiling for."""
+
+
+def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
+    """Copies leaves to where they are kept.
+
+    Args:
+      flat: the leaves, as NumPy arrays or on any devices.
+      shardings: of every copy of every leaf.
+      copy: whether all memory has to be new; else a leaf that lies where it should stays there.
+
+    Returns:
+      The copies, no two of which share memory.
+    """
+    targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
+    fresh: list[bool] = []
+    seen: set[int] = set()
+    for i, s in targets:
+        x = flat[i]
+        # A transfer may share memory with its source where the devices do, and the same array may stand in two places.
+        on_host = not isinstance(x, jax.Array)
+        shared = on_host or bool(x.sharding.device_set & s.device_set)
+        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
+        seen.add(id(x))
+    arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
+    by_mesh: dict[Any, list[int]] = {}
+    for k, (_, s) in enumerate(targets):
+        if fresh[k]:
+            by_mesh.setdefault(s.mesh, []).append(k)
+    for ks in by_mesh.values():
+        out = [targets[k][1] for k in ks]
+        for k, x in zip(ks, jax.jit(_copies, out_shardings=out)([arrays[k] for k in ks]), strict=True):
+            arrays[k] = x
+    it = iter(arrays)
+    return [tuple(next(it) for _ in copies) for copies in shardings]
+
+
+def _copies(xs: list[jax.Array]) -> list[jax.Array]:
+    return [x.copy() for x in xs]
+
+
+def compute(init: Callable[..., Any], args: Any, shardings: Mapping[int, tuple[NamedSharding, ...]]) -> dict[int, Any]:
+    """Computes leaves of a state where they are kept: a device never holds more of one than its part.
+
+    Args:
+      init: makes the state; pure.
+      args: its arguments.
+      shardings: of every copy, by the number of the leaf.
+
+    Returns:
+      The copies, by the number of the leaf.
+    """
+    by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
+    for i, copies in shardings.items():
+        for sharding in copies:
+            by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
+    found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
+    for mesh, targets in by_mesh.items():
+        arguments = jax.device_put(args, NamedSharding(mesh, PartitionSpec()))
+        arrays = jax.jit(
+            lambda args, numbers=tuple(i for i, _ in targets): select(init(*args), numbers),
+            out_shardings=[sharding for _, sharding in targets],
+        )(arguments)
+        for (i, _), array in zip(targets, arrays, strict=True):
+            found[i] += (array,)
+    return found
+
+
+def select(state: Any, numbers: Sequence[int]) -> list[Any]:
+    """Some leaves of a state, by their numbers."""
+    flat = jax.tree.leaves(state)
+    return [flat[i] for i in numbers]
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype; 8 per element of a typed PRNG key."""
+    itemsize = 8 if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    return math.prod(aval.shape) * itemsize
+
+
+def device_memory(devices: Sequence[Any]) -> int:
+    """The bytes that arrays split over some devices can take, as far as the devices say.
+
+    Args:
+      devices: the devices.
+
+    Returns:
+      The sum of the devices' memory; CPU devices share that of the host.
+    """
+    stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
+    limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
+    if len(limits) == len(devices):
+        return min(limits) * len(limits)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:
+    """What a state takes of every device.
+
+    Args:
+      avals: shapes and dtypes of the leaves.
+      shardings: of every copy of every leaf.
+
+    Returns:
+      Bytes, by device.
+    """
+    held: dict[Device, int] = {}
+    for aval, copies in zip(avals, shardings, strict=True):
+        for sharding in copies:
+            part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
+            for device in sharding.device_set:
+                held[device] = held.get(device, 0) + nbytes(part)
+    return held
+
+
+def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
+    """Raises ValueError if a state takes more memory than the devices have, as far as they say.
+
+    Args:
+      held: bytes by device.
+      largest: which leaf is the largest, for the message.
+    """
+    hosts = [d for d in held if d.platform == "cpu"]  # they share one memory
+    for devices in (hosts, *([d] for d in held if d.platform != "cpu")):
+        taken = sum(held[d] for d in devices)
+        if devices and taken > (limit := device_memory(devices)):
+            raise ValueError(
+                f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
+                f"{largest}. Use a smaller capacity or fewer seeds, or a policy that splits that leaf over more devices"
+            )
