@@ -1,9 +1,9 @@
-"""CartPole-v1 here and in rejax: steps per second of one algorithm in the same settings, runs interleaved.
+"""CartPole-v1 or Pendulum-v1 here and in rejax: steps per second of one algorithm in the same settings, runs interleaved.
 
     python benchmarks/compare_rejax.py --algo dqn --python /path/to/an/environment/with/rejax/bin/python
 
 rejax runs in a process of its own, which waits while this one is timed. Both train 64-64 networks, PPO for four epochs of
-four minibatches per iteration, DQN with the same batches, updates per step and size of the buffer. Initialisation,
+four minibatches per iteration, the others with the same batches, updates per step and size of the buffer. Initialisation,
 compilation and evaluation are not timed. Prints a table, then one line of JSON.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 import jax
-from rejax_worker import DISCOUNT, HIDDEN, LEARNING_RATE, SETTINGS
+from rejax_worker import DISCOUNT, ENVS, HIDDEN, LEARNING_RATE, SETTINGS
 
 from msrl_jax.training.benchmark import calibrated_chunk, interleave, program_runner
 from msrl_jax.training.setup import resolve, resolve_policy
@@ -54,7 +54,7 @@ class Rejax:
 def compare(python: str, algo: str, setting: dict, repeats: int, seconds: float) -> dict:
     """Measures one setting in both."""
     config = setting | {"hidden_sizes": HIDDEN, "learning_rate": LEARNING_RATE, "discount": DISCOUNT}
-    setup = resolve(algo, "CartPole-v1", overrides=config)
+    setup = resolve(algo, ENVS[algo], overrides=config)
     program = setup.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds

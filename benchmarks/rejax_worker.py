@@ -1,4 +1,4 @@
-"""How fast rejax trains on CartPole-v1; prints one line of JSON per setting.
+"""How fast rejax trains; prints one line of JSON per setting.
 
 Needs rejax 0.1.3, which wants an older gymnax than msrl_jax does: run it with the Python of an environment of its own.
 
@@ -18,13 +18,17 @@ import time
 HIDDEN, LEARNING_RATE, DISCOUNT = (64, 64), 1e-3, 0.99
 ON_POLICY = {"num_epochs": 4, "num_minibatches": 4, "activation": "tanh", "max_grad_norm": 0.5}
 OFF_POLICY = {"activation": "relu", "max_grad_norm": 10.0, "tau": 0.02, "unroll_length": 1}
+SIZES = [
+    {"num_envs": e, "num_updates": k, "batch_size": b, "capacity": c, "learning_starts": 2 * b}
+    for e, k, b, c in ((1, 1, 32, 10_000), (16, 2, 128, 20_000), (128, 8, 256, 100_000))
+]  # fmt: skip
 SETTINGS = {
     "ppo": [ON_POLICY | {"num_envs": e, "unroll_length": t} for e, t in ((4, 128), (64, 128), (1024, 32))],
-    "dqn": [
-        OFF_POLICY | {"num_envs": e, "num_updates": k, "batch_size": b, "capacity": c, "learning_starts": 2 * b, "double": True}
-        for e, k, b, c in ((1, 1, 32, 10_000), (16, 2, 128, 20_000), (128, 8, 256, 100_000))
-    ],
+    "dqn": [OFF_POLICY | size | {"double": True} for size in SIZES],
+    "sac": [OFF_POLICY | size for size in SIZES],
+    "td3": [OFF_POLICY | size | {"policy_period": 2, "exploration_noise": 0.1} for size in SIZES],
 }  # fmt: skip
+ENVS = {"ppo": "CartPole-v1", "dqn": "CartPole-v1", "sac": "Pendulum-v1", "td3": "Pendulum-v1"}
 CHUNK_SECONDS = 0.25
 
 
@@ -42,12 +46,28 @@ def off_policy(setting: dict) -> dict:
     """
     names = {"num_updates": "num_epochs", "capacity": "buffer_size", "learning_starts": "fill_buffer"}
     names |= {"batch_size": "batch_size"}
-    agent = {"activation": setting["activation"]}
-    fixed = {"agent_kwargs": agent, "polyak": 1 - setting["tau"], "target_update_freq": 1}
+    fixed = {"polyak": 1 - setting["tau"], "target_update_freq": 1}
     return {theirs: setting[ours] for ours, theirs in names.items()} | fixed
 
 
-ALGORITHMS = {"ppo": ("PPO", ppo), "dqn": ("DQN", lambda setting: off_policy(setting) | {"ddqn": setting["double"]})}
+def dqn(setting: dict) -> dict:
+    """rejax's arguments for a setting of DQN."""
+    return off_policy(setting) | {"agent_kwargs": {"activation": setting["activation"]}, "ddqn": setting["double"]}
+
+
+def sac(setting: dict) -> dict:
+    """rejax's arguments for a setting of SAC."""
+    return off_policy(setting) | {"agent_kwargs": {"activation": setting["activation"]}}
+
+
+def td3(setting: dict) -> dict:
+    """rejax's arguments for a setting of TD3, whose iteration is as many steps as there are critic updates per policy's."""
+    networks = {name: {"activation": setting["activation"]} for name in ("actor_kwargs", "critic_kwargs")}
+    noise = {"policy_delay": setting["policy_period"], "exploration_noise": setting["exploration_noise"]}
+    return off_policy(setting) | networks | noise
+
+
+ALGORITHMS = {"ppo": ("PPO", ppo), "dqn": ("DQN", dqn), "sac": ("SAC", sac), "td3": ("TD3", td3)}
 
 
 class Trainer:
@@ -56,7 +76,7 @@ class Trainer:
     def __init__(self, algo: str, setting: dict):
         """Initialises, compiles, and finds out how many iterations make a chunk of a quarter of a second."""
         self._algo, self._setting, self._state = algo, setting, None
-        self._steps_per_iteration = setting["num_envs"] * setting["unroll_length"]
+        self._steps_per_iteration = setting["num_envs"] * setting["unroll_length"] * setting.get("policy_period", 1)
         start = time.perf_counter()
         warm_up = 2 + setting.get("learning_starts", 0) // self._steps_per_iteration
         self._compile(warm_up)
@@ -74,8 +94,8 @@ class Trainer:
         self._steps, setting = iterations * self._steps_per_iteration, self._setting
         name, arguments = ALGORITHMS[self._algo]
         algorithm = getattr(rejax, name).create(
-            env="CartPole-v1", num_envs=setting["num_envs"], **arguments(setting), learning_rate=LEARNING_RATE, gamma=DISCOUNT,
-            max_grad_norm=setting["max_grad_norm"], total_timesteps=self._steps, eval_freq=self._steps,
+            env=ENVS[self._algo], num_envs=setting["num_envs"], **arguments(setting), gamma=DISCOUNT,
+            learning_rate=LEARNING_RATE, max_grad_norm=setting["max_grad_norm"], total_timesteps=self._steps, eval_freq=self._steps,
             skip_initial_evaluation=True,
         )  # fmt: skip
         algorithm = algorithm.replace(eval_callback=lambda algorithm, state, key: ())
