@@ -95,8 +95,8 @@ class Trainer:
         name, arguments = ALGORITHMS[self._algo]
         algorithm = getattr(rejax, name).create(
             env=ENVS[self._algo], num_envs=setting["num_envs"], **arguments(setting), gamma=DISCOUNT,
-            learning_rate=LEARNING_RATE, max_grad_norm=setting["max_grad_norm"], total_timesteps=self._steps, eval_freq=self._steps,
-            skip_initial_evaluation=True,
+            learning_rate=LEARNING_RATE, max_grad_norm=setting["max_grad_norm"], total_timesteps=self._steps,
+            eval_freq=self._steps, skip_initial_evaluation=True,
         )  # fmt: skip
         algorithm = algorithm.replace(eval_callback=lambda algorithm, state, key: ())
         if self._state is None:
