@@ -1,6 +1,7 @@
 """msrl_jax: reinforcement learning as fragmented dataflow graphs, native to JAX."""
 
 from msrl_jax import algorithms as algorithms
+from msrl_jax import data as data
 from msrl_jax import envs as envs
 from msrl_jax import policies as policies
 from msrl_jax.fragments import Delayed as Delayed

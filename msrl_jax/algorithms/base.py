@@ -5,7 +5,7 @@ In the shape descriptions of this package, `T` denotes the length of an unroll a
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -33,6 +33,10 @@ class Agent:
       env: the vector environment that `iteration` steps.
       initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
       env_group: environments come in groups of this many adjacent ones, and a group has to lie on one device.
+      data: for fields of the state that hold data from outside of the run, such as a data set, what stands there: pytrees of
+        host arrays. `init` gives `()` for them, `with_data` puts them in, and `iteration` leaves them as they are. So data
+        are arguments of a program rather than constants, are held once for all members, and are no part of a checkpoint.
+      unit: what a step of the run is.
     """
 
     init: Callable[[jax.Array], Any]
@@ -44,6 +48,16 @@ class Agent:
     env: VectorEnvironment
     initial_memory: Callable[[int], Any] | None = None
     env_group: int = 1
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unit: Literal["environment steps", "updates"] = "environment steps"
+
+    def with_data(self, state: Any) -> Any:
+        """A state as `init` made it, or without its data, with the data in it."""
+        return state._replace(**self.data) if self.data else state
+
+    def without_data(self, state: Any) -> Any:
+        """A state without its data."""
+        return state._replace(**dict.fromkeys(self.data, ())) if self.data else state
 
 
 @dataclasses.dataclass(frozen=True)

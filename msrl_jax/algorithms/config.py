@@ -6,12 +6,14 @@ A field whose default is None may be None.
 import dataclasses
 import math
 import numbers
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msrl_jax._spelling import nearest
 from msrl_jax.algorithms.networks import ACTIVATIONS, NETWORKS
 from msrl_jax.algorithms.optimizer import OPTIMIZERS
+from msrl_jax.data import Dataset
 from msrl_jax.fragments.codec import CODECS
 
 
@@ -93,6 +95,8 @@ def check_common(config: Any) -> None:
     check_booleans(config, *[name for name, default in fields.items() if isinstance(default, bool)])
     if "hidden_sizes" in fields:
         check_sizes(config, "hidden_sizes")
+    if "data" in fields and not isinstance(config.data, str | os.PathLike | Dataset | None):
+        raise _reject(config, "data", "the path of a data set, or a msrl_jax.data.Dataset")
     choices = {"activation": ACTIVATIONS, "network": NETWORKS, "optimizer": OPTIMIZERS, "storage": CODECS}
     for name in there(*choices):
         check_choice(config, name, choices[name])

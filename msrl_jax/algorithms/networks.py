@@ -211,3 +211,23 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
         return fitted.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
 
     return transform
+
+
+def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
+    """The actions of a policy from which `action_transform` makes given actions of an environment: its inverse.
+
+    Args:
+      space: space of one action.
+      action: actions in it. `[N, *space.shape]`
+
+    Returns:
+      Vectors in [-1, 1], where the space has bounds, `[N, D]` float32; or, if the space is `Discrete`, choices `[N]` int32.
+    """
+    if not isinstance(space, Box):
+        return action.astype(np.int32)
+    low, high = space.low.reshape(-1).astype(np.float64), space.high.reshape(-1).astype(np.float64)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    lowest, highest = np.where(bounded, low, -1), np.where(bounded, high, 1)
+    centre, half_width = (lowest + highest) / 2, (highest - lowest) / 2
+    scaled = (action.reshape(len(action), -1) - centre) / np.where(half_width > 0, half_width, 1)
+    return np.where(bounded, np.clip(scaled, -1, 1), scaled).astype(np.float32)

@@ -74,7 +74,7 @@ class Actor:
     @functools.cached_property
     def state_type(self) -> Any:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(self.agent.init, jax.random.key(0))
+        return jax.eval_shape(lambda key: self.agent.with_data(self.agent.init(key)), jax.random.key(0))
 
     @functools.cached_property
     def observation_type(self) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from msrl_jax.data import Dataset
 from msrl_jax.training.callbacks import Tick, scalars
 from msrl_jax.training.history import Row
 
@@ -51,9 +52,11 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON data: arrays become lists, and numbers that JSON has no word for (nan, infinities) become null."""
+    """Plain JSON data: arrays become lists, numbers without a JSON word (nan, infinities) null, data sets descriptions."""
+    if isinstance(value, Dataset):
+        value = value.describe()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -24,15 +24,19 @@ def population(agent: Agent) -> Agent:
       agent: the agent of one run.
 
     Returns:
-      An agent whose `init` takes keys `[M]` and whose state and metrics have a leading dimension `M`. Every member
-      computes what a run of its own would. `act` and `env` are those of one member.
+      An agent whose `init` takes keys `[M]` and whose state and metrics have a leading dimension `M`, but for the data, which
+      members share. Every member computes what a run of its own would. `act` and `env` are those of one member.
     """
+    dims, axes = 0, member_axes(agent.axes)
+    if agent.data:  # which all members share
+        dims = agent.axes._replace(**{name: None if name in agent.data else 0 for name in agent.axes._fields})
+        axes = axes._replace(**{name: getattr(agent.axes, name) for name in agent.data})
     return dataclasses.replace(
         agent,
         # One after another: an orthogonal initialiser under vmap is a batched QR, which takes minutes on a CPU.
         init=lambda keys: jax.lax.map(agent.init, keys),
-        iteration=jax.vmap(agent.iteration),
-        axes=member_axes(agent.axes),
+        iteration=jax.vmap(agent.iteration, in_axes=(dims,), out_axes=(dims, 0)),
+        axes=axes,
     )
 
 

@@ -91,7 +91,7 @@ class Result:
           (`eval_return`), and over the members; `*_per_seed` lists the members'.
         """
         about = {key: self.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
-        returns = {"episode_return": self._final("episode_return")}
+        returns = {"episode_return": self._final("episode_return")} if "episode_return" in self.history else {}
         if self.evaluation is not None:
             returns["eval_return"] = np.asarray(self.evaluation.mean_return)
         per_seed = {f"{name}_per_seed": x.tolist() for name, x in returns.items() if x.ndim}
@@ -111,12 +111,14 @@ class Result:
         s = self.summary()
         seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
         devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
+        unit = self.actor.agent.unit.removeprefix("environment ")
         lines = [
             f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({s['status']})",
-            f"  {s['total_steps']:,} steps{' per seed' * (s['seeds'] > 1)} in {s['wall_seconds']:.1f} s "
-            f"(compiling {s['compile_seconds']:.1f} s), {s['steps_per_second']:,.0f} steps/s",
-            f"  training return {_spread(self._final('episode_return'))} over the last tenth",
+            f"  {s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)} in {s['wall_seconds']:.1f} s "
+            f"(compiling {s['compile_seconds']:.1f} s), {s['steps_per_second']:,.0f} {unit}/s",
         ]
+        if "episode_return" in self.history:
+            lines.append(f"  training return {_spread(self._final('episode_return'))} over the last tenth")
         if self.evaluation is not None:
             what = f"greedy return over {self.evaluation.returns.shape[-1]} episodes"
             lines.append(f"  {what} {_spread(np.asarray(self.evaluation.mean_return))}")
@@ -128,8 +130,8 @@ class Result:
         """The state of one member (the best one if None); the state itself if there is only one."""
         if self.seeds == 1:
             return self.state
-        member = self.best if member is None else member
-        return jax.tree.map(lambda x: x[member], self.state)
+        member, agent = self.best if member is None else member, self.actor.agent
+        return agent.with_data(jax.tree.map(lambda x: x[member], agent.without_data(self.state)))
 
     @functools.cached_property
     def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
@@ -223,7 +225,7 @@ class Result:
     def plot(
         self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)
     ) -> "Figure":
-        """Draws columns of the history against environment steps: the mean over the members, and their range.
+        """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
         Args:
           path: writes the figure there as well, in the format that the suffix names.
@@ -249,7 +251,7 @@ class Result:
             panel.set_ylabel(name.replace("_", " "))
             panel.grid(alpha=0.3)
             panel.legend()
-        panels[-1, 0].set_xlabel("environment steps")
+        panels[-1, 0].set_xlabel(self.actor.agent.unit)
         panels[0, 0].set_title(f"{self.description['algorithm']} on {self.description['env']}")
         plt.close(figure)  # or a notebook would show it twice
         if path is not None:
@@ -282,7 +284,7 @@ class Result:
 
     def finish(self, path: Path) -> None:
         """Adds the checkpoint and the summary to a folder that has the rest."""
-        checkpoint.save_state(path / folder.STATE, self.state)
+        checkpoint.save_state(path / folder.STATE, self.actor.agent.without_data(self.state))
         if self.registers:
             checkpoint.save_state(path / folder.REGISTERS, self.registers)
         if self.evaluation is not None:
@@ -298,7 +300,8 @@ class Result:
           env: the environment, if it was given to `train` as an object.
 
         Returns:
-          The result of the run, its state on the default device.
+          The result of the run, its state on the default device. A run from data comes back without them (`config.data` is
+          None, `description["config"]` says what they were): it acts and is evaluated as before.
 
         Raises:
           ValueError: if the folder holds no complete run, or one that this version cannot read.
@@ -312,6 +315,7 @@ class Result:
                 "Result.load(path, env=...)"
             )
         tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in description["config"].items()}
+        tuples |= {"data": None} if "data" in tuples else {}
         setup = resolve(
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], overrides=tuples,

@@ -121,7 +121,7 @@ class Setup:
 
     def initial_state(self) -> Any:
         """The state that the run starts from."""
-        return jax.jit(self.agent.init)(initial_key(self.seed, self.seeds))
+        return self.agent.with_data(jax.jit(self.agent.init)(initial_key(self.seed, self.seeds)))
 
     def start(self, program: Program) -> Any:
         """That state, where a program keeps it."""

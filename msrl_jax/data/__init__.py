@@ -1,0 +1,9 @@
+"""Data: transitions on disk and in memory, and buffers that are full of them."""
+
+from msrl_jax.data.buffer import buffer as buffer
+from msrl_jax.data.dataset import Dataset as Dataset
+from msrl_jax.data.dataset import Episodes as Episodes
+from msrl_jax.data.dataset import concatenate as concatenate
+from msrl_jax.data.files import load as load
+from msrl_jax.data.files import save as save
+from msrl_jax.data.spaces import check_spaces as check_spaces

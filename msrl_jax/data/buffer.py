@@ -1,0 +1,63 @@
+"""A data set as a replay buffer, full from the start: what learns from a buffer need not know where it was filled."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax import replay
+from msrl_jax.data.dataset import FIELDS, Dataset
+from msrl_jax.replay import Replay, ReplayState, Transition
+from msrl_jax.replay.storage import Storage
+
+
+def buffer(
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    length: int = 1,
+    discount: float | None = None,
+    shards: int = 1,
+    storage: Storage | None = None,
+) -> tuple[Replay, ReplayState]:
+    """Puts a data set into a uniform replay buffer of `G` lanes, one per shard, of `N // G` rows each.
+
+    The last `N % G` rows are left out. A lane ends like an episode that is cut short, and the last `length - 1` rows of each
+    lane start no window.
+
+    Args:
+      dataset: the data set.
+      batch_size: windows per batch, `B`.
+      length: steps of a window; n of n-step transitions.
+      discount: if given, windows are folded into n-step transitions, as in `replay.uniform`.
+      shards: `G`, into how many parts the buffer may be split over devices; a divisor of `batch_size`. Samples depend on it.
+      storage: codecs, as in `replay.uniform`.
+
+    Returns:
+      The buffer and its state, of host arrays: give it to the compiled program as an argument, so that it does not become a
+      constant of it.
+
+    Raises:
+      ValueError: if the data set is too small for a batch or a window, or sizes do not fit.
+    """
+    steps = len(dataset) // shards
+    if steps < length or (steps - length + 1) * shards < batch_size:
+        raise ValueError(
+            f"the data set has {len(dataset)} rows, {steps} in each of shards={shards}: fewer than batch_size={batch_size} "
+            f"windows of {length} steps; gather more, or use smaller batches or fewer shards"
+        )
+
+    def lanes(x: np.ndarray) -> np.ndarray:
+        return np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
+
+    items = {name: lanes(getattr(dataset, name)) for name in FIELDS}
+    items = {name: x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in items.items()}
+    items["truncated"][-1] |= ~items["terminated"][-1]
+    example: Any = Transition(**{name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in items.items()})
+    made = replay.uniform(
+        example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
+        discount=discount, shards=shards, storage=storage,
+    )  # fmt: skip
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        state = made.insert(made.init(), Transition(**items))
+    return made, jax.device_get(state)

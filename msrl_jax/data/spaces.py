@@ -1,0 +1,73 @@
+"""Whether a data set is of an environment: shapes, dtypes and ranges, and which row does not fit."""
+
+import dataclasses
+
+import numpy as np
+
+from msrl_jax.data.dataset import Dataset
+from msrl_jax.envs import Box, Discrete, Environment, Space
+from msrl_jax.envs.base import env_name
+
+_TOLERANCE = 1e-4
+"""How far numbers may lie outside of a Box, in units of their size or of 1: bounds are met up to rounding."""
+
+
+def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
+    """Compares a data set with the spaces of an environment.
+
+    Args:
+      dataset: the data set.
+      env: the environment that an agent shall act in.
+
+    Returns:
+      The data set with observations and actions in the environment's dtypes.
+
+    Raises:
+      ValueError: if shapes or dtypes differ, or if a value is not finite or not in its space; the message says which field
+        and row.
+      TypeError: if the spaces are neither a `Box` nor `Discrete`.
+    """
+    name = env_name(env)
+    spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
+    fitting = {field: _fit(getattr(dataset, field), space, field, name) for field, space in spaces.items()}
+    if (bad := np.flatnonzero(~np.isfinite(dataset.reward))).size:
+        raise ValueError(f"reward of the data set is {dataset.reward[bad[0]]} {_rows(bad)}; leave such rows out")
+    return dataclasses.replace(dataset, **fitting)
+
+
+def _fit(x: np.ndarray, space: Space, field: str, name: str) -> np.ndarray:
+    what = f"{field} of the data set"
+    kind = "action_space" if field == "action" else "observation_space"
+    if not isinstance(space, Box | Discrete):
+        raise TypeError(f"data sets hold arrays, but the {kind} of {name} is {space}; wrap it in envs.FlattenObservation")
+    if x.shape[1:] != space.shape:
+        raise ValueError(
+            f"{what} has shape {list(x.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
+            f"{list(space.shape)}; use the environment that the data set was made in, or convert one of the two"
+        )
+    if not np.can_cast(x.dtype, np.dtype(space.dtype), "same_kind"):
+        raise ValueError(
+            f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, and one does not become the other "
+            "without loss; convert it on purpose, or use the environment that the data set was made in"
+        )
+    rows = x.reshape(len(x), -1)
+    if (bad := np.flatnonzero(~np.isfinite(rows).all(1))).size:
+        raise ValueError(f"{what} is not finite {_rows(bad)}; leave such rows out")
+    if isinstance(space, Discrete):
+        low, high = np.zeros(1), np.full(1, space.n - 1)
+    else:
+        low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
+        if np.issubdtype(space.dtype, np.floating):
+            low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
+    outside = (rows < low) | (rows > high)
+    if (bad := np.flatnonzero(outside.any(1))).size:
+        value = rows[bad[0]][outside[bad[0]]][0]
+        raise ValueError(
+            f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; use the environment that the data "
+            "set was made in, or give that one the space that it really has"
+        )
+    return x.astype(space.dtype)
+
+
+def _rows(bad: np.ndarray) -> str:
+    return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")

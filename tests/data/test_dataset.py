@@ -1,0 +1,178 @@
+"""A data set knows its episodes and its gaps, fits its files and its environment, and says what is wrong with it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from msrl_jax import data, envs
+from msrl_jax.data.dataset import FIELDS
+
+
+def same(a, b):
+    for name in FIELDS:
+        x, y = getattr(a, name), getattr(b, name)
+        assert x.dtype == y.dtype, name
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    assert a.about == b.about
+
+
+def test_episodes_and_the_cut_at_the_end(walk):
+    assert len(walk) == 12 and walk.truncated.nonzero()[0].tolist() == [9, 11]
+    start, length, returns = walk.episodes
+    assert start.tolist() == [0, 3, 4, 8, 10] and length.tolist() == [3, 1, 4, 2, 2]
+    np.testing.assert_allclose(returns, [0.3, 0.3, 2.2, 1.7, 2.1], rtol=1e-6)
+    assert "12 rows, 5 episodes of Walk: return 1.32" in repr(walk)
+    assert walk.describe() == {"rows": 12, "episodes": 5, "mean_return": pytest.approx(1.32), "env": "Walk"}
+
+
+def test_rows_that_do_not_follow_each_other_are_cut(walk):
+    part = walk.select(np.array([4, 5, 7, 0, 1]))
+    assert part.truncated.tolist() == [False, True, False, False, True]
+    assert part.terminated.tolist() == [False, False, True, False, False]
+    assert data.concatenate([walk.select(slice(0, 2)), walk.select(slice(2, 6))]).truncated.nonzero()[0].tolist() == [1, 5]
+
+
+def test_a_split_is_by_whole_episodes(walk):
+    training, validation = walk.split(0.4, seed=3)
+    whose = [set(part.obs[:, 1]) for part in (training, validation)]
+    assert len(whose[1]) == 2 and whose[0] | whose[1] == set(range(5)) and not whose[0] & whose[1]
+    assert sorted(np.concatenate([training.obs[:, 0], validation.obs[:, 0]])) == list(range(12))
+    assert training.truncated.sum() + validation.truncated.sum() == 2
+    same(walk.split(0.4, seed=3)[1], validation)
+    assert any(set(walk.split(0.4, seed=s)[1].obs[:, 1]) != whose[1] for s in range(5))
+    with pytest.raises(ValueError, match=r"fraction=1\.5"):
+        walk.split(1.5)
+    with pytest.raises(ValueError, match="one episode"):
+        walk.select(slice(0, 3)).split(0.5)
+
+
+def test_npz_gives_back_the_same(walk, tmp_path):
+    path = data.save(walk, tmp_path / "some" / "walk.npz")
+    same(data.load(str(path)), walk)
+    assert [p.name for p in path.parent.iterdir()] == ["walk.npz"]
+    assert data.load(walk) is walk
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: None, "there is no file .*walk.npz"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 and no more"), "walk.npz is no npz file of numbers, or it is damaged"),
+        (lambda path: path.write_text("{}"), "walk.npz is no npz file of numbers, or it is damaged"),
+        (lambda path: np.savez(path, obs=np.ones(3), rewards=np.ones(3)), "no action, reward, .*; a data set has obs, "),
+        (lambda path: np.savez(path, **dict.fromkeys(FIELDS, np.array([{}], object))), "no npz file of numbers"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_data_set_say_so(write, message, tmp_path):
+    write(tmp_path / "walk.npz")
+    with pytest.raises(ValueError, match=message):
+        data.load(tmp_path / "walk.npz")
+
+
+def test_half_a_file_is_no_file(walk, tmp_path):
+    path = data.save(walk, tmp_path / "walk.npz")
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match="damaged"):
+        data.load(path)
+
+
+def test_another_suffix_is_refused(walk, tmp_path):
+    with pytest.raises(ValueError, match=r"suffix '.csv'; name a file that ends in .npz"):
+        data.save(walk, tmp_path / "walk.csv")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": np.ones(11)}, r"reward of a data set is float32\[11\], but obs is float32\[12, 2\].*shape \[12\]"),
+        ({"next_obs": np.ones((12, 3), np.float32)}, r"next_obs of a data set is float32\[12, 3\]"),
+        ({"next_obs": np.ones((12, 2))}, "next_obs of a data set is float64, but obs is float32"),
+        ({"terminated": np.full(12, 2)}, "terminated .* other than 0 and 1"),
+        ({"action": np.array(["left"] * 12)}, "action .* holds no numbers"),
+        ({name: np.ones((0, 2)) for name in FIELDS}, "at least one row"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(walk, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(walk, **change)
+
+
+class Plane:
+    """Only its spaces matter."""
+
+    name = "Plane"
+    observation_space = envs.Box(0, 200, (2,))
+    action_space = envs.Discrete(2)
+
+
+def test_spaces_that_fit_give_their_dtypes(walk):
+    fitting = data.check_spaces(walk, Plane())
+    assert fitting.action.dtype == np.int32 and fitting.obs.dtype == np.float32 and fitting.about == walk.about
+    rounded = dataclasses.replace(walk, next_obs=walk.next_obs * np.float32(1 + 1e-6))
+    data.check_spaces(rounded, Plane())
+
+
+@pytest.mark.parametrize(
+    ("spaces", "change", "message"),
+    [
+        ({"observation_space": envs.Box(0, 200, (3,))}, {}, r"obs of the data set has shape \[2\] .* of Plane .* shape \[3\]"),
+        ({"observation_space": envs.Box(0, 50, (2,))}, {}, r"next_obs .* leaves the .*: it has 100 in row 2 and in 4 more"),
+        ({"observation_space": envs.Box(0, 200, (2,), np.int32)}, {}, "obs of the data set is float32, but .* of int32"),
+        ({"action_space": envs.Discrete(1)}, {}, "action .* leaves the action_space of Plane.* has 1 in row 1 and in 5 more"),
+        ({"action_space": envs.Box(-1, 1, (1,))}, {}, r"action of the data set has shape \[\] .* shape \[1\]"),
+        ({"action_space": envs.Box(-1, 1, ())}, {"action": np.full(12, 1.01)}, "action .* has 1.01 in row 0"),
+        ({}, {"action": np.full(12, 0.5)}, "action of the data set is float64, but the action_space of Plane is Discrete"),
+        ({}, {"reward": np.append(np.ones(11), np.nan)}, "reward of the data set is nan in row 11"),
+        ({}, {"obs": np.full((12, 2), np.inf, np.float32)}, "obs of the data set is not finite in row 0 and in 11 more"),
+    ],
+)  # fmt: skip
+def test_spaces_that_differ_say_how(walk, spaces, change, message):
+    env = type("Other", (Plane,), spaces)()
+    with pytest.raises(ValueError, match=message):
+        data.check_spaces(dataclasses.replace(walk, **change), env)
+
+
+def test_tuples_are_refused(walk):
+    env = type("Other", (Plane,), {"observation_space": envs.Tuple((envs.Discrete(2),))})()
+    with pytest.raises(TypeError, match="FlattenObservation"):
+        data.check_spaces(walk, env)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_buffer_gives_the_n_step_transitions_of_every_row(walk, n):
+    """Against a fold by hand of each lane of 5 rows; two rows are left out."""
+    shards, discount = 2, 0.5
+    buffer, state = data.buffer(walk, batch_size=8, length=n, discount=discount, shards=shards)
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(state))
+    assert buffer.ready(state) and buffer.size(state) == shards * (6 - n + 1)
+    samples = jax.device_get(jax.jit(jax.vmap(buffer.sample, (None, 0)))(state, jax.random.split(jax.random.key(0), 20)))
+    seen = {}
+    for draw in range(20):
+        for i in range(8):
+            seen[int(samples.experience.obs[draw, i, 0])] = [x[draw, i] for x in samples.experience]
+    assert set(seen) == {lane * 6 + step for lane in range(2) for step in range(6 - n + 1)}
+    for row, (obs, action, reward, weight, next_obs) in seen.items():
+        total, factor, end = 0.0, 1.0, row
+        for end in range(row, row + n):
+            total, factor = total + factor * walk.reward[end], factor * discount
+            if walk.terminated[end] or walk.truncated[end] or end % 6 == 5:
+                break
+        np.testing.assert_allclose(reward, total, rtol=1e-6)
+        assert weight == (0 if walk.terminated[end] else factor) and action == walk.action[row]
+        np.testing.assert_array_equal(next_obs, walk.next_obs[end])
+        np.testing.assert_array_equal(obs, walk.obs[row])
+
+
+def test_a_batch_comes_in_equal_parts_from_every_lane(walk):
+    buffer, state = data.buffer(walk, batch_size=8, shards=4)
+    env = buffer.sample(state, jax.random.key(1)).indices.env
+    assert np.asarray(env).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_buffer_needs_enough_rows(walk):
+    with pytest.raises(ValueError, match=r"12 rows, 6 in each of shards=2: fewer than batch_size=16 windows of 1 steps"):
+        data.buffer(walk, batch_size=16, shards=2)
+    with pytest.raises(ValueError, match="windows of 13 steps"):
+        data.buffer(walk, batch_size=1, length=13)
