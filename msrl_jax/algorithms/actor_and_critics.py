@@ -16,6 +16,7 @@ from flax import linen as nn
 
 from msrl_jax import replay
 from msrl_jax.algorithms import config as check
+from msrl_jax.algorithms.distributions import Categorical, Normal, TanhNormal
 from msrl_jax.algorithms.layers import dense
 from msrl_jax.algorithms.networks import Torso, make_torso
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
@@ -109,6 +110,52 @@ def make_actor(observation_space: Space, num_outputs: int, config: Any) -> Netwo
     """
     module = _Head(_torso(observation_space, config), num_outputs, 0.01)
     return Network(module.init, cast(Any, module.apply))
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A distribution over actions as pure functions of parameters.
+
+    Attributes:
+      init: `(key, obs [..., *observation_shape]) -> params`.
+      apply: `(params, obs) -> distribution`.
+    """
+
+    init: Callable[[jax.Array, jax.Array], Any]
+    apply: Callable[[Any, jax.Array], Categorical | TanhNormal]
+
+    def choose_action(self, params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Actions for observations `[E, ...]`: drawn, or the most probable ones if `key` is None."""
+        policy = self.apply(params, obs)
+        return policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
+
+
+def make_policy(observation_space: Space, action_space: Space, config: Any) -> Policy:
+    """Makes a stochastic policy: over choices, or over vectors in [-1, 1] with a deviation that depends on the observation.
+
+    Args:
+      observation_space: a `Box`.
+      action_space: `Discrete`, or a `Box`.
+      config: with the fields `hidden_sizes`, `activation` and `network`.
+
+    Returns:
+      The policy, of one network.
+
+    Raises:
+      TypeError: if the space of observations is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    discrete = isinstance(action_space, Discrete)
+    network = make_actor(observation_space, action_space.n if discrete else 2 * math.prod(action_space.shape), config)
+
+    def apply(params: Any, obs: jax.Array) -> Categorical | TanhNormal:
+        outputs = network.apply(params, obs)
+        if discrete:
+            return Categorical(outputs)
+        loc, log_scale = jnp.split(outputs, 2, axis=-1)
+        return TanhNormal(Normal(loc, jnp.clip(log_scale, -20.0, 2.0)))
+
+    return Policy(network.init, apply)
 
 
 def make_critics(observation_space: Space, action_space: Space, num_critics: int, config: Any) -> Network:

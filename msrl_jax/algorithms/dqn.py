@@ -13,15 +13,12 @@ import jax.numpy as jnp
 
 from msrl_jax import envs, replay
 from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms import q_losses
 from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, register
-from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
-from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
-from msrl_jax.algorithms.q_network import q_network
+from msrl_jax.algorithms.off_policy import off_policy_agent
+from msrl_jax.algorithms.optimizer import learning_rate_at
+from msrl_jax.algorithms.q_learning import q_learning, support
 from msrl_jax.envs import Discrete, Environment
-from msrl_jax.fragments import fragment
-from msrl_jax.replay import NStep, Replay, Transition
+from msrl_jax.replay import Replay, Transition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,29 +129,6 @@ class DQNConfig:
             support(self)
 
 
-def support(config: DQNConfig) -> tuple[float, float]:
-    """The lowest and the highest atom of "c51".
-
-    Args:
-      config: with limits, or a discount that sets them.
-
-    Returns:
-      The two.
-
-    Raises:
-      ValueError: if there are none, or the first is not below the second.
-    """
-    name = type(config).__name__
-    if config.discount == 1 and None in (config.v_min, config.v_max):
-        raise ValueError(f"{name}.discount=1.0 bounds no return; give v_min and v_max to distribution='c51', or discount=0.99")
-    most = None if config.discount == 1 else 1 / (1 - config.discount)
-    v_min = config.v_min if config.v_min is not None else -(most or 0.0)
-    v_max = config.v_max if config.v_max is not None else most or 0.0
-    if v_min >= v_max:
-        raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a v_min that is")
-    return v_min, v_max
-
-
 def make_buffer(env: Environment, config: DQNConfig) -> Replay:
     """Makes the replay buffer, of n-step transitions.
 
@@ -208,37 +182,13 @@ def build(env: Environment, config: DQNConfig) -> Agent:
             f"space, or, for a Box of floats, use {' or '.join(others)}"
         )
     buffer = make_buffer(env, config)
-    network = q_network(
-        venv.observation_space, action_space, hidden_sizes=config.hidden_sizes, activation=config.activation,
-        network=config.network, dueling=config.dueling, num_atoms=1 if config.distribution == "none" else config.num_atoms,
+    rule = q_learning(
+        venv.observation_space, action_space, config,
+        lambda count: learning_rate_at(
+            count // config.num_updates, config.learning_rate, config.num_envs * config.unroll_length,
+            config.total_steps if config.anneal_learning_rate else None,
+        ),
     )  # fmt: skip
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-    apply_update = make_apply_update(optimizer)
-    v_min, v_max = support(config) if config.distribution == "c51" else (0.0, 0.0)
-
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
-        params = network.init(key, obs)
-        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
-
-    def expected(outputs: jax.Array) -> jax.Array:
-        """The action values `[..., A]` that outputs `[..., A, N]` stand for."""
-        if config.distribution == "c51":
-            return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, config.num_atoms)
-        return outputs.mean(-1)
-
-    def loss_and_error(outputs: jax.Array, target: jax.Array, reward: jax.Array, discount: jax.Array):
-        """Of one example: the loss of outputs `[N]` given the target network's `[N]`, and what its priority follows from."""
-        if config.distribution == "c51":
-            masses = q_losses.categorical_projection(jax.nn.softmax(target), reward, discount, v_min, v_max)
-            loss = q_losses.categorical_loss(outputs, masses)
-            return loss, loss
-        target = reward + discount * target
-        error = target.mean() - outputs.mean()
-        if config.distribution == "qr":
-            return q_losses.quantile_huber_loss(outputs, target), error
-        if config.huber_delta is None:
-            return value_loss(outputs.mean(), target.mean()), error
-        return q_losses.huber(error, config.huber_delta), error
 
     def epsilon(steps: jax.Array) -> jax.Array:
         """The probabilities of random actions. `[]` or `[E]`"""
@@ -251,35 +201,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
         at_random = jax.vmap(jax.random.uniform)(whether) < jnp.where(steps < buffer.min_size, 1.0, epsilon(steps))
         random = jax.vmap(lambda key: jax.random.randint(key, (), 0, action_space.n))(which)
-        return jnp.where(at_random, random, choose_action(params, obs, None))
-
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
-        return expected(network.apply(params, obs)).argmax(-1).astype(jnp.int32)
-
-    @fragment(role="learner")
-    def gradients(params, target_params, experience: NStep, weight):
-        next_target = network.apply(target_params, experience.next_obs)
-        next_outputs = network.apply(params, experience.next_obs) if config.double else next_target
-        target = jax.vmap(q_losses.greedy_target)(expected(next_outputs), next_target)
-
-        def loss(params):
-            outputs = network.apply(params, experience.obs)
-            taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
-            losses, error = jax.vmap(loss_and_error)(taken, target, experience.reward, experience.discount)
-            stats = {"loss": losses.mean(), "value": expected(taken).mean()}
-            return (weight * losses).mean(), (error, stats)
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    def update(learner: Learner, batch: Batch, count: jax.Array, ready: jax.Array):
-        grads, (error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        learning_rate = learning_rate_at(
-            count // config.num_updates, config.learning_rate, config.num_envs * config.unroll_length,
-            config.total_steps if config.anneal_learning_rate else None,
-        )  # fmt: skip
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate, ready)
-        rate = jnp.where(ready & ((count + 1) % config.target_period == 0), jnp.float32(config.tau), 0.0)
-        return Learner(params, track(learner.target_params, params, rate), opt_state), error, stats
+        return jnp.where(at_random, random, rule.choose_action(params, obs, None))
 
     def beta(iteration: jax.Array) -> jax.Array:
         steps = iteration * config.num_envs * config.unroll_length
@@ -287,7 +209,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         return config.beta + (1 - config.beta) * jnp.asarray(done, jnp.float32)
 
     return off_policy_agent(
-        venv, buffer, init=init, act=act, update=update, choose_action=choose_action,
+        venv, buffer, init=rule.init, act=act, update=rule.update, choose_action=rule.choose_action,
         to_env_action=lambda action: jnp.asarray(action, action_space.dtype), unroll_length=config.unroll_length,
         num_updates=config.num_updates, batch_size=config.batch_size, beta=beta if config.prioritised else None,
         actor_period=config.actor_period, report_lost=config.storage is not None,

@@ -5,6 +5,7 @@ number of updates per iteration. An iteration takes `T` steps of every environme
 batches at once and learns from one after another. Priorities that follow from them are written before the next draw.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -103,6 +104,23 @@ Act = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 Update = Callable[[Learner, Batch, jax.Array, jax.Array], tuple[Learner, jax.Array, Mapping[str, jax.Array]]]
 """`(learner, batch, count, ready) -> (learner, TD errors [B], statistics)`: update number `count`; if not `ready`, the batch
 means nothing, and the learner must stay what it is (`make_apply_update` and `make_track` see to that)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a learner does with batches, wherever they come from.
+
+    Attributes:
+      init: `(key, obs [..., *observation_shape]) -> Learner`; of observations, shapes matter only.
+      update: learns from a batch.
+      measure: `(learner, batch) -> statistics`: those that `update` reports, without learning.
+      choose_action: `(params, obs [E, ...], key) -> action [E, ...]`, as in batches; the most probable one if `key` is None.
+    """
+
+    init: Callable[[jax.Array, jax.Array], Learner]
+    update: Update
+    measure: Callable[[Learner, Batch], Mapping[str, jax.Array]]
+    choose_action: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
 
 
 def off_policy_agent(

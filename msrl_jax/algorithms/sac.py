@@ -7,28 +7,36 @@ update the critics first: so devices exchange gradients once per update.
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.actor_and_critics import (
+    Network,
+    Policy,
     check_bounded,
     check_config,
-    make_actor,
     make_buffer,
     make_critics,
+    make_policy,
     uniform_actions,
 )
 from msrl_jax.algorithms.actor_critic_losses import expected_soft_value, pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.distributions import Categorical, Normal, TanhNormal
+from msrl_jax.algorithms.distributions import Categorical
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.networks import action_transform
-from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
+from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update, off_policy_agent, track
 from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
-from msrl_jax.envs import Discrete, Environment
+from msrl_jax.envs import Discrete, Environment, Space
 from msrl_jax.fragments import fragment
+
+Penalty = Callable[[Any, Any, Batch, jax.Array], tuple[jax.Array, Mapping[str, jax.Array]]]
+"""`(trained, params, batch, values [C, B]) -> (loss, statistics)`: what else the critics cost; the first two are equal, but a
+gradient is taken with respect to `trained` only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,47 +119,79 @@ def build(env: Environment, config: SACConfig) -> Agent:
         env, config.num_envs, normalize_observations=False, normalize_rewards=False, discount=config.discount
     )
     space = venv.action_space
-    discrete = isinstance(space, Discrete)
-    if not discrete:
+    if not isinstance(space, Discrete):
         check_bounded("sac", space)
-    size: int = space.n if isinstance(space, Discrete) else math.prod(space.shape)  # pyright: ignore[reportAssignmentType]
+    policy = make_policy(venv.observation_space, space, config)
+    critics = make_critics(venv.observation_space, space, 2, config)
+    action = jax.ShapeDtypeStruct(space.shape, jnp.int32)
+    if not isinstance(space, Discrete):
+        action = jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
+    buffer = make_buffer(venv, action, config)
+    anneal_over, steps = config.total_steps if config.anneal_learning_rate else None, config.num_envs * config.unroll_length
+    rule = soft_actor_critic(
+        policy, critics, space, config,
+        lambda count: learning_rate_at(count // config.num_updates, config.learning_rate, steps, anneal_over),
+    )  # fmt: skip
+
+    def act(params, obs, keys, steps):
+        explored = policy.apply(params["actor"], obs).sample(keys)
+        return jnp.where(steps < config.learning_starts, uniform_actions(keys, space), explored)
+
+    return off_policy_agent(
+        venv, buffer, init=rule.init, act=act, update=rule.update, choose_action=rule.choose_action,
+        to_env_action=action_transform(space), unroll_length=config.unroll_length, num_updates=config.num_updates,
+        batch_size=config.batch_size,
+    )  # fmt: skip
+
+
+def soft_actor_critic(
+    policy: Policy,
+    critics: Network,
+    space: Space,
+    config: Any,
+    learning_rate: Callable[[jax.Array], jax.Array],
+    penalty: Penalty | None = None,
+    more_params: Mapping[str, Any] | None = None,
+) -> Rule:
+    """Makes the rule by which a policy and critics are learned from n-step transitions.
+
+    Args:
+      policy: the policy.
+      critics: two critics.
+      space: of actions; `Discrete`, or a bounded `Box`.
+      config: with the fields of `SACConfig` that say what is learned and how fast.
+      learning_rate: of update number `count`.
+      penalty: adds to the loss of the critics.
+      more_params: what else is trained, for the penalty to use.
+
+    Returns:
+      The rule. A learner's parameters have the entries "actor", "critic", "log_temperature" and those of `more_params`; the
+      target is of the critics.
+    """
+    discrete, size = isinstance(space, Discrete), math.prod(space.shape)
     target_entropy = config.target_entropy
     if target_entropy is None:
-        target_entropy = 0.5 * math.log(size) if discrete else -float(size)
-    actor = make_actor(venv.observation_space, size if discrete else 2 * size, config)
-    critics = make_critics(venv.observation_space, space, 2, config)
-    action = jax.ShapeDtypeStruct(() if discrete else (size,), jnp.int32 if discrete else jnp.float32)
-    buffer = make_buffer(venv, action, config)
+        target_entropy = 0.5 * math.log(space.n) if isinstance(space, Discrete) else -float(size)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update = make_apply_update(optimizer)
-    steps_per_iteration = config.num_envs * config.unroll_length
-
-    def policy(params, obs):
-        outputs = actor.apply(params["actor"], obs)
-        if discrete:
-            return Categorical(outputs)
-        loc, log_scale = jnp.split(outputs, 2, axis=-1)
-        return TanhNormal(Normal(loc, jnp.clip(log_scale, -20.0, 2.0)))
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
-        inputs = (obs,) if discrete else (obs, jnp.zeros((config.num_envs, size)))
+        inputs = (obs,) if discrete else (obs, jnp.zeros((len(obs), size)))
         params = {
-            "actor": actor.init(actor_key, obs),
+            "actor": policy.init(actor_key, obs),
             "critic": critics.init(critic_key, *inputs),
             "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
+            **(more_params or {}),
         }
         return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
 
-    def act(params, obs, keys, steps):
-        return jnp.where(steps < config.learning_starts, uniform_actions(keys, space), policy(params, obs).sample(keys))
-
-    def value(critic_params, policy, obs, temperature, keys):
+    def value(critic_params, distribution, obs, temperature, keys):
         """Soft values `[B]` of a policy, and log-probabilities, drawn or expected."""
-        if isinstance(policy, Categorical):
+        if isinstance(distribution, Categorical):
             q = pessimistic_value(critics.apply(critic_params, obs))
-            return expected_soft_value(q, jax.nn.log_softmax(policy.logits), temperature)
-        action, log_prob = policy.sample_and_log_prob(keys)
+            return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature)
+        action, log_prob = distribution.sample_and_log_prob(keys)
         q = pessimistic_value(critics.apply(critic_params, obs, action))
         return soft_value(q, log_prob, temperature), log_prob
 
@@ -163,21 +203,24 @@ def build(env: Environment, config: SACConfig) -> Agent:
     @fragment(role="learner")
     def gradients(params, target_critic, batch):
         seen, temperature = batch.experience, jnp.exp(params["log_temperature"])
-        next_keys, keys = jax.random.split(batch.key, (2, config.batch_size))
-        next_value, _ = value(target_critic, policy(params, seen.next_obs), seen.next_obs, temperature, next_keys)
+        next_keys, keys = jax.random.split(batch.key, (2, len(seen.reward)))
+        next_value, _ = value(target_critic, policy.apply(params["actor"], seen.next_obs), seen.next_obs, temperature, next_keys)
         target = seen.reward + seen.discount * next_value
 
         # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
         def loss(trained):
             q = action_value(trained["critic"], seen.obs, seen.action)
             critic_loss = (batch.weight * value_loss(q, target).sum(0)).mean()
-            soft, log_prob = value(params["critic"], policy(trained, seen.obs), seen.obs, temperature, keys)
+            soft, log_prob = value(params["critic"], policy.apply(trained["actor"], seen.obs), seen.obs, temperature, keys)
             temperature_losses = temperature_loss(trained["log_temperature"], log_prob, target_entropy)
             total = critic_loss - soft.mean() + (temperature_losses.mean() if config.learn_temperature else 0.0)
             stats = {
                 "critic_loss": critic_loss, "actor_loss": -soft.mean(), "q": q.mean(), "entropy": -log_prob.mean(),
                 "temperature": temperature,
             }  # fmt: skip
+            if penalty is not None:
+                more_loss, more_stats = penalty(trained, params, batch, q)
+                total, stats = total + more_loss, stats | more_stats
             return total, (target - q.mean(0), stats)
 
         grads, (td_error, stats) = jax.grad(loss, has_aux=True)(params)
@@ -185,22 +228,19 @@ def build(env: Environment, config: SACConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, count: jax.Array, ready: jax.Array):
         grads, td_error, stats = gradients(learner.params, learner.target_params, batch)
-        anneal_over = config.total_steps if config.anneal_learning_rate else None
-        rate = learning_rate_at(count // config.num_updates, config.learning_rate, steps_per_iteration, anneal_over)
-        params, opt_state = {}, {}
+        params, opt_state, rate = {}, {}, learning_rate(count)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, ready)
         target = track(learner.target_params, params["critic"], jnp.where(ready, config.tau, 0.0))
         return Learner(params, target, opt_state), td_error, stats
 
-    def choose_action(params, obs, key):
-        distribution = policy(params, obs)
-        return distribution.mode() if key is None else distribution.sample(jax.random.split(key, obs.shape[0]))
+    def measure(learner: Learner, batch: Batch) -> Mapping[str, jax.Array]:
+        return gradients(learner.params, learner.target_params, batch)[2]
 
-    return off_policy_agent(
-        venv, buffer, init=init, act=act, update=update, choose_action=choose_action, to_env_action=action_transform(space),
-        unroll_length=config.unroll_length, num_updates=config.num_updates, batch_size=config.batch_size,
-    )  # fmt: skip
+    def choose_action(params, obs, key):
+        return policy.choose_action(params["actor"], obs, key)
+
+    return Rule(init, update, measure, choose_action)
 
 
 SAC = register(Algorithm("sac", SACConfig, build))
