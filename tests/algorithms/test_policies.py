@@ -14,6 +14,8 @@ PARTICULAR = {
     "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
+    "impala+replay": {"replay_batches": 4, "num_updates": 2},
+    "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
@@ -33,6 +35,8 @@ CASES = [
     ("a3c", "Pendulum-v1"),
     ("es", "CartPole-v1"),
     ("es", "Pendulum-v1"),
+    ("impala+replay", "CartPole-v1"),
+    ("dqn", "CartPole-v1"),
     ("apex_dqn", "CartPole-v1"),
     ("sac", "Pendulum-v1"),
     ("td3", "Pendulum-v1"),
@@ -41,7 +45,12 @@ CASES = [
 
 
 def is_slow(algorithm, env, num_devices):
-    """PPO runs on every number of devices each time, the others on the least and the most, a second environment on the most."""
+    """PPO runs on every number of devices each time, the others on the least and the most, a second environment on the most.
+
+    Of two variants of one algorithm, the one that does more runs each time.
+    """
+    if algorithm in ("dqn", "impala+replay"):
+        return True
     second = (algorithm, env) in (("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"))
     return algorithm != "ppo" and num_devices in ((1, 2, 4) if second else (2, 4))
 
@@ -69,7 +78,7 @@ def rounds_alike(algorithm, env, policy, num_devices):
 
 
 def build(name, env, **overrides):
-    algorithm = msrl.algorithms.get(name)
+    algorithm = msrl.algorithms.get(name.partition("+")[0])
     config = algorithm.config(**SMALL | PARTICULAR.get(name, {}) | overrides, total_steps=100_000)
     return algorithm.build(msrl.envs.make(env, **ENVS.get(env, {})), config)
 
