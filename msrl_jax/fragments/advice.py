@@ -39,6 +39,7 @@ def advise(
     return [
         *_collective_warnings(steps, programs),
         *_loop_warnings(steps),
+        *_unused_warnings(layout, steps),
         *_waiting_warnings(layout, instructions),
         *_replication_warnings(steps, shardings),
         *_codec_warnings(unused),
@@ -80,6 +81,14 @@ def _loop_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str]:
                 f"{work // dispatches:,} operations per program): dispatch will dominate. Give it more environments, or a "
                 "policy that places these roles together"
             )
+
+
+def _unused_warnings(layout: Layout, steps: Sequence[tuple[Instruction, int]]) -> Iterable[str]:
+    used = {d for i, _ in steps if isinstance(i, Run) for d in i.placement.devices}
+    for placement in layout.placements:
+        if used.isdisjoint(placement.devices):
+            roles = " or ".join(repr(role) for role, where in layout.roles.items() if where == placement)
+            yield f"nothing runs on {placement}: no fragment has the role {roles}. Leave these devices to another placement"
 
 
 def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> Iterable[str]:

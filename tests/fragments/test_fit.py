@@ -89,3 +89,10 @@ def test_a_plan_lists_idle_devices():
     plan = program.explain()
     assert plan.idle == ("cpu:3",) and "; idle = cpu:3" in str(plan) and plan.to_dict()["idle"] == ("cpu:3",)
     assert any(w.startswith("1 of 4 devices stays idle") and "num_envs=15 or num_envs=18" in w for w in plan.warnings)
+
+
+def test_devices_of_a_role_that_no_fragment_has_are_said_to_do_nothing(devices):
+    policy = msrl.policies.SingleLearnerCoarse(actors=2, buffers=2)
+    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES, devices=devices[:5])
+    (warning,) = [w for w in program.explain().warnings if w.startswith("nothing runs on")]
+    assert warning.startswith("nothing runs on buffers[cpu:3, cpu:4]: no fragment has the role 'buffer'.")
