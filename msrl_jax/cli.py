@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | evaluate | explain | bench | list`.
+"""The command line: `msrl-jax train | evaluate | record | explain | bench | list`.
 
 Names may carry parameters behind a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Heavy imports
@@ -55,6 +55,7 @@ class Train(Where):
       chunk: iterations between two ticks of the host; chosen if not given.
       eval_episodes: episodes per greedy evaluation; 0 never evaluates.
       eval_every: environment steps between evaluations; one at the end only if not given.
+      record: file for every step of every environment, a data set to learn from, such as experience.npz
       tensorboard: log to TensorBoard too, in the run's folder.
       wandb: log to Weights & Biases too, in the project of this name.
       progress: display of the progress, on stderr.
@@ -71,6 +72,7 @@ class Train(Where):
     chunk: int | None = None
     eval_episodes: int = 32
     eval_every: int | None = None
+    record: Path | None = None
     tensorboard: bool = False
     wandb: str | None = None
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
@@ -95,6 +97,32 @@ class Evaluate(Where):
     seed: int = 0
     member: int | None = None
     max_steps: int = 10_000
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record(Where):
+    """Let a trained agent act, and write a data set of what happens.
+
+    Attributes:
+      run: folder of a run.
+      steps: rows of the data set.
+      out: file of the data set, such as medium.npz
+      epsilon: probability of a random action, the most probable one is taken otherwise; actions are sampled from the policy if
+        not given.
+      seed: where all randomness starts.
+      member: which seed of a run of several acts; the best one if not given.
+      num_envs: how many environments run side by side.
+      json: print what the data set is as one line of JSON, the last on stdout.
+    """
+
+    run: tyro.conf.Positional[Path]
+    steps: int
+    out: Path
+    epsilon: float | None = None
+    seed: int = 0
+    member: int | None = None
+    num_envs: int = 16
     json: bool = False
 
 
@@ -259,8 +287,8 @@ def _train(args: Train, config: dict[str, Any]) -> int:
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
         result = training.train(
             args.algo, args.env, policy=args.policy, total_steps=args.total_steps, seed=args.seed, seeds=args.seeds,
-            out=out, chunk=args.chunk, eval_episodes=args.eval_episodes, eval_every=args.eval_every, callbacks=loggers,
-            progress=False if args.progress == "none" else args.progress, **config,
+            out=out, chunk=args.chunk, eval_episodes=args.eval_episodes, eval_every=args.eval_every, record=args.record,
+            callbacks=loggers, progress=False if args.progress == "none" else args.progress, **config,
         )  # fmt: skip
     print(result)
     if args.json:
@@ -279,6 +307,20 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
         about |= {"member": (result.best if args.member is None else args.member) if result.seeds > 1 else None}
         outcome = {"eval_return": played.mean_return, "eval_length": played.mean_length}
         _print_json(about | outcome | dataclasses.asdict(played))
+    return 0
+
+
+def _record(args: Record, config: dict[str, Any]) -> int:
+    from msrl_jax import data
+    from msrl_jax.training import Result
+
+    dataset = data.record(
+        Result.load(args.run), args.steps, args.out, epsilon=args.epsilon, seed=args.seed, member=args.member,
+        num_envs=args.num_envs,
+    )  # fmt: skip
+    print(dataset)
+    if args.json:
+        _print_json(dataset.describe() | {"file": args.out})
     return 0
 
 
@@ -329,6 +371,7 @@ def _list(args: List, config: dict[str, Any]) -> int:
 COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
     "evaluate": (Evaluate, _evaluate),
+    "record": (Record, _record),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
     "list": (List, _list),

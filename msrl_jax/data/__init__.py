@@ -6,4 +6,5 @@ from msrl_jax.data.dataset import Episodes as Episodes
 from msrl_jax.data.dataset import concatenate as concatenate
 from msrl_jax.data.files import load as load
 from msrl_jax.data.files import save as save
+from msrl_jax.data.rollout import record as record
 from msrl_jax.data.spaces import check_spaces as check_spaces

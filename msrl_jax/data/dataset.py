@@ -151,6 +151,22 @@ class Dataset:
         return self.select(np.flatnonzero(~rows)), self.select(np.flatnonzero(rows))
 
 
+def from_lanes(rows: Any, about: Mapping[str, Any]) -> Dataset:
+    """Lays environments that ran side by side one after another.
+
+    Args:
+      rows: the fields of a data set, as attributes: their steps, of environments whose steps follow each other. `[T, E, ...]`
+      about: where they come from.
+
+    Returns:
+      The data set: all steps of the first environment, then those of the second, and so on, each cut at its end.
+    """
+    fields = {name: np.swapaxes(np.asarray(getattr(rows, name)), 0, 1) for name in FIELDS}
+    fields["truncated"] = fields["truncated"].copy()
+    fields["truncated"][:, -1] |= ~fields["terminated"][:, -1]
+    return Dataset(**{name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}, about=about)
+
+
 def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = None) -> Dataset:
     """Joins data sets, one after another.
 

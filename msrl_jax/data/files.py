@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.data.dataset import FIELDS, Dataset
+from msrl_jax.data.dataset import FIELDS, Dataset, from_lanes
+from msrl_jax.replay import Transition
 
 ABOUT = "about"
+PARTS = ".parts"
+"""What follows a file's name in that of the folder with its parts, as long as it is not complete."""
 
 
 def save(dataset: Dataset, path: str | os.PathLike) -> Path:
@@ -29,7 +32,8 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
       ValueError: on another suffix.
     """
     path = Path(path)
-    write = _format(path)[1]
+    check_suffix(path)
+    write = _FORMATS[path.suffix][1]
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial{path.suffix}")
     write(dataset, beside)
@@ -41,7 +45,8 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
     """Reads a data set.
 
     Args:
-      path: what `save` wrote, or a file of the same format with the fields of `Dataset`; a data set comes back as it is.
+      path: what `save` wrote, or a file of the same format with the fields of `Dataset`; a folder of parts that a recorded run
+        left which was killed; a data set comes back as it is.
 
     Returns:
       The data set.
@@ -52,10 +57,47 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
     if isinstance(path, Dataset):
         return path
     path = Path(path)
-    read = _format(path)[0]
+    if path.is_dir():
+        return read_parts(path)
+    check_suffix(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}; msrl_jax.data.record and train(record=...) write data sets")
-    return read(path)
+    return _FORMATS[path.suffix][0](path)
+
+
+def check_suffix(path: str | os.PathLike) -> None:
+    """Raises ValueError unless the suffix names a format."""
+    path = Path(path)
+    if path.suffix not in _FORMATS:
+        raise ValueError(f"{path} has the suffix {path.suffix!r}; name a file that ends in {' or '.join(_FORMATS)}")
+
+
+def check_new(path: str | os.PathLike) -> None:
+    """Raises ValueError if there is something at a path already, or its suffix names no format."""
+    check_suffix(path)
+    if Path(path).exists():
+        raise ValueError(f"{path} exists already; name another file to record to, or delete it first")
+
+
+def write_part(folder: Path, rows: Transition) -> None:
+    """Adds steps `[T, E, ...]` to a folder of parts."""
+    number = len(list(folder.glob("part-*.npz")))
+    beside = folder / f".part-{number:06d}.npz"
+    np.savez(beside, **rows._asdict())
+    os.replace(beside, folder / f"part-{number:06d}.npz")
+
+
+def read_parts(folder: Path) -> Dataset:
+    """Joins the parts in a folder, in which the steps of every environment follow each other."""
+    paths = sorted(folder.glob("part-*.npz"))
+    if not paths:
+        raise ValueError(f"{folder} is a folder without a data set in it; name a file, or the folder of a recorded run")
+    parts = []
+    for path in paths:
+        with np.load(path) as file:
+            parts.append([file[name] for name in FIELDS])
+    about = json.loads((folder / "about.json").read_text())
+    return from_lanes(Transition(*(np.concatenate(x) for x in zip(*parts, strict=True))), about)
 
 
 def check_fields(path: Path, names: list[str]) -> None:
@@ -84,9 +126,3 @@ def _write_npz(dataset: Dataset, path: Path) -> None:
 
 
 _FORMATS: dict[str, tuple[Callable[[Path], Dataset], Callable[[Dataset, Path], None]]] = {".npz": (_read_npz, _write_npz)}
-
-
-def _format(path: Path) -> tuple[Callable[[Path], Dataset], Callable[[Dataset, Path], None]]:
-    if path.suffix not in _FORMATS:
-        raise ValueError(f"{path} has the suffix {path.suffix!r}; name a file that ends in {' or '.join(_FORMATS)}")
-    return _FORMATS[path.suffix]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, env_name, strong
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.metrics import Mean
 
 
@@ -24,11 +24,13 @@ class VectorState(NamedTuple):
     env_state: PyTree
 
 
-def vectorise(env: Environment, num_envs: int) -> "Vectorised":
+def vectorise(env: Environment, num_envs: int) -> VectorEnvironment:
     """Runs `num_envs` copies of an environment side by side, with automatic reset.
 
     Nothing in a step looks across environments and each has its own key. So trajectories do not depend on how the
     environments are split over devices, and splitting them costs no communication.
+
+    An environment with a method `vectorise(num_envs)` of its own is vectorised by that.
 
     Args:
       env: the environment.
@@ -43,6 +45,9 @@ def vectorise(env: Environment, num_envs: int) -> "Vectorised":
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
+    own = getattr(env, "vectorise", None)
+    if own is not None:
+        return own(num_envs)
     _check(env)
     return Vectorised(env, num_envs)
 

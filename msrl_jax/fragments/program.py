@@ -179,7 +179,7 @@ class Program(Generic[State]):
         """Computes a state and places it; the large leaves are computed where the program keeps them.
 
         Args:
-          init: makes a state like the one that the program was compiled for; pure.
+          init: makes a state like the one that the program was compiled for; pure. NumPy arrays in it are placed as they are.
           *args: its arguments, pytrees of arrays.
 
         Returns:
@@ -187,13 +187,16 @@ class Program(Generic[State]):
         """
         state, registers = self._shardings[: self._tree.num_leaves], self._shardings[self._tree.num_leaves :]
         sizes = [nbytes(copies[0].aval) for copies in self.schedule.inputs]
-        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed}
-        small = {i: s for i, s in enumerate(state) if i not in large}
-        flat = dict(zip(small, jax.jit(lambda args: select(init(*args), tuple(small)))(args), strict=True))
+        made: list[Any] = []
+        jax.eval_shape(lambda args: made.extend(jax.tree.leaves(init(*args))), args)
+        given = {i: x for i, x in enumerate(made) if isinstance(x, np.ndarray)}
+        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
+        small = tuple(i for i in range(len(state)) if i not in large and i not in given)
+        flat = given | dict(zip(small, jax.jit(lambda args: select(init(*args), small))(args), strict=True))
         newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
-        placed = put([*flat.values(), *newest], [*small.values(), *registers], copy=True)
-        leaves = compute(init, args, large) | dict(zip(small, placed, strict=False))
-        return self._wrap([*(leaves[i] for i in range(len(state))), *placed[len(small) :]])
+        placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
+        leaves = compute(init, args, large) | dict(zip(flat, placed, strict=False))
+        return self._wrap([*(leaves[i] for i in range(len(state))), *placed[len(flat) :]])
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.

@@ -10,6 +10,7 @@ import jax
 from msrl_jax import algorithms, envs, policies
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms import Agent, Algorithm
+from msrl_jax.data.recorder import Recorded
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -99,6 +100,7 @@ class Setup:
       seed: the first seed.
       seeds: the number of members.
       actor: the behaviour of one member, with its agent.
+      recorded: the same agent with a recorder around its environments, if the run is recorded.
     """
 
     algorithm: Algorithm
@@ -108,6 +110,7 @@ class Setup:
     seed: int
     seeds: int
     actor: Actor
+    recorded: Agent | None = None
 
     @property
     def env_name(self) -> str:
@@ -117,7 +120,8 @@ class Setup:
     @property
     def agent(self) -> Agent:
         """The agent of the whole run: a population if there are several seeds."""
-        return self.actor.agent if self.seeds == 1 else population(self.actor.agent)
+        agent = self.recorded or self.actor.agent
+        return agent if self.seeds == 1 else population(agent)
 
     def initial_state(self) -> Any:
         """The state that the run starts from."""
@@ -125,7 +129,24 @@ class Setup:
 
     def start(self, program: Program) -> Any:
         """That state, where a program keeps it."""
-        return program.initialise(self.agent.init, initial_key(self.seed, self.seeds))
+        agent = self.agent
+        return program.initialise(lambda key: agent.with_data(agent.init(key)), initial_key(self.seed, self.seeds))
+
+    def about(self) -> dict[str, Any]:
+        """What a data set says of the run that it is made of."""
+        return {
+            "env": self.env_name,
+            "observation_space": str(self.env.observation_space),
+            "action_space": str(self.env.action_space),
+            "made_by": f"training {self.algorithm.name}",
+            "seed": self.seed,
+            "seeds": self.seeds,
+        }
+
+    def record(self, steps: int) -> "Setup":
+        """The same run with a recorder in it, which holds the last `steps` steps of every environment."""
+        env: Any = Recorded(self.env, steps)
+        return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config))
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from msrl_jax.data.recorder import Recording, without_recorder
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Delayed, Program
@@ -103,6 +104,7 @@ class _Run:
     evaluate: Callable[[Any], Evaluation] | None
     eval_every: int | None
     started: float
+    recording: Recording | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     iteration: int = 0
     evaluation: Evaluation | None = None
@@ -117,7 +119,7 @@ class _Run:
         return self.iteration * self.steps_per_iteration
 
     def state(self) -> Any:
-        return self.program.unwrap(self.run_state)
+        return without_recorder(self.program.unwrap(self.run_state))
 
     def advance(self, iterations: int) -> None:
         """Runs a chunk and adds a row to the history."""
@@ -126,6 +128,9 @@ class _Run:
         jax.block_until_ready(self.run_state)
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.iteration += iterations
+        if self.recording is not None:
+            steps = iterations * self.steps_per_iteration // self.setup.actor.agent.env.num_envs
+            self.recording.add(self.program.unwrap(self.run_state), steps)
         if bad := first_non_finite(metrics):
             metric, within, member = bad
             self.non_finite = metric, self.iteration - iterations + within + 1, member
@@ -182,6 +187,7 @@ def train(
     chunk: int | None = None,
     eval_episodes: int = 32,
     eval_every: int | None = None,
+    record: str | os.PathLike | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
     **overrides: Any,
@@ -204,6 +210,8 @@ def train(
       eval_episodes: episodes per evaluation, played greedily; 0 never evaluates.
       eval_every: environment steps between evaluations, which happen at the first tick at or past each multiple. A run
         that finishes ends with one in any case.
+      record: a file for the experience of the run, every step of every environment, as `msrl.data.load` reads it. Rows are
+        written after every chunk, which has to fit the devices; what is computed is the same.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
       progress: "auto", "bar", "lines", "notebook" or False; goes to stderr.
       **overrides: fields of the algorithm's config.
@@ -238,6 +246,12 @@ def train(
         if eval_every is not None and eval_episodes:
             chunk = min(chunk, max(1, eval_every // per_iteration))
 
+    recording = None
+    if record is not None:
+        if setup.actor.agent.unit != "environment steps":
+            raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
+        recording = Recording(record, setup.about() | {"policy": describe_policy(distribution)})
+        setup = setup.record(chunk * per_iteration // setup.actor.agent.env.num_envs)
     program = setup.compile(distribution, devices)
     description = {
         "algorithm": setup.algorithm.name,
@@ -261,9 +275,13 @@ def train(
     title = f"{setup.algorithm.name} {setup.env_name}"
     with display(title, iterations * per_iteration) as show, _interruptible() as interrupted:
         run_state = setup.start(program)
-        run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started)
+        run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started, recording)
         del run_state  # the run donates it
-        status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
+        try:
+            status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
+        finally:
+            if recording is not None:
+                recording.finish()
     result = Result(
         history=stack_rows(run.rows),
         config=setup.config,
