@@ -18,7 +18,7 @@ from msrl_jax.fragments.fit import Fit
 from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lower import Programs, lower
-from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, select, state_bytes
+from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, state_bytes
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
@@ -187,12 +187,16 @@ class Program(Generic[State]):
         """
         state, registers = self._shardings[: self._tree.num_leaves], self._shardings[self._tree.num_leaves :]
         sizes = [nbytes(copies[0].aval) for copies in self.schedule.inputs]
-        made: list[Any] = []
-        jax.eval_shape(lambda args: made.extend(jax.tree.leaves(init(*args))), args)
-        given = {i: x for i, x in enumerate(made) if isinstance(x, np.ndarray)}
-        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
-        small = tuple(i for i in range(len(state)) if i not in large and i not in given)
-        flat = given | dict(zip(small, jax.jit(lambda args: select(init(*args), small))(args), strict=True))
+        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed}
+        given: dict[int, np.ndarray] = {}
+
+        def small(args):
+            flat = dict(enumerate(jax.tree.leaves(init(*args))))
+            given.update((i, x) for i, x in flat.items() if isinstance(x, np.ndarray))
+            return {i: x for i, x in flat.items() if i not in given and i not in large}
+
+        flat = jax.jit(small)(args) | given
+        large = {i: s for i, s in large.items() if i not in given}
         newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
         placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
         leaves = compute(init, args, large) | dict(zip(flat, placed, strict=False))
