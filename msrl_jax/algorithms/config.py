@@ -95,6 +95,7 @@ def check_common(config: Any) -> None:
     check_booleans(config, *[name for name, default in fields.items() if isinstance(default, bool)])
     if "hidden_sizes" in fields:
         check_sizes(config, "hidden_sizes")
+    check_numbers(config, *there("data_fraction"), above=0.0, high=1.0)
     if "data" in fields and not isinstance(config.data, str | os.PathLike | Dataset | None):
         raise _reject(config, "data", "the path of a data set, or a msrl_jax.data.Dataset")
     choices = {"activation": ACTIVATIONS, "network": NETWORKS, "optimizer": OPTIMIZERS, "storage": CODECS}

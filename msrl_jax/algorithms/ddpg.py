@@ -37,6 +37,9 @@ class DDPGConfig:
       storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
       shards: parts of the buffer, which may lie on devices of their own; None for the greatest common divisor of `num_envs`,
         `batch_size` and 8. Usual: None.
+      data: a data set to learn from as well, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Usual: None.
+      data_fraction: share of every batch that comes from it, rounded to whole rows of each of the `shards`. Usual: 0.5.
       total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
@@ -58,6 +61,8 @@ class DDPGConfig:
     network: str = "auto"
     storage: str | None = None
     shards: int | None = None
+    data: str | None = None
+    data_fraction: float = 0.5
     total_steps: int | None = None
 
     def __post_init__(self):

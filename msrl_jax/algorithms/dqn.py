@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from msrl_jax import envs, replay
 from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, register
+from msrl_jax.algorithms.mixing import make_mixture, split_batch
 from msrl_jax.algorithms.off_policy import off_policy_agent
 from msrl_jax.algorithms.optimizer import learning_rate_at
 from msrl_jax.algorithms.q_learning import q_learning, support
@@ -75,6 +76,9 @@ class DQNConfig:
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
       network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
+      data: a data set to learn from as well, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Usual: None.
+      data_fraction: share of every batch that comes from it, rounded to whole rows of each of the `shards`. Usual: 0.5.
       total_steps: environment steps over which `beta` rises and the learning rate falls; both stay as they are if it is None.
     """
 
@@ -112,6 +116,8 @@ class DQNConfig:
     hidden_sizes: tuple[int, ...] = (64, 64)
     activation: str = "relu"
     network: str = "auto"
+    data: str | None = None
+    data_fraction: float = 0.5
     total_steps: int | None = None
 
     def __post_init__(self):
@@ -181,7 +187,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
             f"DQN values each of a finite number of actions, got {action_space}; wrap the environment to take a Discrete "
             f"space, or, for a Box of floats, use {' or '.join(others)}"
         )
-    buffer = make_buffer(env, config)
+    buffer, mixture = make_buffer(env, split_batch(config)[0]), make_mixture(env, config)
     rule = q_learning(
         venv.observation_space, action_space, config,
         lambda count: learning_rate_at(
@@ -212,7 +218,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         venv, buffer, init=rule.init, act=act, update=rule.update, choose_action=rule.choose_action,
         to_env_action=lambda action: jnp.asarray(action, action_space.dtype), unroll_length=config.unroll_length,
         num_updates=config.num_updates, batch_size=config.batch_size, beta=beta if config.prioritised else None,
-        actor_period=config.actor_period, report_lost=config.storage is not None,
+        actor_period=config.actor_period, report_lost=config.storage is not None, mixture=mixture,
     )  # fmt: skip
 
 

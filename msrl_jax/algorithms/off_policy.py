@@ -15,6 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Metrics
+from msrl_jax.algorithms.mixing import Mixture
 from msrl_jax.algorithms.optimizer import descend
 from msrl_jax.algorithms.rollout import stamp
 from msrl_jax.envs import VectorEnvironment
@@ -67,6 +68,7 @@ class OffPolicyState(NamedTuple):
       pending: what the buffer is told before the next draw.
       actor: the parameters that act, and how many iterations the learner had done when they were taken; `()` if it is always
         the newest that act.
+      data: state of the buffer of a data set that batches come from as well; `()` without one.
     """
 
     params: Any
@@ -82,6 +84,7 @@ class OffPolicyState(NamedTuple):
     replay_key: jax.Array
     pending: Pending
     actor: tuple[Any, jax.Array] | tuple[()]
+    data: ReplayState | tuple[()] = ()
 
 
 class Batch(NamedTuple):
@@ -138,6 +141,7 @@ def off_policy_agent(
     beta: Callable[[jax.Array], jax.Array] | None = None,
     actor_period: int = 1,
     report_lost: bool = False,
+    mixture: Mixture | None = None,
 ) -> Agent:
     """Builds an agent that learns from a replay buffer.
 
@@ -155,6 +159,7 @@ def off_policy_agent(
       beta: the exponent of the importance weights after a number of iterations; None for a buffer without priorities.
       actor_period: iterations between two refreshes of the parameters that act.
       report_lost: whether a metric `replay_lost` counts the steps that the buffer's codecs could not hold.
+      mixture: what a data set adds to the batches of the buffer, which are smaller by that.
 
     Returns:
       The agent. Its metrics have `parameter_age`, how many iterations old the parameters were that acted, and `replay_size`.
@@ -194,12 +199,15 @@ def off_policy_agent(
 
     @fragment(role="buffer")
     def remember(replay, pending, items):
-        return buffer.insert(buffer.update(replay, *pending), items)
+        errors = (pending.indices, pending.td_error)
+        return buffer.insert(buffer.update(replay, *(errors if mixture is None else mixture.own(*errors))), items)
 
     @fragment(role="buffer")
-    def draw(replay, key):
+    def draw(replay, key, data):
         key, *keys = jax.random.split(key, num_updates + 1)
         sample = jax.vmap(buffer.sample, (None, 0))(replay, jnp.stack(keys))
+        if mixture is not None:
+            sample = mixture.add(sample, data, jnp.stack(keys))
         held = {"replay_size": buffer.size(replay)}
         if report_lost:
             held["replay_lost"] = replay.lost.sum()
@@ -243,25 +251,26 @@ def off_policy_agent(
         (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
         env_state, episodes = drain(env_state)
         replay = remember(state.replay, state.pending, items)
-        replay_key, sample, ready, held = draw(replay, state.replay_key)
+        replay_key, sample, ready, held = draw(replay, state.replay_key, state.data)
         learner = Learner(state.params, state.target_params, state.opt_state)
         learner, count, key, pending, actor, metrics = learn(
             learner, state.iteration, acted_at, state.key, sample, ready, state.actor
         )
         after = OffPolicyState(
-            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending, actor
+            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending, actor, state.data
         )
         return after, {**metrics, **held, **episodes}
 
     def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
         return to_env_action(choose_action(state.params, obs, key))
 
+    mixed: Any = P() if mixture is None else mixture.buffer.axes
     axes = OffPolicyState._make(
-        [P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env"), P()]
+        [P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env"), P(), mixed]
     )  # fmt: skip
     return Agent(
         init_state, iteration, act_in_env, axes, steps_per_iteration, num_updates, venv,
-        env_group=venv.num_envs // buffer.shards,
+        env_group=venv.num_envs // buffer.shards, data={} if mixture is None else {"data": mixture.state},
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from msrl_jax.algorithms.actor_critic_losses import expected_soft_value, pessimi
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
 from msrl_jax.algorithms.distributions import Categorical
 from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.mixing import make_mixture, split_batch
 from msrl_jax.algorithms.networks import action_transform
 from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update, off_policy_agent, track
 from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
@@ -68,6 +69,9 @@ class SACConfig:
       storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
       shards: parts of the buffer, which may lie on devices of their own; None for the greatest common divisor of `num_envs`,
         `batch_size` and 8. Usual: None.
+      data: a data set to learn from as well, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Usual: None.
+      data_fraction: share of every batch that comes from it, rounded to whole rows of each of the `shards`. Usual: 0.5.
       total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
@@ -91,6 +95,8 @@ class SACConfig:
     network: str = "auto"
     storage: str | None = None
     shards: int | None = None
+    data: str | None = None
+    data_fraction: float = 0.5
     total_steps: int | None = None
 
     def __post_init__(self):
@@ -126,7 +132,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
     action = jax.ShapeDtypeStruct(space.shape, jnp.int32)
     if not isinstance(space, Discrete):
         action = jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
-    buffer = make_buffer(venv, action, config)
+    buffer = make_buffer(venv, action, split_batch(config)[0])
     anneal_over, steps = config.total_steps if config.anneal_learning_rate else None, config.num_envs * config.unroll_length
     rule = soft_actor_critic(
         policy, critics, space, config,
@@ -140,7 +146,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
     return off_policy_agent(
         venv, buffer, init=rule.init, act=act, update=rule.update, choose_action=rule.choose_action,
         to_env_action=action_transform(space), unroll_length=config.unroll_length, num_updates=config.num_updates,
-        batch_size=config.batch_size,
+        batch_size=config.batch_size, mixture=make_mixture(env, config),
     )  # fmt: skip
 
 

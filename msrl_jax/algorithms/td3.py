@@ -23,6 +23,7 @@ from msrl_jax.algorithms.actor_and_critics import (
 from msrl_jax.algorithms.actor_critic_losses import pessimistic_value, smoothed_action
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
 from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.mixing import make_mixture, split_batch
 from msrl_jax.algorithms.networks import action_transform
 from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
 from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
@@ -60,6 +61,9 @@ class TD3Config:
       storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
       shards: parts of the buffer, which may lie on devices of their own; None for the greatest common divisor of `num_envs`,
         `batch_size` and 8. Usual: None.
+      data: a data set to learn from as well, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Usual: None.
+      data_fraction: share of every batch that comes from it, rounded to whole rows of each of the `shards`. Usual: 0.5.
       total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
@@ -85,6 +89,8 @@ class TD3Config:
     network: str = "auto"
     storage: str | None = None
     shards: int | None = None
+    data: str | None = None
+    data_fraction: float = 0.5
     total_steps: int | None = None
 
     def __post_init__(self):
@@ -118,7 +124,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     size: int = math.prod(space.shape)  # pyright: ignore[reportAssignmentType]
     actor = make_actor(venv.observation_space, size, config)
     critics = make_critics(venv.observation_space, space, config.num_critics, config)
-    buffer = make_buffer(venv, jax.ShapeDtypeStruct((size,), jnp.float32), config)
+    buffer = make_buffer(venv, jax.ShapeDtypeStruct((size,), jnp.float32), split_batch(config)[0])
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update = make_apply_update(optimizer)
     steps_per_iteration = config.num_envs * config.unroll_length
@@ -183,7 +189,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     return off_policy_agent(
         venv, buffer, init=init, act=act, update=update, choose_action=lambda params, obs, key: policy(params["actor"], obs),
         to_env_action=action_transform(space), unroll_length=config.unroll_length, num_updates=config.num_updates,
-        batch_size=config.batch_size,
+        batch_size=config.batch_size, mixture=make_mixture(env, config),
     )  # fmt: skip
 
 

@@ -59,5 +59,7 @@ def buffer(
         discount=discount, shards=shards, storage=storage,
     )  # fmt: skip
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        state = made.insert(made.init(), Transition(**items))
+        state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
+    if lost := int(state.lost.sum()):
+        raise ValueError(f"storage={storage} cannot hold {lost} rows of the data set as it promises; use another codec or None")
     return made, jax.device_get(state)
