@@ -109,7 +109,7 @@ def section(title):
 
 
 def test_every_python_block_is_run_here():
-    tested = ("Distribution policies", "From Python", "Your own algorithm", "Your own environment")
+    tested = ("Distribution policies", "From Python", "Data", "Your own algorithm", "Your own environment")
     assert sum(len(blocks(section, "python")) for section in tested) == README.count("```python")
 
 
@@ -126,6 +126,14 @@ def test_from_python(run_section, tmp_path):
     result = namespace["result"]
     assert result.seeds == 8 and result.history["episode_return"].shape == (2, 8)
     assert msrl.Result.load(tmp_path / "run").description["total_steps"] == 4096
+
+
+def test_data(run_section, tmp_path):
+    namespace, output = run_section("Data")
+    assert "Dataset(20,000 rows" in output and len(namespace["dataset"]) == 4096
+    assert len(namespace["training"]) + len(namespace["validation"]) == 4096
+    assert namespace["result"].config.data == "medium.npz" and len(namespace["result"].state.data.items) == 6
+    assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
 def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_section):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from msrl_jax.data.dataset import FIELDS, Dataset, from_lanes
+from msrl_jax.data.episodes import read_minari
+from msrl_jax.data.parquet import read_parquet, write_parquet
 from msrl_jax.replay import Transition
 
 ABOUT = "about"
@@ -23,13 +26,14 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
 
     Args:
       dataset: the data set.
-      path: a file whose suffix names the format: `.npz`, NumPy's, compressed.
+      path: a file whose suffix names the format: `.npz`, NumPy's, compressed; or `.parquet`, which needs the extra `data`.
 
     Returns:
       The path.
 
     Raises:
       ValueError: on another suffix.
+      ImportError: if the format needs a package that is not installed; the message says how to install it.
     """
     path = Path(path)
     check_suffix(path)
@@ -45,20 +49,24 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
     """Reads a data set.
 
     Args:
-      path: what `save` wrote, or a file of the same format with the fields of `Dataset`; a folder of parts that a recorded run
-        left which was killed; a data set comes back as it is.
+      path: what `save` wrote, or a file of the same format with the fields of `Dataset`; the folder of a Minari data set, or
+        its id if it is on this machine ("mujoco/hopper/medium-v0"); a folder of parts that a recorded run left which was
+        killed. A data set comes back as it is.
 
     Returns:
       The data set.
 
     Raises:
       ValueError: if there is no such file, or it is of another format, or fields are missing.
+      ImportError: if the format needs a package that is not installed; the message says how to install it.
     """
     if isinstance(path, Dataset):
         return path
-    path = Path(path)
+    name, path = os.fspath(path), Path(path)
     if path.is_dir():
-        return read_parts(path)
+        return read_parts(path) if path.suffix == PARTS else read_minari(path)
+    if not path.exists() and re.fullmatch(r"([\w-]+/)*[\w-]+-v\d+", name):
+        return read_minari(name)
     check_suffix(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}; msrl_jax.data.record and train(record=...) write data sets")
@@ -100,14 +108,6 @@ def read_parts(folder: Path) -> Dataset:
     return from_lanes(Transition(*(np.concatenate(x) for x in zip(*parts, strict=True))), about)
 
 
-def check_fields(path: Path, names: list[str]) -> None:
-    """Raises ValueError unless a file has all fields of a data set."""
-    if missing := [name for name in FIELDS if name not in names]:
-        raise ValueError(
-            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
-        )
-
-
 def _read_npz(path: Path) -> Dataset:
     try:
         with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
@@ -116,7 +116,18 @@ def _read_npz(path: Path) -> Dataset:
             about = json.loads(str(arrays.pop(ABOUT, "{}")))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is no npz file of numbers, or it is damaged ({error}); write it again") from error
-    check_fields(path, names)
+    return _dataset(path, arrays, about, names)
+
+
+def _read_parquet(path: Path) -> Dataset:
+    return _dataset(path, *read_parquet(path))
+
+
+def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
+    if missing := [name for name in FIELDS if name not in names]:
+        raise ValueError(
+            f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
+        )
     return Dataset(**arrays, about=about)
 
 
@@ -125,4 +136,7 @@ def _write_npz(dataset: Dataset, path: Path) -> None:
     np.savez_compressed(path, **arrays, about=np.array(json.dumps(dataset.about)))
 
 
-_FORMATS: dict[str, tuple[Callable[[Path], Dataset], Callable[[Dataset, Path], None]]] = {".npz": (_read_npz, _write_npz)}
+_FORMATS: dict[str, tuple[Callable[[Path], Dataset], Callable[[Dataset, Path], None]]] = {
+    ".npz": (_read_npz, _write_npz),
+    ".parquet": (_read_parquet, write_parquet),
+}

@@ -1,0 +1,112 @@
+"""Episodes as others store them: arrays of an episode with one observation more than actions. Minari's data sets are such."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_jax.data.dataset import Dataset
+from msrl_jax.data.extra import require
+
+NAMES = {
+    "obs": ("obs", "observation", "observations"),
+    "action": ("action", "actions"),
+    "reward": ("reward", "rewards"),
+    "terminated": ("terminated", "terminations", "is_terminal"),
+    "truncated": ("truncated", "truncations"),
+}
+"""What the fields are called here, in RLDS and in Minari."""
+
+
+def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> Dataset:
+    """Makes a data set of whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
+
+    Args:
+      episodes: for every episode of `T` steps its arrays: `T + 1` observations, the last of which is not acted on; actions and
+        rewards of the steps, `[T, ...]`, or `[T + 1, ...]` with a last one that means nothing, as RLDS has it; whether a step
+        ended in a terminal state, `terminated [T]`, or whether an observation is terminal, `is_terminal [T + 1]`; and, if
+        known, whether a step was the last because of a limit, `truncated [T]`. Names in the plural do as well.
+      about: where they come from.
+
+    Returns:
+      The data set; an episode without an end in a terminal state is cut short.
+
+    Raises:
+      ValueError: if there is no episode, or an array is missing or of another length; the message says which.
+    """
+    columns: dict[str, list[np.ndarray]] = {}
+    for number, episode in enumerate(episodes):
+        for name, x in _rows(episode, f"episode {number}").items():
+            columns.setdefault(name, []).append(x)
+    if not columns:
+        raise ValueError("there are no episodes; give at least one")
+    for name, parts in columns.items():
+        kinds = sorted({f"{x.dtype}{list(x.shape[1:])}" for x in parts})
+        if len(kinds) > 1:
+            raise ValueError(f"{name} is {' in some episodes and '.join(kinds)} in others; convert them to one of these")
+    return Dataset(**{name: np.concatenate(parts) for name, parts in columns.items()}, about=about or {})
+
+
+def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    terminal = False
+    for name, names in NAMES.items():
+        given = [other for other in names if other in episode]
+        if given:
+            value = episode[given[0]]
+            if isinstance(value, Mapping | tuple):
+                raise ValueError(f"{given[0]} of {where} is a {type(value).__name__} of arrays; make it one array (flatten it)")
+            found[name] = np.asarray(value)
+            terminal |= given[0] == "is_terminal"
+        elif name != "truncated":
+            raise ValueError(f"{where} has no {' or '.join(names)}; it has {', '.join(sorted(episode))}")
+    obs = found.pop("obs")
+    steps = len(obs) - 1
+    if steps < 1:
+        raise ValueError(f"{where} has {len(obs)} observations; give one more of them than there are steps, so two or more")
+    for name, x in found.items():
+        lengths = [steps + 1] if name == "terminated" and terminal else [steps, steps + 1]
+        if x.ndim == 0 or len(x) not in lengths:
+            raise ValueError(
+                f"{name} of {where} is of shape {list(x.shape)}, but there are {steps + 1} observations; give one per step, "
+                f"[{' or '.join(map(str, lengths))}, ...]"
+            )
+        found[name] = x[1:] if name == "terminated" and terminal else x[:steps]
+    truncated = found.setdefault("truncated", np.zeros(steps, bool)).astype(bool)
+    truncated[-1] |= not found["terminated"][-1]
+    return found | {"obs": obs[:-1], "next_obs": obs[1:], "truncated": truncated}
+
+
+def read_minari(source: str | Path) -> Dataset:
+    """Reads a Minari data set (minari.farama.org) that is on this machine.
+
+    Args:
+      source: its folder, or its id, such as "mujoco/hopper/medium-v0".
+
+    Returns:
+      The data set.
+
+    Raises:
+      ImportError: if minari is not installed; the message says how to install it.
+      ValueError: if there is no such data set here, or it cannot be read, or its spaces are not arrays.
+    """
+    minari = require("minari", "a Minari data set")
+    try:
+        if isinstance(source, Path):
+            stored = minari.MinariDataset(source / "data" if (source / "data").is_dir() else source)
+        else:
+            stored = minari.load_dataset(source)
+        episodes = [vars(episode) for episode in stored.iterate_episodes()]
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or name its folder"
+        ) from error
+    spec = stored.env_spec
+    about = {
+        "env": spec.id if spec is not None else stored.id,
+        "observation_space": str(stored.observation_space),
+        "action_space": str(stored.action_space),
+        "made_by": f"Minari data set {stored.id}",
+    }
+    return from_episodes(episodes, about)

@@ -1,0 +1,73 @@
+"""Parquet: a column per field, lists of fixed size where a row has more than one number, shapes in the metadata."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_jax.data.dataset import FIELDS, Dataset
+from msrl_jax.data.extra import require
+
+_KEY = b"msrl_jax"
+
+
+def write_parquet(dataset: Dataset, path: Path) -> None:
+    """Writes a data set.
+
+    Raises:
+      ImportError: if pyarrow is not installed; the message says how to install it.
+    """
+    pa, parquet = require("pyarrow", "Parquet"), require("pyarrow.parquet", "Parquet")
+
+    def column(x: np.ndarray) -> Any:
+        flat = pa.array(x.reshape(-1))
+        return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
+
+    arrays = {name: getattr(dataset, name) for name in FIELDS}
+    about = {"shapes": {name: x.shape[1:] for name, x in arrays.items()}, "about": dict(dataset.about)}
+    table = pa.table({name: column(x) for name, x in arrays.items()})
+    parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(about).encode()}), path)
+
+
+def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], list[str]]:
+    """Reads the fields of a data set; columns may be numbers, or lists of equal lengths, nested for more dimensions.
+
+    Args:
+      path: the file.
+
+    Returns:
+      The fields that there are, what the file says of them, and the names of all columns.
+
+    Raises:
+      ImportError: if pyarrow is not installed; the message says how to install it.
+      ValueError: if the file is damaged, or a column has empty cells or rows of different lengths.
+    """
+    pa, parquet = require("pyarrow", "Parquet"), require("pyarrow.parquet", "Parquet")
+    try:
+        table = parquet.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
+    said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
+    arrays = {}
+    for name in FIELDS:
+        if name in table.column_names:
+            x = _array(table[name].combine_chunks(), f"column {name} of {path}")
+            arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
+    return arrays, said.get("about", {}), table.column_names
+
+
+def _array(column: Any, what: str) -> np.ndarray:
+    pa, compute = require("pyarrow", "Parquet"), require("pyarrow.compute", "Parquet")
+    shape = [len(column)]
+    while True:
+        if column.null_count:
+            raise ValueError(f"{what} has {column.null_count} empty cells; fill them, or leave such rows out")
+        kind = column.type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+            return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
+        lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
+        if len(lengths) != 1:
+            raise ValueError(f"{what} has lists of {len(lengths)} different lengths; every row has to have the same shape")
+        shape.append(int(lengths[0]))
+        column = column.flatten()
