@@ -11,6 +11,10 @@ from msrl_jax.algorithms.base import Agent as Agent
 from msrl_jax.algorithms.base import Algorithm as Algorithm
 from msrl_jax.algorithms.base import get as get
 from msrl_jax.algorithms.base import register as register
+from msrl_jax.algorithms.bc import BC as BC
+from msrl_jax.algorithms.bc import BCConfig as BCConfig
+from msrl_jax.algorithms.cql import CQL as CQL
+from msrl_jax.algorithms.cql import CQLConfig as CQLConfig
 from msrl_jax.algorithms.ddpg import DDPG as DDPG
 from msrl_jax.algorithms.ddpg import DDPGConfig as DDPGConfig
 from msrl_jax.algorithms.dqn import DQN as DQN
@@ -21,6 +25,8 @@ from msrl_jax.algorithms.es import ES as ES
 from msrl_jax.algorithms.es import ESConfig as ESConfig
 from msrl_jax.algorithms.impala import IMPALA as IMPALA
 from msrl_jax.algorithms.impala import IMPALAConfig as IMPALAConfig
+from msrl_jax.algorithms.iql import IQL as IQL
+from msrl_jax.algorithms.iql import IQLConfig as IQLConfig
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO

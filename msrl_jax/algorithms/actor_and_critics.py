@@ -145,12 +145,12 @@ def make_policy(observation_space: Space, action_space: Space, config: Any) -> P
       TypeError: if the space of observations is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
-    discrete = isinstance(action_space, Discrete)
-    network = make_actor(observation_space, action_space.n if discrete else 2 * math.prod(action_space.shape), config)
+    size: int = math.prod(action_space.shape)  # pyright: ignore[reportAssignmentType]
+    network = make_actor(observation_space, action_space.n if isinstance(action_space, Discrete) else 2 * size, config)
 
     def apply(params: Any, obs: jax.Array) -> Categorical | TanhNormal:
         outputs = network.apply(params, obs)
-        if discrete:
+        if isinstance(action_space, Discrete):
             return Categorical(outputs)
         loc, log_scale = jnp.split(outputs, 2, axis=-1)
         return TanhNormal(Normal(loc, jnp.clip(log_scale, -20.0, 2.0)))
@@ -188,10 +188,47 @@ def make_critics(observation_space: Space, action_space: Space, num_critics: int
     return Network(init, apply)
 
 
+def make_value(observation_space: Space, config: Any) -> Network:
+    """Makes the network of a policy's values.
+
+    Args:
+      observation_space: a `Box`.
+      config: with the fields `hidden_sizes`, `activation` and `network`.
+
+    Returns:
+      The network: `(params, obs [..., *observation_shape]) -> values [...]`.
+
+    Raises:
+      TypeError: if the space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    module = _Head(_torso(observation_space, config), 1, 1.0)
+    return Network(module.init, lambda params, obs: cast(jax.Array, module.apply(params, obs))[..., 0])
+
+
 def _torso(observation_space: Space, config: Any) -> Torso:
     return make_torso(
         observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
     )
+
+
+def action_type(space: Space) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of one action as these algorithms make it: a choice, or a vector `[D]` in [-1, 1]."""
+    discrete = isinstance(space, Discrete)
+    return jax.ShapeDtypeStruct(() if discrete else (math.prod(space.shape),), jnp.int32 if discrete else jnp.float32)
+
+
+def init_critics(critics: Network, key: jax.Array, space: Space, obs: jax.Array) -> Any:
+    """Parameters of critics for observations `[B, ...]` and actions of a space."""
+    action = action_type(space)
+    return critics.init(key, *((obs,) if isinstance(space, Discrete) else (obs, jnp.zeros((len(obs), *action.shape)))))
+
+
+def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
+    """The values `[C, B]` that critics give to actions `[B]` or `[B, D]`."""
+    if jnp.issubdtype(action.dtype, jnp.integer):
+        return jnp.take_along_axis(critics.apply(params, obs), action[None, :, None], axis=-1)[..., 0]
+    return critics.apply(params, obs, action)
 
 
 def uniform_actions(keys: jax.Array, space: Space) -> jax.Array:

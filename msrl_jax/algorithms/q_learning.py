@@ -114,10 +114,11 @@ def q_learning(
             outputs = network.apply(params, experience.obs)
             taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
             losses, error = jax.vmap(loss_and_error)(taken, target, experience.reward, experience.discount)
-            stats = {"loss": losses.mean(), "value": expected(taken).mean()}
+            stats = {"value": expected(taken).mean()}
             if penalty is not None:
                 penalties, more = penalty(expected(outputs), experience.action)
-                losses, stats = losses + penalties, stats | more
+                losses, stats = losses + penalties, {**stats, **more}
+            stats["loss"] = losses.mean()
             return (weight * losses).mean(), (error, stats)
 
         return jax.grad(loss, has_aux=True)(params)

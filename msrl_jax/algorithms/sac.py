@@ -17,11 +17,14 @@ from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.actor_and_critics import (
     Network,
     Policy,
+    action_type,
     check_bounded,
     check_config,
+    init_critics,
     make_buffer,
     make_critics,
     make_policy,
+    taken_value,
     uniform_actions,
 )
 from msrl_jax.algorithms.actor_critic_losses import expected_soft_value, pessimistic_value, soft_value, temperature_loss
@@ -129,10 +132,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
         check_bounded("sac", space)
     policy = make_policy(venv.observation_space, space, config)
     critics = make_critics(venv.observation_space, space, 2, config)
-    action = jax.ShapeDtypeStruct(space.shape, jnp.int32)
-    if not isinstance(space, Discrete):
-        action = jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
-    buffer = make_buffer(venv, action, split_batch(config)[0])
+    buffer = make_buffer(venv, action_type(space), split_batch(config)[0])
     anneal_over, steps = config.total_steps if config.anneal_learning_rate else None, config.num_envs * config.unroll_length
     rule = soft_actor_critic(
         policy, critics, space, config,
@@ -174,19 +174,17 @@ def soft_actor_critic(
       The rule. A learner's parameters have the entries "actor", "critic", "log_temperature" and those of `more_params`; the
       target is of the critics.
     """
-    discrete, size = isinstance(space, Discrete), math.prod(space.shape)
     target_entropy = config.target_entropy
     if target_entropy is None:
-        target_entropy = 0.5 * math.log(space.n) if isinstance(space, Discrete) else -float(size)
+        target_entropy = 0.5 * math.log(space.n) if isinstance(space, Discrete) else -float(math.prod(space.shape))
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
-        inputs = (obs,) if discrete else (obs, jnp.zeros((len(obs), size)))
         params = {
             "actor": policy.init(actor_key, obs),
-            "critic": critics.init(critic_key, *inputs),
+            "critic": init_critics(critics, critic_key, space, obs),
             "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
             **(more_params or {}),
         }
@@ -201,21 +199,17 @@ def soft_actor_critic(
         q = pessimistic_value(critics.apply(critic_params, obs, action))
         return soft_value(q, log_prob, temperature), log_prob
 
-    def action_value(critic_params, obs, action):
-        if discrete:
-            return jnp.take_along_axis(critics.apply(critic_params, obs), action[None, :, None], axis=-1)[..., 0]
-        return critics.apply(critic_params, obs, action)
-
     @fragment(role="learner")
     def gradients(params, target_critic, batch):
         seen, temperature = batch.experience, jnp.exp(params["log_temperature"])
         next_keys, keys = jax.random.split(batch.key, (2, len(seen.reward)))
-        next_value, _ = value(target_critic, policy.apply(params["actor"], seen.next_obs), seen.next_obs, temperature, next_keys)
+        next_policy = policy.apply(params["actor"], seen.next_obs)
+        next_value, _ = value(target_critic, next_policy, seen.next_obs, temperature, next_keys)
         target = seen.reward + seen.discount * next_value
 
         # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
         def loss(trained):
-            q = action_value(trained["critic"], seen.obs, seen.action)
+            q = taken_value(critics, trained["critic"], seen.obs, seen.action)
             critic_loss = (batch.weight * value_loss(q, target).sum(0)).mean()
             soft, log_prob = value(params["critic"], policy.apply(trained["actor"], seen.obs), seen.obs, temperature, keys)
             temperature_losses = temperature_loss(trained["log_temperature"], log_prob, target_entropy)
@@ -226,7 +220,7 @@ def soft_actor_critic(
             }  # fmt: skip
             if penalty is not None:
                 more_loss, more_stats = penalty(trained, params, batch, q)
-                total, stats = total + more_loss, stats | more_stats
+                total, stats = total + more_loss, {**stats, **more_stats, "loss": total + more_loss}
             return total, (target - q.mean(0), stats)
 
         grads, (td_error, stats) = jax.grad(loss, has_aux=True)(params)
