@@ -39,6 +39,9 @@ class IQLConfig:
       batch_size: transitions per update, `B`. Usual: 256.
       learning_rate: step size of Adam, for all networks. Usual: 3e-4 to 1e-3.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
+      normalize_rewards: whether rewards are divided by the range of the returns of the data's episodes per step of the longest
+        one (the paper's for locomotion, whose episodes have 1000 steps), so that `inverse_temperature` depends on the units of
+        rewards no more. Usual: True.
       discount: the factor per step. Usual: 0.99.
       tau: by which share the target critics move towards the critics per update. Usual: 0.005.
       expectile: which expectile of the values of the data's actions is learned. Usual: 0.7 to 0.9.
@@ -60,6 +63,7 @@ class IQLConfig:
     batch_size: int = 256
     learning_rate: float = 1e-3
     anneal_learning_rate: bool = False
+    normalize_rewards: bool = True
     discount: float = 0.99
     tau: float = 0.005
     expectile: float = 0.7

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import data, envs
@@ -95,13 +96,22 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
     return policy.log_prob(action) if isinstance(policy, Categorical) else policy.log_prob(jnp.clip(action, -0.999, 0.999))
 
 
+def reward_scale(dataset: Dataset) -> float:
+    """The range of the returns of a data set's episodes, per step of the longest one; 1 if all are alike.
+
+    Kostrikov et al., 2021, arXiv 2110.06169, section 5.2, where the longest episode has 1000 steps.
+    """
+    episodes = dataset.episodes
+    return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
+
+
 def offline_agent(env: Environment, config: Any, rule: Rule, name: str) -> Agent:
     """Builds an agent that learns from a data set.
 
     Args:
       env: the environment that it shall act in.
       config: with the fields `data`, `validation_fraction`, `batch_size`, `num_updates`, `shards`, `storage` and, if the rule
-        looks ahead, `discount`.
+        looks ahead, `discount` and perhaps `normalize_rewards`.
       rule: what is learned from a batch.
       name: what errors call the algorithm.
 
@@ -184,6 +194,8 @@ def _buffers(env: Environment, config: Any, shards: int) -> tuple[tuple[Any, Rep
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
 
     dataset = dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))
+    if getattr(config, "normalize_rewards", False):
+        dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
     if not config.validation_fraction:
         training, held = make(dataset, config.batch_size)
         return (training, None), Data(held, ())

@@ -75,9 +75,24 @@ class Result:
 
     @property
     def best(self) -> int:
-        """The member with the highest return: of the last evaluation, else over the last tenth of training."""
+        """The member with the highest return: of the last evaluation, else over the last tenth of training.
+
+        A run that learns from data alone is selected by data alone: the best member is that of the least `validation_loss`,
+        over the last tenth of training, whatever evaluations say.
+
+        Raises:
+          ValueError: if such a run of several members held no data out.
+        """
         last = self.evaluation
-        scores = np.atleast_1d(self._final("episode_return") if last is None else last.mean_return)
+        if self.actor.agent.unit == "updates":
+            if self.seeds > 1 and "validation_loss" not in self.history:
+                raise ValueError(
+                    "no data were held out to compare the members of this run by; name one, member=0, or train with a "
+                    "validation_fraction above 0"
+                )
+            scores = -np.atleast_1d(self._final("validation_loss"))
+        else:
+            scores = np.atleast_1d(self._final("episode_return") if last is None else last.mean_return)
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
     def _final(self, name: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Every algorithm is the same training run under every synchronous policy, on 1, 2, 4 and 8 devices."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+
+from .transitions import noise
 
 SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
@@ -20,7 +23,12 @@ PARTICULAR = {
     "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "bc": {"num_updates": 2, "batch_size": 64},
+    "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
+    "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
+    "iql": {"num_updates": 2, "batch_size": 64},
 }
+OFFLINE = ("bc", "cql", "iql")
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
@@ -41,17 +49,28 @@ CASES = [
     ("sac", "Pendulum-v1"),
     ("td3", "Pendulum-v1"),
     ("ddpg", "Pendulum-v1"),
+    ("bc", "CartPole-v1"),
+    ("bc", "Pendulum-v1"),
+    ("cql", "CartPole-v1"),
+    ("cql", "Pendulum-v1"),
+    ("cql+lagrange", "Pendulum-v1"),
+    ("iql", "CartPole-v1"),
+    ("iql", "Pendulum-v1"),
 ]
 
 
+SECOND = [("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"), ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1")]
+SLOW = [("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("iql", "CartPole-v1")]
+
+
 def is_slow(algorithm, env, num_devices):
-    """PPO runs on every number of devices each time, the others on the least and the most, a second environment on the most.
+    """PPO runs on every number of devices each time, the others on the least and the most, second ones of a kind on the most.
 
     Of two variants of one algorithm, the one that does more runs each time.
     """
-    if algorithm in ("dqn", "impala+replay"):
+    if algorithm in ("dqn", "impala+replay", "cql+lagrange") or (algorithm, env) in SLOW:
         return True
-    second = (algorithm, env) in (("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"))
+    second = (algorithm, env) in SECOND
     return algorithm != "ppo" and num_devices in ((1, 2, 4) if second else (2, 4))
 
 
@@ -79,8 +98,17 @@ def rounds_alike(algorithm, env, policy, num_devices):
 
 def build(name, env, **overrides):
     algorithm = msrl.algorithms.get(name.partition("+")[0])
-    config = algorithm.config(**SMALL | PARTICULAR.get(name, {}) | overrides, total_steps=100_000)
-    return algorithm.build(msrl.envs.make(env, **ENVS.get(env, {})), config)
+    made = msrl.envs.make(env, **ENVS.get(env, {}))
+    options = SMALL | PARTICULAR.get(name, {}) | overrides
+    if algorithm.name in OFFLINE:
+        fields = {field.name for field in dataclasses.fields(algorithm.config)}
+        options = {key: value for key, value in options.items() if key in fields} | {"data": noise(made)}
+    return algorithm.build(made, algorithm.config(**options, total_steps=100_000))
+
+
+def seen(state):
+    """What is acted on next, which tells whether all that was done before is the same; nothing if data are all there is."""
+    return state.obs if hasattr(state, "obs") else np.zeros(0)
 
 
 @functools.cache
@@ -90,9 +118,9 @@ def reference(name, env):
 
     def step(state, _):
         state, metrics = agent.iteration(state)
-        return state, (state.obs, metrics)
+        return state, (seen(state), metrics)
 
-    state = jax.jit(agent.init)(jax.random.key(0))
+    state = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
     after, (obs, metrics) = jax.jit(lambda state: jax.lax.scan(step, state, None, length=ITERATIONS))(state)
     return agent, state, *jax.device_get((after.params, obs, metrics))
 
@@ -106,16 +134,16 @@ def test_the_same_training_run(policy, algorithm, env, num_devices):
     )
     one, first = program.run(state, 1, chunk=1)
     if rounds_alike(algorithm, env, policy, num_devices):
-        np.testing.assert_array_equal(one.obs, obs[0])
+        np.testing.assert_array_equal(seen(one), obs[0])
     else:
-        np.testing.assert_allclose(one.obs, obs[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(seen(one), obs[0], rtol=1e-6, atol=1e-6)
     after, measured = program.run(one, ITERATIONS - 1, chunk=1)
     measured = jax.tree.map(lambda a, b: np.concatenate([a, b]), first, measured)
     if env == "CartPole-v1":
-        np.testing.assert_array_equal(after.obs, obs[-1])
+        np.testing.assert_array_equal(seen(after), obs[-1])
     else:
         # Continuous actions carry the rounding of the gradient's sum (it is added up per device) into the dynamics.
-        np.testing.assert_allclose(after.obs, obs[-1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(seen(after), obs[-1], rtol=1e-5, atol=1e-5)
     pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
     assert max(relative_difference(a, b) for a, b in pairs) < 1e-5
     for a, b in zip(jax.tree.leaves(measured), jax.tree.leaves(metrics), strict=True):
