@@ -7,14 +7,19 @@ from msrl_jax.envs import Discrete
 
 
 def noise(env, rows=640, length=16, seed=0):
-    """Episodes of `length` rows; every other one terminates, the others are cut short. Rewards show the better actions."""
+    """Episodes of `length` rows; every other one terminates, the others are cut short. Better actions are the more frequent.
+
+    Otherwise gradients would be sums that cancel, whose rounding Adam magnifies.
+    """
     rng, space = np.random.default_rng(seed), env.action_space
     obs = rng.uniform(-0.4, 0.4, (rows + 1, *env.observation_space.shape)).astype(np.float32)
     if isinstance(space, Discrete):
-        action = rng.integers(0, space.n, rows)
-        reward = action == (obs[:-1, 0] > 0)
+        better = (obs[:-1, 0] > 0.1).astype(np.int32)
+        action = np.where(rng.uniform(size=rows) < 0.7, better, rng.integers(0, space.n, rows))
+        reward = action == better
     else:
-        action = rng.uniform(space.low, space.high, (rows, *space.shape)).astype(np.float32)
-        reward = -((action - obs[:-1, :1]) ** 2).sum(-1)
+        better = 0.2 + obs[:-1, :1]
+        action = np.clip(better + rng.normal(0, 0.5, (rows, *space.shape)), space.low, space.high).astype(np.float32)
+        reward = -((action - better) ** 2).sum(-1)
     last, odd = np.arange(rows) % length == length - 1, np.arange(rows) // length % 2 == 1
     return Dataset(obs[:-1], action, np.float32(reward), last & odd, last & ~odd, obs[1:], about={"env": "noise"})
