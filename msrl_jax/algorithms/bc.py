@@ -15,7 +15,6 @@ from msrl_jax.algorithms.config import check_annealing
 from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update
 from msrl_jax.algorithms.offline import check_config, learning_rate_of, log_likelihood, offline_agent
 from msrl_jax.algorithms.optimizer import make_optimizer
-from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -25,7 +24,7 @@ class BCConfig:
     """Everything about what behaviour cloning computes; where it runs is a distribution policy's concern.
 
     Attributes:
-      data: path of a data set, or a `Dataset`. Training needs it.
+      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
       validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 128 to 512.
@@ -41,7 +40,7 @@ class BCConfig:
       total_steps: updates over which the learning rate falls; needed only if it does.
     """
 
-    data: str | Dataset | None = None
+    data: str | None = None
     validation_fraction: float = 0.1
     num_updates: int = 20
     batch_size: int = 256

@@ -22,7 +22,6 @@ from msrl_jax.algorithms.offline import check_config, learning_rate_of, offline_
 from msrl_jax.algorithms.offline_losses import conservative_gap, log_partition
 from msrl_jax.algorithms.q_learning import q_learning
 from msrl_jax.algorithms.sac import SACConfig, soft_actor_critic
-from msrl_jax.data import Dataset
 from msrl_jax.envs import Discrete, Environment
 
 
@@ -33,7 +32,7 @@ class CQLConfig:
     What the paper's code does otherwise: it learns the policy at a lower rate than the critics.
 
     Attributes:
-      data: path of a data set, or a `Dataset`. Training needs it.
+      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
       validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 256.
@@ -60,7 +59,7 @@ class CQLConfig:
       total_steps: updates over which the learning rate falls; needed only if it does.
     """
 
-    data: str | Dataset | None = None
+    data: str | None = None
     validation_fraction: float = 0.1
     num_updates: int = 20
     batch_size: int = 256

@@ -20,7 +20,6 @@ from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_upda
 from msrl_jax.algorithms.offline import check_config, learning_rate_of, log_likelihood, offline_agent
 from msrl_jax.algorithms.offline_losses import advantage_weight, expectile_loss
 from msrl_jax.algorithms.optimizer import make_optimizer
-from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -33,7 +32,7 @@ class IQLConfig:
     depends on the observation, where the paper's does not.
 
     Attributes:
-      data: path of a data set, or a `Dataset`. Training needs it.
+      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
       validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 256.
@@ -57,7 +56,7 @@ class IQLConfig:
       total_steps: updates over which the learning rate falls; needed only if it does.
     """
 
-    data: str | Dataset | None = None
+    data: str | None = None
     validation_fraction: float = 0.1
     num_updates: int = 20
     batch_size: int = 256
