@@ -15,6 +15,9 @@ _TOLERANCE = 1e-4
 def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     """Compares a data set with the spaces of an environment.
 
+    Some environments leave the bounds that they declare for observations. So these count unless the data set is of an
+    environment that declares the same ones.
+
     Args:
       dataset: the data set.
       env: the environment that an agent shall act in.
@@ -29,13 +32,17 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     """
     name = env_name(env)
     spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
-    fitting = {field: _fit(getattr(dataset, field), space, field, name) for field, space in spaces.items()}
+    same = dataset.about.get("observation_space") == str(env.observation_space)
+    fitting = {
+        field: _fit(getattr(dataset, field), space, field, name, bounds=field == "action" or not same)
+        for field, space in spaces.items()
+    }
     if (bad := np.flatnonzero(~np.isfinite(dataset.reward))).size:
         raise ValueError(f"reward of the data set is {dataset.reward[bad[0]]} {_rows(bad)}; leave such rows out")
     return dataclasses.replace(dataset, **fitting)
 
 
-def _fit(x: np.ndarray, space: Space, field: str, name: str) -> np.ndarray:
+def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np.ndarray:
     what = f"{field} of the data set"
     kind = "action_space" if field == "action" else "observation_space"
     if not isinstance(space, Box | Discrete):
@@ -53,6 +60,8 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str) -> np.ndarray:
     rows = x.reshape(len(x), -1)
     if (bad := np.flatnonzero(~np.isfinite(rows).all(1))).size:
         raise ValueError(f"{what} is not finite {_rows(bad)}; leave such rows out")
+    if not bounds:
+        return x.astype(space.dtype)
     if isinstance(space, Discrete):
         low, high = np.zeros(1), np.full(1, space.n - 1)
     else:

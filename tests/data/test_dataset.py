@@ -134,6 +134,16 @@ def test_spaces_that_differ_say_how(walk, spaces, change, message):
         data.check_spaces(dataclasses.replace(walk, **change), env)
 
 
+def test_observations_may_leave_the_space_that_their_own_environment_declares(walk):
+    env = type("Other", (Plane,), {"observation_space": envs.Box(0, 50, (2,))})()
+    about = {"observation_space": str(env.observation_space)}
+    data.check_spaces(dataclasses.replace(walk, about=about), env)
+    with pytest.raises(ValueError, match=r"next_obs .* has 100 in row 2"):
+        data.check_spaces(dataclasses.replace(walk, about={"observation_space": "Box(0, 60, (2,))"}), env)
+    with pytest.raises(ValueError, match=r"action .* has 7 in row 0"):
+        data.check_spaces(dataclasses.replace(walk, about=about, action=np.full(12, 7)), env)
+
+
 def test_tuples_are_refused(walk):
     env = type("Other", (Plane,), {"observation_space": envs.Tuple((envs.Discrete(2),))})()
     with pytest.raises(TypeError, match="FlattenObservation"):
