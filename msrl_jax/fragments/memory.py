@@ -142,5 +142,6 @@ def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
         if devices and taken > (limit := device_memory(devices)):
             raise ValueError(
                 f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
-                f"{largest}. Use a smaller capacity or fewer seeds, or a policy that splits that leaf over more devices"
+                f"{largest}. Use a smaller capacity, fewer seeds, shorter chunks of a recorded run, or a policy that splits "
+                "that leaf over more devices"
             )

@@ -10,7 +10,7 @@ import pytest
 from gymnax.environments.classic_control import cartpole
 
 import msrl_jax as msrl
-from msrl_jax import data
+from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.recorder import Recorded, Recording
 from tests.training.training_envs import Lottery, Poison
@@ -45,9 +45,9 @@ def by_gymnax(dataset, rtol=1e-6):
     assert length.max() <= 30 and (np.abs(dataset.obs[start]) <= 0.05).mean() > 0.9
 
 
-def train(algo="ppo", env=ENV, policy="GPUOnly", devices=1, iterations=5, config=PPO, **options):
+def train(algo="ppo", env=ENV, policy="GPUOnly", devices=1, iterations=5, chunk=2, config=PPO, **options):
     return msrl.train(
-        algo, env, policy=policy, total_steps=iterations * 64, seed=3, chunk=2, eval_episodes=0, progress=False,
+        algo, env, policy=policy, total_steps=iterations * 64, seed=3, chunk=chunk, eval_episodes=0, progress=False,
         devices=jax.devices()[:devices], **config, **options,
     )  # fmt: skip
 
@@ -191,6 +191,20 @@ def test_a_file_that_cannot_be_is_refused_before_anything_compiles(record, messa
     with pytest.raises(ValueError, match=message):
         train(record=tmp_path / record)
     assert (tmp_path / "there.npz").stat().st_size == 0
+
+
+def test_what_cannot_be_recorded_is_refused_before_anything_compiles(tmp_path):
+    where = str(tmp_path / "run.npz")
+    pair = {"observation_space": envs.Tuple((envs.Discrete(2),)), "action_space": envs.Discrete(2)}
+    still, none = np.zeros((900, 4), np.float32), np.zeros(900, int)
+    standing = data.Dataset(still, none, none, none, np.arange(900) % 9 == 8, still)
+    with pytest.raises(ValueError, match=r"run.npz': bc takes no environment steps; leave it out"):
+        msrl.train("bc", "CartPole-v1", data=standing, record=where)
+    with pytest.raises(TypeError, match=r"the observation_space of Pair is Tuple.*FlattenObservation"):
+        Recorded(type("Pair", (), pair)(), 3)
+    with pytest.raises(ValueError, match=r"the state takes .* its largest leaf is .*rows.*shorter chunks of a recorded run"):
+        train(record=where, iterations=10**9, chunk=10**8)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_greedy_policy_is_recorded(recorded, tmp_path, monkeypatch):
