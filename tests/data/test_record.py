@@ -1,6 +1,7 @@
 """What is recorded is what happened: by a trained policy, or in the course of training, which recording does not change."""
 
 import json
+import re
 
 import gymnax
 import jax
@@ -13,6 +14,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.recorder import Recorded, Recording
+from msrl_jax.training.setup import resolve
 from tests.training.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk
@@ -90,6 +92,13 @@ def test_recording_changes_no_bit_and_leaves_no_trace(recorded):
 def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
     train(policy=policy, devices=devices, record=tmp_path / "run.npz")
     assert_same_rows(data.load(tmp_path / "run.npz"), data.load(recorded[1]))
+
+
+def test_a_step_writes_its_row_and_copies_no_other():
+    setup = resolve("ppo", ENV, overrides=PPO | {"total_steps": 6400}).record(1600)
+    (program,) = setup.compile(msrl.policies.GPUOnly(1)).compiled()
+    made_by = re.findall(r"= \w+\[1600,8[^=\n]* (copy|dynamic-update-slice)\(", program.as_text())
+    assert made_by == ["dynamic-update-slice"] * 6
 
 
 def assert_same_rows(a, b):
