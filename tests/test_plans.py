@@ -18,6 +18,7 @@ PARTICULAR = {
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
     "dqn": {"learning_starts": 128},
     "apex_dqn": {"learning_starts": 256, "actor_period": 1},
+    "r2d2": {"learning_starts": 128, "burn_in": 0, "trace_length": 4, "n_step": 1, "memory_size": 8},
     "sac": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
     "td3": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},
     "ddpg": {"learning_starts": 128, "batch_size": 64, "num_updates": 2},

@@ -29,6 +29,8 @@ from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.iql import IQLConfig as IQLConfig
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
+from msrl_jax.algorithms.r2d2 import R2D2 as R2D2
+from msrl_jax.algorithms.r2d2 import R2D2Config as R2D2Config
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPOConfig as RecurrentPPOConfig
 from msrl_jax.algorithms.sac import SAC as SAC

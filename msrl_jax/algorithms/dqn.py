@@ -11,15 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax import envs, replay
+from msrl_jax import envs
 from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, register
+from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.mixing import make_mixture, split_batch
 from msrl_jax.algorithms.off_policy import off_policy_agent
-from msrl_jax.algorithms.optimizer import learning_rate_at
+from msrl_jax.algorithms.q_acting import (
+    check_acting,
+    check_choices,
+    epsilon_greedy,
+    importance_exponent,
+    learning_rate_of,
+    replay_buffer,
+    transition_of,
+)
 from msrl_jax.algorithms.q_learning import q_learning, support
-from msrl_jax.envs import Discrete, Environment
-from msrl_jax.replay import Replay, Transition
+from msrl_jax.envs import Environment
+from msrl_jax.replay import Replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,16 +129,10 @@ class DQNConfig:
     total_steps: int | None = None
 
     def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "exploration_steps", "actor_period", "target_period")
+        check_acting(self)
         check.check_integers(self, 2, "num_atoms")
         check.check_numbers(self, "v_min", "v_max")
-        check.check_numbers(self, "alpha", low=0.0)
-        check.check_numbers(self, "beta", "final_epsilon", "base_epsilon", low=0.0, high=1.0)
-        check.check_numbers(self, "huber_delta", "adam_epsilon", above=0.0)
-        check.check_numbers(self, "tau", above=0.0, high=1.0)
         check.check_choice(self, "distribution", ("none", "c51", "qr"))
-        check.check_choice(self, "exploration", ("annealed", "per_env"))
         if self.distribution == "c51":
             support(self)
 
@@ -148,22 +150,7 @@ def make_buffer(env: Environment, config: DQNConfig) -> Replay:
     Raises:
       ValueError: if sizes do not fit each other, or the devices' memory, or if the observations do not fit the storage.
     """
-    obs = jax.eval_shape(env.reset, jax.random.key(0))[1]
-    action, number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_))
-    options: dict[str, Any] = {
-        "capacity": config.capacity, "num_envs": config.num_envs, "unroll_length": config.unroll_length,
-        "batch_size": config.batch_size, "length": config.n_step, "discount": config.discount,
-        "min_size": config.learning_starts, "shards": config.shards,
-        "storage": config.storage and {"obs": config.storage, "next_obs": config.storage},
-    }  # fmt: skip
-    make = replay.uniform
-    if config.prioritised:
-        make, options = replay.prioritised, options | {"alpha": config.alpha}
-    try:
-        return make(Transition(obs, action, number, flag, flag, obs), **options)
-    except ValueError as error:
-        names = f"{type(config).__name__}, whose n_step is the buffer's length and learning_starts its min_size"
-        raise ValueError(f"{names}: {error}") from None
+    return replay_buffer(transition_of(env), config, "n_step is", length=config.n_step, discount=config.discount)
 
 
 def build(env: Environment, config: DQNConfig) -> Agent:
@@ -180,44 +167,18 @@ def build(env: Environment, config: DQNConfig) -> Agent:
       ValueError: if the sizes of the buffer do not fit, or if the network does not.
       TypeError: if a space is not supported.
     """
-    venv, action_space = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs)), env.action_space
-    if not isinstance(action_space, Discrete):
-        others = [name for name in ("sac", "td3", "ddpg", "ppo") if name in ALGORITHMS]
-        raise TypeError(
-            f"DQN values each of a finite number of actions, got {action_space}; wrap the environment to take a Discrete "
-            f"space, or, for a Box of floats, use {' or '.join(others)}"
-        )
+    venv, action_space = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs)), check_choices("DQN", env.action_space)
     buffer, mixture = make_buffer(env, split_batch(config)[0]), make_mixture(env, config)
-    rule = q_learning(
-        venv.observation_space, action_space, config,
-        lambda count: learning_rate_at(
-            count // config.num_updates, config.learning_rate, config.num_envs * config.unroll_length,
-            config.total_steps if config.anneal_learning_rate else None,
-        ),
-    )  # fmt: skip
-
-    def epsilon(steps: jax.Array) -> jax.Array:
-        """The probabilities of random actions. `[]` or `[E]`"""
-        if config.exploration == "per_env":
-            rank = jnp.arange(config.num_envs) / max(config.num_envs - 1, 1)
-            return config.base_epsilon ** (1 + 7 * rank)
-        return jnp.maximum(1 - (1 - config.final_epsilon) * steps / config.exploration_steps, config.final_epsilon)
+    rule = q_learning(venv.observation_space, action_space, config, learning_rate_of(config))
+    explore = epsilon_greedy(config, action_space.n, buffer.min_size)
 
     def act(params: Any, obs: jax.Array, keys: jax.Array, steps: jax.Array) -> jax.Array:
-        whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
-        at_random = jax.vmap(jax.random.uniform)(whether) < jnp.where(steps < buffer.min_size, 1.0, epsilon(steps))
-        random = jax.vmap(lambda key: jax.random.randint(key, (), 0, action_space.n))(which)
-        return jnp.where(at_random, random, rule.choose_action(params, obs, None))
-
-    def beta(iteration: jax.Array) -> jax.Array:
-        steps = iteration * config.num_envs * config.unroll_length
-        done = 0.0 if config.total_steps is None else jnp.minimum(steps / config.total_steps, 1.0)
-        return config.beta + (1 - config.beta) * jnp.asarray(done, jnp.float32)
+        return explore(rule.choose_action(params, obs, None), keys, steps)
 
     return off_policy_agent(
         venv, buffer, init=rule.init, act=act, update=rule.update, choose_action=rule.choose_action,
         to_env_action=lambda action: jnp.asarray(action, action_space.dtype), unroll_length=config.unroll_length,
-        num_updates=config.num_updates, batch_size=config.batch_size, beta=beta if config.prioritised else None,
+        num_updates=config.num_updates, batch_size=config.batch_size, beta=importance_exponent(config),
         actor_period=config.actor_period, report_lost=config.storage is not None, mixture=mixture,
     )  # fmt: skip
 

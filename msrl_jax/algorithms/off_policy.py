@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.base import Agent, Metrics
 from msrl_jax.algorithms.mixing import Mixture
 from msrl_jax.algorithms.optimizer import descend
+from msrl_jax.algorithms.recurrent import Memory, forget
 from msrl_jax.algorithms.rollout import stamp
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments import fragment
@@ -50,6 +51,40 @@ class Pending(NamedTuple):
     td_error: jax.Array
 
 
+class Recall(NamedTuple):
+    """What actors with a memory take along from step to step.
+
+    Attributes:
+      begins: whether the observations to act on next are the first of an episode. shape=(E,), dtype=bool
+      memory: what is left of earlier observations; it is cleared where an episode begins. shape=(E, H) each
+    """
+
+    begins: jax.Array
+    memory: Memory
+
+
+class RecurrentTransition(NamedTuple):
+    """A `Transition`, and the memory with which it was acted.
+
+    Attributes:
+      obs: the observation acted on.
+      action: the action.
+      reward: the reward. shape=()
+      terminated: whether the episode ended in a terminal state. shape=(), bool
+      truncated: whether the episode was cut short. shape=(), bool
+      next_obs: the true successor, before the reset.
+      memory: what the actor remembered before it saw `obs`; the initial memory where an episode began. shape=(H,) each
+    """
+
+    obs: Any
+    action: Any
+    reward: Any
+    terminated: Any
+    truncated: Any
+    next_obs: Any
+    memory: Any
+
+
 class OffPolicyState(NamedTuple):
     """All of a run.
 
@@ -68,6 +103,7 @@ class OffPolicyState(NamedTuple):
       pending: what the buffer is told before the next draw.
       actor: the parameters that act, and how many iterations the learner had done when they were taken; `()` if it is always
         the newest that act.
+      recall: what acting remembers; `()` if it needs no memory.
       data: state of the buffer of a data set that batches come from as well; `()` without one.
     """
 
@@ -84,6 +120,7 @@ class OffPolicyState(NamedTuple):
     replay_key: jax.Array
     pending: Pending
     actor: tuple[Any, jax.Array] | tuple[()]
+    recall: Recall | tuple[()] = ()
     data: ReplayState | tuple[()] = ()
 
 
@@ -101,8 +138,9 @@ class Batch(NamedTuple):
     key: jax.Array
 
 
-Act = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
-"""`(params, obs [E, ...], keys [E], steps) -> action [E, ...]`: how to explore after `steps` environment steps."""
+Act = Callable[..., Any]
+"""`(params, obs [E, ...], keys [E], steps) -> action [E, ...]`: how to explore after `steps` environment steps; with a memory
+`(params, obs, keys, steps, memory [E, H]) -> (action, memory)`."""
 
 Update = Callable[[Learner, Batch, jax.Array, jax.Array], tuple[Learner, jax.Array, Mapping[str, jax.Array]]]
 """`(learner, batch, count, ready) -> (learner, TD errors [B], statistics)`: update number `count`; if not `ready`, the batch
@@ -133,7 +171,7 @@ def off_policy_agent(
     init: Callable[[jax.Array, jax.Array], Learner],
     act: Act,
     update: Update,
-    choose_action: Callable[[Any, jax.Array, jax.Array | None], jax.Array],
+    choose_action: Callable[..., Any],
     to_env_action: Callable[[jax.Array], jax.Array],
     unroll_length: int,
     num_updates: int,
@@ -142,16 +180,17 @@ def off_policy_agent(
     actor_period: int = 1,
     report_lost: bool = False,
     mixture: Mixture | None = None,
+    initial_memory: Callable[[int], Memory] | None = None,
 ) -> Agent:
     """Builds an agent that learns from a replay buffer.
 
     Args:
       venv: the vector environment.
-      buffer: the buffer, of items like `Transition`.
+      buffer: the buffer, of items like `Transition`, or like `RecurrentTransition` if there is a memory.
       init: `(key, obs [E, ...]) -> Learner`.
       act: explores.
       update: what the algorithm is; it calls fragments.
-      choose_action: `Agent.act`, with actions as `act` makes them.
+      choose_action: `Agent.act` of parameters instead of a state, with actions as `act` makes them.
       to_env_action: turns such actions into those that the environment takes.
       unroll_length: steps of every environment per iteration, `T`.
       num_updates: updates per iteration, `K`.
@@ -160,6 +199,7 @@ def off_policy_agent(
       actor_period: iterations between two refreshes of the parameters that act.
       report_lost: whether a metric `replay_lost` counts the steps that the buffer's codecs could not hold.
       mixture: what a data set adds to the batches of the buffer, which are smaller by that.
+      initial_memory: `Agent.initial_memory`: the memory, zeros, with which an episode begins; None if acting needs none.
 
     Returns:
       The agent. Its metrics have `parameter_age`, how many iterations old the parameters were that acted, and `replay_size`.
@@ -176,9 +216,12 @@ def off_policy_agent(
         learner = init(params_key, obs)
         # A copy: a state in which two leaves are one array cannot be donated.
         actor = (jax.tree.map(jnp.copy, learner.params), jnp.int32(0)) if actor_period > 1 else ()
+        recall = ()
+        if initial_memory is not None:
+            recall = Recall(jnp.ones(venv.num_envs, bool), initial_memory(venv.num_envs))
         return OffPolicyState(
             *learner, jnp.int32(0), learner_key, jnp.int32(0), actor_keys, env_state, obs,
-            buffer.init(), replay_key, pending, actor,
+            buffer.init(), replay_key, pending, actor, recall,
         )  # fmt: skip
 
     @fragment(role="actor")
@@ -188,8 +231,12 @@ def off_policy_agent(
         return keys[0], keys[1:], steps, clock + 1
 
     @fragment(role="actor")
-    def explore(params, obs, keys, steps):
-        return act(params, obs, keys, steps)
+    def explore(params, obs, keys, steps, recall):
+        if not recall:
+            return act(params, obs, keys, steps), (), ()
+        memory = forget(*recall)
+        action, after = act(params, obs, keys, steps, memory)
+        return action, memory, after
 
     @fragment(role="env")
     def env_step(env_state, action):
@@ -240,15 +287,20 @@ def off_policy_agent(
 
     def iteration(state: OffPolicyState) -> tuple[OffPolicyState, Metrics]:
         def step(carry, inputs):
-            env_state, obs = carry
-            action = explore(acting, obs, *inputs)
+            env_state, obs, recall = carry
+            keys, steps = inputs
+            action, memory, after = explore(acting, obs, keys, steps, recall)
             env_state, t = env_step(env_state, action)
-            return (env_state, t.obs), Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
+            item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
+            if recall:
+                item, recall = RecurrentTransition(*item, memory), Recall(t.terminated | t.truncated, after)
+            return (env_state, t.obs, recall), item
 
         acting, taken_at = state.actor or (state.params, state.iteration)
         acted_at = stamp(taken_at)
         actor_keys, keys, steps, clock = draw_keys(state.actor_keys, state.clock)
-        (env_state, obs), items = jax.lax.scan(step, (state.env_state, state.obs), (keys, steps))
+        start = state.env_state, state.obs, state.recall
+        (env_state, obs, recall), items = jax.lax.scan(step, start, (keys, steps))
         env_state, episodes = drain(env_state)
         replay = remember(state.replay, state.pending, items)
         replay_key, sample, ready, held = draw(replay, state.replay_key, state.data)
@@ -257,20 +309,24 @@ def off_policy_agent(
             learner, state.iteration, acted_at, state.key, sample, ready, state.actor
         )
         after = OffPolicyState(
-            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending, actor, state.data
+            *learner, count, key, clock, actor_keys, env_state, obs, replay, replay_key, pending, actor, recall, state.data
         )
         return after, {**metrics, **held, **episodes}
 
-    def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
-        return to_env_action(choose_action(state.params, obs, key))
+    def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None, *memory: Memory) -> Any:
+        if not memory:
+            return to_env_action(choose_action(state.params, obs, key))
+        action, after = choose_action(state.params, obs, key, *memory)
+        return to_env_action(action), after
 
     mixed: Any = P() if mixture is None else mixture.buffer.axes
     axes = OffPolicyState._make(
-        [P(), P(), P(), P(), P(), P(), P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env"), P(), mixed]
+        [*[P()] * 6, P("env"), venv.axes, P("env"), buffer.axes, P(), P(None, "env"), P(), P("env"), mixed]
     )  # fmt: skip
     return Agent(
         init_state, iteration, act_in_env, axes, steps_per_iteration, num_updates, venv,
-        env_group=venv.num_envs // buffer.shards, data={} if mixture is None else {"data": mixture.state},
+        initial_memory=initial_memory, env_group=venv.num_envs // buffer.shards,
+        data={} if mixture is None else {"data": mixture.state},
     )  # fmt: skip
 
 

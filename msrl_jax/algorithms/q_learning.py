@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from msrl_jax.algorithms import q_losses
 from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update, track
+from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, Update, make_apply_update, track
 from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.algorithms.q_network import q_network
 from msrl_jax.envs import Discrete, Space
@@ -74,7 +75,6 @@ def q_learning(
         network=config.network, dueling=config.dueling, num_atoms=1 if config.distribution == "none" else config.num_atoms,
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-    apply_update = make_apply_update(optimizer)
     v_min, v_max = support(config) if config.distribution == "c51" else (0.0, 0.0)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
@@ -123,13 +123,35 @@ def q_learning(
 
         return jax.grad(loss, has_aux=True)(params)
 
+    def measure(learner: Learner, batch: Batch) -> Mapping[str, jax.Array]:
+        return gradients(learner.params, learner.target_params, batch.experience, batch.weight)[1][1]
+
+    return Rule(init, make_update(gradients, optimizer, learning_rate, config), measure, choose_action)
+
+
+def make_update(
+    gradients: Callable[..., tuple[Any, tuple[jax.Array, Mapping[str, jax.Array]]]],
+    optimizer: optax.GradientTransformation,
+    learning_rate: Callable[[jax.Array], jax.Array],
+    config: Any,
+) -> Update:
+    """Makes the function that learns from a batch, and lets the target network follow.
+
+    Args:
+      gradients: `(params, target_params, experience, weight [B]) -> (gradient, (TD errors [B], statistics))`.
+      optimizer: gives directions of descent.
+      learning_rate: of update number `count`.
+      config: with the fields `target_period` and `tau`.
+
+    Returns:
+      The function.
+    """
+    apply_update = make_apply_update(optimizer)
+
     def update(learner: Learner, batch: Batch, count: jax.Array, ready: jax.Array):
         grads, (error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, learning_rate(count), ready)
         rate = jnp.where(ready & ((count + 1) % config.target_period == 0), jnp.float32(config.tau), 0.0)
         return Learner(params, track(learner.target_params, params, rate), opt_state), error, stats
 
-    def measure(learner: Learner, batch: Batch) -> Mapping[str, jax.Array]:
-        return gradients(learner.params, learner.target_params, batch.experience, batch.weight)[1][1]
-
-    return Rule(init, update, measure, choose_action)
+    return update

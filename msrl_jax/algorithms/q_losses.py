@@ -92,3 +92,48 @@ def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1
     error = target[None, :] - quantile[:, None]
     weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
     return (weight * huber(error, delta) / delta).mean(1).sum(0)
+
+
+def rescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593).
+
+    Args:
+      value: values. `[...]`
+      epsilon: what keeps the inverse from growing too fast.
+
+    Returns:
+      The squeezed values. `[...]`
+    """
+    # The root minus 1, without the rounding of that difference.
+    return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
+
+
+def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """The inverse of `rescale`.
+
+    Args:
+      value: squeezed values. `[...]`
+      epsilon: that of `rescale`.
+
+    Returns:
+      The values. `[...]`
+    """
+    size = jnp.abs(value)
+    # The larger root of a quadratic equation for sqrt(|x| + 1), written without differences of numbers close to each other.
+    root = jnp.sqrt(1 + 4 * epsilon * (size + 1 + epsilon))
+    squared = jnp.square(2 * (size + 1 + epsilon) / (root + 1))
+    return jnp.sign(value) * (squared - 1)
+
+
+def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
+    """One error for a sequence (Kapturowski et al., 2019, https://openreview.net/forum?id=r1lyTjAqYX).
+
+    Args:
+      td_error: errors of either sign. `[L, ...]`
+      eta: weight of the largest one, against that of the mean.
+
+    Returns:
+      `eta max |td_error| + (1 - eta) mean |td_error|`. `[...]`
+    """
+    size = jnp.abs(td_error)
+    return eta * size.max(0) + (1 - eta) * size.mean(0)

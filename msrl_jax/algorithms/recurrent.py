@@ -1,4 +1,4 @@
-"""Recurrent networks: GRU and LSTM cores, and an actor-critic that remembers.
+"""Recurrent networks: GRU and LSTM cores, an actor-critic and action values that remember.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input
 and `H` that of the memory. A memory is a tuple of arrays `[..., H]`, of which the first is the core's output; it is
@@ -8,18 +8,18 @@ zeros when an episode begins.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.distributions import Distribution
 from msrl_jax.algorithms.layers import matmul
 from msrl_jax.algorithms.networks import actor_critic, make_torso
+from msrl_jax.algorithms.q_network import q_network
 from msrl_jax.algorithms.rollout import flatten, unflatten
-from msrl_jax.envs import Box, Space
+from msrl_jax.envs import Box, Discrete, Space
 
 Memory = tuple[jax.Array, ...]
 Gates = tuple[jax.Array, ...]
@@ -70,15 +70,15 @@ class Core:
     Attributes:
       init: `(key, input_size) -> params`.
       initial_memory: `(batch_shape) -> memory`, the one that an episode begins with.
-      step: `(params, inputs [..., I], memory [..., H]) -> (outputs [..., H], memory)`.
-      unroll: `(params, inputs [T, E, I], begins [T, E] bool, memory [E, H]) -> (outputs [T, E, H], memory [E, H])`;
-        the memory is cleared before every step with which an episode begins.
+      step: `(params, inputs [..., I], memory [..., H]) -> memory`.
+      unroll: `(params, inputs [T, E, I], begins [T, E] bool, memory [E, H]) -> memories after every step [T, E, H]`; the
+        memory is cleared before every step with which an episode begins.
     """
 
     init: Callable[[jax.Array, int], Any]
     initial_memory: Callable[[tuple[int, ...]], Memory]
-    step: Callable[[Any, jax.Array, Memory], tuple[jax.Array, Memory]]
-    unroll: Callable[[Any, jax.Array, jax.Array, Memory], tuple[jax.Array, Memory]]
+    step: Callable[[Any, jax.Array, Memory], Memory]
+    unroll: Callable[[Any, jax.Array, jax.Array, Memory], Memory]
 
 
 def recurrent_core(name: str, size: int) -> Core:
@@ -109,14 +109,12 @@ def recurrent_core(name: str, size: int) -> Core:
     def gates(params: Any, inputs: jax.Array) -> Gates:
         return _per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
 
-    def step(params: Any, inputs: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
-        memory = cell.update(gates(params, inputs), _per_gate(matmul(memory[0], params["recurrent"]), num_gates), memory)
-        return memory[0], memory
+    def step(params: Any, inputs: jax.Array, memory: Memory) -> Memory:
+        return cell.update(gates(params, inputs), _per_gate(matmul(memory[0], params["recurrent"]), num_gates), memory)
 
-    def unroll(params: Any, inputs: jax.Array, begins: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+    def unroll(params: Any, inputs: jax.Array, begins: jax.Array, memory: Memory) -> Memory:
         x = tuple(unflatten(gate, len(inputs)) for gate in gates(params, flatten(inputs)))
-        memories = _scan(cell.update, params["recurrent"], x, begins, memory)
-        return memories[0], tuple(m[-1] for m in memories)
+        return _scan(cell.update, params["recurrent"], x, begins, memory)
 
     return Core(init, initial_memory, step, unroll)
 
@@ -188,39 +186,53 @@ def _chain(cotangents: Memory, slopes: tuple[Gates, ...]) -> Gates:
 _scan.defvjp(_scan_forward, _scan_backward)
 
 
+class Heads(Protocol):
+    """What computes outputs from the features of an observation, such as an `ActorCritic` or a `QNetwork`."""
+
+    @property
+    def init(self) -> Callable[[jax.Array, jax.Array], Any]:
+        """`(key, features [..., H]) -> params`."""
+        ...
+
+    @property
+    def apply(self) -> Callable[[Any, jax.Array], Any]:
+        """`(params, features [..., H]) -> outputs [..., ...]`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
-class RecurrentActorCritic:
-    """A policy and a value function with a memory, as pure functions of their parameters.
+class RecurrentNetwork:
+    """A network with a memory as pure functions of its parameters; outputs are those of its heads.
 
     Attributes:
       init: `(key) -> params`.
       initial_memory: `(batch_shape) -> memory`, the one that an episode begins with.
-      step: `(params, obs [..., *observation_shape], memory [..., H]) -> (distribution over actions, value [...], memory)`.
-      unroll: `(params, obs [T, E, *observation_shape], begins [T, E] bool, memory [E, H]) -> (distribution over actions,
-        value [T, E])`; the memory is cleared before every step with which an episode begins.
+      step: `(params, obs [..., *observation_shape], memory [..., H]) -> (outputs [..., ...], memory)`.
+      unroll: `(params, obs [T, E, *observation_shape], begins [T, E] bool, memory [E, H]) -> (outputs [T, E, ...], memories
+        after every step [T, E, H])`; the memory is cleared before every step with which an episode begins.
     """
 
     init: Callable[[jax.Array], Any]
     initial_memory: Callable[[tuple[int, ...]], Memory]
-    step: Callable[[Any, jax.Array, Memory], tuple[Distribution, jax.Array, Memory]]
-    unroll: Callable[[Any, jax.Array, jax.Array, Memory], tuple[Distribution, jax.Array]]
+    step: Callable[[Any, jax.Array, Memory], tuple[Any, Memory]]
+    unroll: Callable[[Any, jax.Array, jax.Array, Memory], tuple[Any, Memory]]
 
 
-def recurrent_actor_critic(
+def recurrent_network(
     observation_space: Space,
-    action_space: Space,
+    make_heads: Callable[[Box], Heads],
     *,
     hidden_sizes: tuple[int, ...],
     activation: str,
     network: str,
     core: str,
     memory_size: int,
-) -> RecurrentActorCritic:
-    """Makes the network for a pair of spaces: a torso, a recurrent core, and linear heads for policy and value.
+) -> RecurrentNetwork:
+    """Makes a network of a torso, a recurrent core, and heads.
 
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
-      action_space: `Discrete`, or a `Box` of floats.
+      make_heads: makes the heads for the space of the core's outputs.
       hidden_sizes: widths of the dense layers of the torso.
       activation: a key of `ACTIVATIONS`.
       network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
@@ -228,18 +240,15 @@ def recurrent_actor_critic(
       memory_size: size of the memory, `H`.
 
     Returns:
-      The network; distributions are those of `actor_critic`.
+      The network.
 
     Raises:
-      TypeError: if a space is of another kind.
+      TypeError: if the space is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
     torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
     layer = recurrent_core(core, memory_size)
-    heads = actor_critic(
-        Box(-np.inf, np.inf, (memory_size,)), action_space, hidden_sizes=(), activation=activation, network="mlp",
-        shared_torso=True,
-    )  # fmt: skip
+    heads = make_heads(Box(-np.inf, np.inf, (memory_size,)))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
@@ -252,15 +261,73 @@ def recurrent_actor_critic(
     def features(params: Any, obs: jax.Array) -> jax.Array:
         return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
 
-    def step(params: Any, obs: jax.Array, memory: Memory) -> tuple[Distribution, jax.Array, Memory]:
-        outputs, memory = layer.step(params["core"], features(params, obs), memory)
-        return *heads.apply(params["heads"], outputs), memory
+    def step(params: Any, obs: jax.Array, memory: Memory) -> tuple[Any, Memory]:
+        memory = layer.step(params["core"], features(params, obs), memory)
+        return heads.apply(params["heads"], memory[0]), memory
 
-    def unroll(params: Any, obs: jax.Array, begins: jax.Array, memory: Memory) -> tuple[Distribution, jax.Array]:
+    def unroll(params: Any, obs: jax.Array, begins: jax.Array, memory: Memory) -> tuple[Any, Memory]:
         # Rows of [E * T] keep the gradients of the matrices where the environments are; rows of [T * E] would not.
         inputs = unflatten(features(params, flatten(obs)), len(obs))
-        outputs, _ = layer.unroll(params["core"], inputs, begins, memory)
-        policy_and_value = heads.apply(params["heads"], flatten(outputs))
-        return jax.tree.map(lambda x: unflatten(x, len(obs)), policy_and_value)
+        memories = layer.unroll(params["core"], inputs, begins, memory)
+        outputs = heads.apply(params["heads"], flatten(memories[0]))
+        return jax.tree.map(lambda x: unflatten(x, len(obs)), outputs), memories
 
-    return RecurrentActorCritic(init, layer.initial_memory, step, unroll)
+    return RecurrentNetwork(init, layer.initial_memory, step, unroll)
+
+
+def recurrent_actor_critic(observation_space: Space, action_space: Space, config: Any) -> RecurrentNetwork:
+    """Makes a policy and a value function with a memory: linear heads on a recurrent core.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      action_space: `Discrete`, or a `Box` of floats.
+      config: with the fields `hidden_sizes`, `activation`, `network`, `core` and `memory_size`.
+
+    Returns:
+      The network: its outputs are distributions over actions, as those of `actor_critic`, and values `[...]`.
+
+    Raises:
+      TypeError: if a space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+
+    def make_heads(features: Box) -> Heads:
+        return actor_critic(
+            features, action_space, hidden_sizes=(), activation=config.activation, network="mlp", shared_torso=True
+        )
+
+    return _of_config(observation_space, make_heads, config)
+
+
+def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any) -> RecurrentNetwork:
+    """Makes action values with a memory: a linear head on a recurrent core, or two streams of one dense layer each.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      action_space: its size is `A`.
+      config: with the fields `hidden_sizes`, `activation`, `network`, `core`, `memory_size` and `dueling`; streams are as wide
+        as the last dense layer.
+
+    Returns:
+      The network: its outputs are values `[..., A]`.
+
+    Raises:
+      TypeError: if the space of observations is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+
+    def make_heads(features: Box) -> Heads:
+        heads = q_network(
+            features, action_space, hidden_sizes=config.hidden_sizes[-1:] if config.dueling else (),
+            activation=config.activation, network="mlp", dueling=config.dueling,
+        )  # fmt: skip
+        return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
+
+    return _of_config(observation_space, make_heads, config)
+
+
+def _of_config(observation_space: Space, make_heads: Callable[[Box], Heads], config: Any) -> RecurrentNetwork:
+    return recurrent_network(
+        observation_space, make_heads, hidden_sizes=config.hidden_sizes, activation=config.activation,
+        network=config.network, core=config.core, memory_size=config.memory_size,
+    )  # fmt: skip

@@ -100,7 +100,7 @@ class RecurrentPPOState(NamedTuple):
     """All of a run.
 
     Attributes:
-      params: parameters of the `RecurrentActorCritic`.
+      params: parameters of the `RecurrentNetwork`.
       opt_state: state of the optimiser.
       iteration: iterations done. shape=(), dtype=int32
       key: the learner's key, which shuffles. shape=()
@@ -165,10 +165,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,
     )  # fmt: skip
-    network = recurrent_actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes, activation=config.activation,
-        network=config.network, core=config.core, memory_size=config.memory_size,
-    )  # fmt: skip
+    network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
     steps_per_iteration = config.num_envs * config.unroll_length
@@ -192,7 +189,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     @fragment(role="actor")
     def act(params, obs, begins, memory, keys):
-        policy, value, memory = network.step(params, obs, forget(begins, memory))
+        (policy, value), memory = network.step(params, obs, forget(begins, memory))
         action = policy.sample(keys)
         return action, policy.log_prob(action), value, memory
 
@@ -204,7 +201,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     # counter tells how old their parameters are.
     @fragment(role="actor")
     def bootstrap(params, iteration, final_obs, memories):
-        _, final_value, _ = network.step(params, final_obs, memories)
+        (_, final_value), _ = network.step(params, final_obs, memories)
         return final_value, iteration
 
     drain = fragment(role="env", name="drain")(venv.drain)
@@ -234,7 +231,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
             advantage = standardise(advantage)
 
         def loss(params):
-            policy, value = network.unroll(params, seen.obs, seen.begins, memory)
+            (policy, value), _ = network.unroll(params, seen.obs, seen.begins, memory)
             return proximal.surrogate_loss(
                 policy, value, action=seen.action, log_prob=seen.log_prob, advantage=advantage, old_value=seen.value,
                 target=target, clip_ratio=config.clip_ratio, clip_value=config.clip_value, value_coef=config.value_coef,
@@ -279,7 +276,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         return after, metrics | episodes
 
     def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, memory: Memory):
-        policy, _, memory = network.step(state.params, obs, memory)
+        (policy, _), memory = network.step(state.params, obs, memory)
         action = policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
         return to_env_action(action), memory
 

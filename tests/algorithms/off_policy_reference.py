@@ -56,12 +56,13 @@ def adam(params, opt_state, gradient, config):
     moments = opt_state[1]
     count = int(moments.count) + 1
     norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
+    epsilon = getattr(config, "adam_epsilon", 1e-8)
     scale = 1.0 if config.max_grad_norm is None else min(1.0, config.max_grad_norm / norm)
 
     def step(p, g, m, v):
         p, g, m, v = (np.asarray(x, np.float64) for x in (p, g, m, v))
         m, v = 0.9 * m + 0.1 * scale * g, 0.999 * v + 0.001 * (scale * g) ** 2
-        return p - config.learning_rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-8)
+        return p - config.learning_rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + epsilon)
 
     return jax.tree.map(step, params, gradient, moments.mu, moments.nu)
 

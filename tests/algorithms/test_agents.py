@@ -17,6 +17,8 @@ def test_an_iteration_makes_the_declared_number_of_updates(algorithm):
     options = {"optimizer": "adam"} if "optimizer" in fields else {}  # it counts its updates
     if "learning_starts" in fields:
         options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "learning_starts": 64}  # the first iteration learns
+    if "trace_length" in fields:
+        options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
     env = "Pendulum-v1" if algorithm.name in ("ddpg", "td3") else "CartPole-v1"
     env = msrl.envs.make(env)
     if algorithm.name in ("bc", "cql", "iql"):

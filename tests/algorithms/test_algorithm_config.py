@@ -59,8 +59,11 @@ def test_minibatches_must_divide_the_unroll():
         PPOConfig(unroll_length=10, num_minibatches=4)
 
 
-# DQN's learning rate falls by default, if it is known over how many steps.
-@pytest.mark.parametrize("name", [n for n, field in FIELDS if field == "anneal_learning_rate" and "dqn" not in n])
+# The learning rates of DQN and R2D2 fall by default, if it is known over how many steps.
+UNANNEALED = ("dqn", "apex_dqn", "r2d2")
+
+
+@pytest.mark.parametrize("name", [n for n, field in FIELDS if field == "anneal_learning_rate" and n not in UNANNEALED])
 def test_annealing_needs_a_horizon(name):
     algorithm = algorithms.get(name)
     with pytest.raises(ValueError, match=rf"{algorithm.config.__name__}\.anneal_learning_rate needs total_steps"):

@@ -20,6 +20,10 @@ PARTICULAR = {
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
     "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    "r2d2": {
+        "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
+        "trace_length": 4, "n_step": 3, "exploration": "per_env", "learning_rate": 2.5e-4,
+    },
     "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
     "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
@@ -46,6 +50,7 @@ CASES = [
     ("impala+replay", "CartPole-v1"),
     ("dqn", "CartPole-v1"),
     ("apex_dqn", "CartPole-v1"),
+    ("r2d2", "CartPole-v1"),
     ("sac", "Pendulum-v1"),
     ("td3", "Pendulum-v1"),
     ("ddpg", "Pendulum-v1"),

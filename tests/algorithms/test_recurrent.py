@@ -24,7 +24,7 @@ def plain_core(name, params, inputs, begins, memory, xp=jnp):
     w, u = (xp.split(params[k], gates, -1) for k in ("input", "recurrent"))
     b = xp.split(params["bias"], gates)
     sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
-    outputs = []
+    memories = []
     for x, begin in zip(inputs, begins, strict=True):
         memory = [xp.where(begin[:, None], 0, m) for m in memory]
         h = memory[0]
@@ -36,8 +36,8 @@ def plain_core(name, params, inputs, begins, memory, xp=jnp):
             i, f, o = (sigmoid(x @ w[k] + b[k] + h @ u[k]) for k in range(3))
             c = f * memory[1] + i * xp.tanh(x @ w[3] + b[3] + h @ u[3])
             memory = [o * xp.tanh(c), c]
-        outputs.append(memory[0])
-    return xp.stack(outputs), tuple(memory)
+        memories.append(memory)
+    return tuple(xp.stack(m) for m in zip(*memories, strict=True))
 
 
 @pytest.fixture(scope="module", params=["gru", "lstm"])
@@ -63,20 +63,19 @@ def test_an_unroll_is_a_loop_over_steps_that_forgets_where_episodes_begin(unroll
 
 def test_steps_compute_what_the_unroll_does(unrolled):
     _, core, params, inputs, _, memory = unrolled
-    want, _ = core.unroll(params, inputs, jnp.zeros((T, E), bool), memory)
-    for x, expected in zip(inputs, want, strict=True):
-        output, memory = core.step(params, x, memory)
-        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
+    want = core.unroll(params, inputs, jnp.zeros((T, E), bool), memory)
+    for x, *expected in zip(inputs, *want, strict=True):
+        memory = core.step(params, x, memory)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), memory, tuple(expected))
 
 
 def test_gradients_are_those_of_the_plain_loop(unrolled):
     """Of everything that goes in, from everything that comes out."""
     name, core, params, inputs, begins, memory = unrolled
-    leaves = lambda out: [out[0], *out[1]]  # noqa: E731
-    weights = [jax.random.normal(jax.random.key(i), (T, E, H) if i == 0 else (E, H)) for i in range(3)]
+    weights = [jax.random.normal(jax.random.key(i), (T, E, H)) for i in range(2)]
 
     def loss(unroll, params, inputs, memory):
-        return sum((w * x).sum() for w, x in zip(weights, leaves(unroll(params, inputs, begins, memory)), strict=False))
+        return sum((w * x).sum() for w, x in zip(weights, unroll(params, inputs, begins, memory), strict=False))
 
     grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, memory)  # noqa: E731
     want = grad(lambda *args: plain_core(name, *args))
@@ -125,11 +124,11 @@ def plain_network(core, params, obs, begins, memory, xp=jnp):
     """Log-probabilities of all actions, values and memory, written out."""
     dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
     features = xp.tanh(dense(params["torso"]["params"]["Dense_0"], obs))
-    h, memory = plain_core(core, params["core"], features, begins, memory, xp)
+    h, *rest = plain_core(core, params["core"], features, begins, memory, xp)
     heads = params["heads"]["params"]
     logits = dense(heads["actor_head"], h)
     log_probs = logits - xp.log(xp.exp(logits).sum(-1, keepdims=True))
-    return log_probs, dense(heads["critic_head"], h)[..., 0], memory
+    return log_probs, dense(heads["critic_head"], h)[..., 0], tuple(m[-1] for m in (h, *rest))
 
 
 def chosen_of(log_probs, action, xp=jnp):

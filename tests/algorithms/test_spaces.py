@@ -14,7 +14,7 @@ from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 ALGORITHMS = sorted(msrl.algorithms.ALGORITHMS)
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
 # All others take choices and motions.
-REFUSED = {"dqn": MOTION, "apex_dqn": MOTION, "ddpg": CHOICE, "td3": CHOICE}
+REFUSED = {"dqn": MOTION, "apex_dqn": MOTION, "r2d2": MOTION, "ddpg": CHOICE, "td3": CHOICE}
 
 
 @dataclasses.dataclass(frozen=True)
