@@ -11,7 +11,6 @@ import jax
 
 from msrl_jax.algorithms.actor_and_critics import make_policy
 from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.config import check_annealing
 from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update
 from msrl_jax.algorithms.offline import check_config, learning_rate_of, log_likelihood, offline_agent
 from msrl_jax.algorithms.optimizer import make_optimizer
@@ -29,7 +28,7 @@ class BCConfig:
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 128 to 512.
       learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
       max_grad_norm: gradients are scaled down to this norm; None leaves them. Usual: None.
       hidden_sizes: widths of the dense layers. Usual: (64, 64) to (256, 256).
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
@@ -37,7 +36,7 @@ class BCConfig:
       storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
       shards: parts of the data, which may lie on devices of their own; None for the greatest common divisor of `batch_size`
         and 8. Usual: None.
-      total_steps: updates over which the learning rate falls; needed only if it does.
+      total_steps: updates over which the learning rate falls; it stays as it is if that is None.
     """
 
     data: str | None = None
@@ -45,7 +44,7 @@ class BCConfig:
     num_updates: int = 20
     batch_size: int = 256
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = False
+    anneal_learning_rate: bool = True
     max_grad_norm: float | None = None
     hidden_sizes: tuple[int, ...] = (64, 64)
     activation: str = "relu"
@@ -69,11 +68,9 @@ def build(env: Environment, config: BCConfig) -> Agent:
       The agent.
 
     Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if the learning
-        rate is to be annealed and `config.total_steps` is None.
+      ValueError: if the data do not fit the environment, if sizes do not fit, or if actions are not bounded.
       TypeError: if a space is not supported.
     """
-    check_annealing(config)
     policy = make_policy(env.observation_space, env.action_space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update, learning_rate = make_apply_update(optimizer), learning_rate_of(config)

@@ -37,14 +37,15 @@ class CQLConfig:
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 256.
       learning_rate: step size of Adam, for all that is trained. Usual: 3e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
       discount: the factor per step. Usual: 0.99.
       tau: by which share target networks move per update. Usual: 0.005.
-      conservative_weight: what it costs that values of other actions lie above those of the data's. Usual: 0.5 to 10.
+      conservative_weight: what it costs that values of other actions lie above those of the data's; None for 0.1 for choices
+        and 5 for vectors. The larger rewards are, the larger it should be. Usual: 0.1 to 10.
       target_gap: if given, the weight starts at `conservative_weight` and is learned, so that the values of other actions lie
         that far above those of the data's (the paper's Lagrange variant); for vectors only. Usual: None, or 5 to 10.
       num_samples: actions drawn of each kind (uniform, of the policy now, of the policy one step later) to estimate how high
-        values of vectors are, `S`. Usual: 10.
+        values of vectors are, `S`. Usual: 4 to 10.
       initial_temperature: what a nat of entropy is worth at first; for vectors. Usual: 0.1 to 1.
       learn_temperature: whether the temperature is learned; else it stays. Usual: True.
       target_entropy: the entropy to hold, in nats; None for minus the length of an action. Usual: None.
@@ -56,7 +57,7 @@ class CQLConfig:
       storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
       shards: parts of the data, which may lie on devices of their own; None for the greatest common divisor of `batch_size`
         and 8. Usual: None.
-      total_steps: updates over which the learning rate falls; needed only if it does.
+      total_steps: updates over which the learning rate falls; it stays as it is if that is None.
     """
 
     data: str | None = None
@@ -64,12 +65,12 @@ class CQLConfig:
     num_updates: int = 20
     batch_size: int = 256
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = False
+    anneal_learning_rate: bool = True
     discount: float = 0.99
     tau: float = 0.005
-    conservative_weight: float = 1.0
+    conservative_weight: float | None = None
     target_gap: float | None = None
-    num_samples: int = 10
+    num_samples: int = 4
     initial_temperature: float = 1.0
     learn_temperature: bool = True
     target_entropy: float | None = None
@@ -89,7 +90,7 @@ class CQLConfig:
         check.check_numbers(self, "conservative_weight", low=0.0)
         check.check_numbers(self, "initial_temperature", above=0.0)
         check.check_numbers(self, "target_gap", "target_entropy")
-        if self.target_gap is not None and not self.conservative_weight:
+        if self.target_gap is not None and self.conservative_weight == 0:
             raise ValueError("CQLConfig.conservative_weight=0 is no weight to learn from; use one above 0, or target_gap=None")
 
 
@@ -104,11 +105,10 @@ def build(env: Environment, config: CQLConfig) -> Agent:
       The agent.
 
     Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, if a weight is to be
-        learned for choices, or if the learning rate is to be annealed and `config.total_steps` is None.
+      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if a weight is to be
+        learned for choices.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
     make_rule = _for_choices if isinstance(env.action_space, Discrete) else _for_vectors
     return offline_agent(env, config, make_rule(env, config), "cql")
 
@@ -120,10 +120,11 @@ def _for_choices(env: Environment, config: CQLConfig) -> Rule:
             "target_gap=None and a conservative_weight"
         )
     assert isinstance(env.action_space, Discrete)
+    weight = 0.1 if config.conservative_weight is None else config.conservative_weight
 
     def penalty(q: jax.Array, action: jax.Array):
         gap = conservative_gap(q, action)
-        return config.conservative_weight * gap, {"conservative_gap": gap.mean()}
+        return weight * gap, {"conservative_gap": gap.mean()}
 
     learns = _common_fields(config, DQNConfig)
     return q_learning(env.observation_space, env.action_space, learns, learning_rate_of(config), penalty)
@@ -134,6 +135,7 @@ def _for_vectors(env: Environment, config: CQLConfig) -> Rule:
     policy = make_policy(env.observation_space, env.action_space, config)
     critics = make_critics(env.observation_space, env.action_space, 2, config)
     size: int = math.prod(env.action_space.shape)  # pyright: ignore[reportAssignmentType]
+    first_weight = 5.0 if config.conservative_weight is None else config.conservative_weight
 
     def sample_actions(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Actions `[B, 3 * S, D]`, and the logarithms of the densities that they were drawn with."""
@@ -155,13 +157,13 @@ def _for_vectors(env: Environment, config: CQLConfig) -> Rule:
         many = jnp.broadcast_to(obs[:, None], (*action.shape[:2], *obs.shape[1:]))
         gap = log_partition(critics.apply(trained["critic"], many, action), log_prob) - q
         if config.target_gap is None:
-            return config.conservative_weight * gap.sum(0).mean(), {"conservative_gap": gap.mean()}
+            return first_weight * gap.sum(0).mean(), {"conservative_gap": gap.mean()}
         weight = jnp.exp(params["log_weight"])
         weight_loss = temperature_loss(trained["log_weight"], gap, -config.target_gap).mean()
         loss = weight * (gap - config.target_gap).sum(0).mean() + weight_loss
         return loss, {"conservative_gap": gap.mean(), "conservative_weight": weight}
 
-    more = {} if config.target_gap is None else {"log_weight": jnp.log(jnp.float32(config.conservative_weight))}
+    more = {} if config.target_gap is None else {"log_weight": jnp.log(jnp.float32(first_weight))}
     learns = _common_fields(config, SACConfig)
     return soft_actor_critic(policy, critics, env.action_space, learns, learning_rate_of(config), penalty, more)
 

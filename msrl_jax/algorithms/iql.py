@@ -37,7 +37,7 @@ class IQLConfig:
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 256.
       learning_rate: step size of Adam, for all networks. Usual: 3e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
       normalize_rewards: whether rewards are divided by the range of the returns of the data's episodes per step of the longest
         one (the paper's for locomotion, whose episodes have 1000 steps), so that `inverse_temperature` depends on the units of
         rewards no more. Usual: True.
@@ -53,7 +53,7 @@ class IQLConfig:
       storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
       shards: parts of the data, which may lie on devices of their own; None for the greatest common divisor of `batch_size`
         and 8. Usual: None.
-      total_steps: updates over which the learning rate falls; needed only if it does.
+      total_steps: updates over which the learning rate falls; it stays as it is if that is None.
     """
 
     data: str | None = None
@@ -61,7 +61,7 @@ class IQLConfig:
     num_updates: int = 20
     batch_size: int = 256
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = False
+    anneal_learning_rate: bool = True
     normalize_rewards: bool = True
     discount: float = 0.99
     tau: float = 0.005
@@ -95,11 +95,9 @@ def build(env: Environment, config: IQLConfig) -> Agent:
       The agent.
 
     Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if the learning
-        rate is to be annealed and `config.total_steps` is None.
+      ValueError: if the data do not fit the environment, if sizes do not fit, or if actions are not bounded.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
     policy = make_policy(env.observation_space, env.action_space, config)
     critics = make_critics(env.observation_space, env.action_space, 2, config)
     value = make_value(env.observation_space, config)

@@ -64,12 +64,12 @@ CASES = [
 ]
 
 
-SECOND = [("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"), ("cql", "Pendulum-v1"), ("iql", "Pendulum-v1")]
-SLOW = [("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("iql", "CartPole-v1")]
+SECOND = [("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"), ("bc", "CartPole-v1"), ("cql", "Pendulum-v1")]
+SLOW = [("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("iql", "CartPole-v1"), ("iql", "Pendulum-v1")]
 
 
 def is_slow(algorithm, env, num_devices):
-    """PPO runs on every number of devices each time, the others on the least and the most, second ones of a kind on the most.
+    """PPO runs on every number of devices each time, the others on the least and the most, second ones of a kind, on the most.
 
     Of two variants of one algorithm, the one that does more runs each time.
     """

@@ -1,0 +1,287 @@
+"""Learning from data alone: updates against implementations written out here, and no environment in the loop."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import algorithms, data
+
+from .off_policy_reference import adam, assert_close, one, plain_mlp, wide
+from .random_walk import RandomWalk
+from .test_dqn import plain_q
+from .test_sac import plain_losses, plain_policy
+from .transitions import noise
+
+B, S, LENGTH = 32, 3, 4
+SMALL = {"num_updates": 1, "batch_size": B, "hidden_sizes": (8, 6), "learning_rate": 3e-3}
+
+
+def make(name, continuous, **options):
+    """The agent, its config and its data."""
+    env, algorithm = RandomWalk(continuous), algorithms.get(name)
+    dataset = noise(env, length=LENGTH)
+    config = algorithm.config(**SMALL | options, data=dataset)
+    return algorithm.build(env, config), config, dataset
+
+
+def two_states(agent, iterations=4):
+    """The state after some iterations, that after one more, and what this one measured."""
+    iteration, state = jax.jit(agent.iteration), agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
+    for _ in range(iterations):
+        state, _ = iteration(state)
+    return state, *iteration(state)
+
+
+def drawn(config, dataset, state):
+    """The batch that an iteration learned from, in the learner's units and in those of the environment, and its key."""
+    discount = getattr(config, "discount", 1.0)
+    buffer, held = data.buffer(dataset.split(0.1)[0], batch_size=B, discount=discount, shards=8)
+    key = jax.random.split(state.data_key, 3)[2]
+    training = state.data.training
+    if dataset.action.ndim == 1:
+        held = held._replace(items=[jnp.int32(x) if i == 1 else x for i, x in enumerate(held.items)])
+    batch, raw = (jax.tree.map(np.asarray, buffer.sample(s, key).experience) for s in (training, held))
+    return batch, raw, jax.random.split(state.key, 3)[2]
+
+
+def plain_likelihood(params, batch, continuous):
+    """Log-likelihoods in the plain formulas."""
+    outputs = plain_mlp(params, batch.obs)
+    if not continuous:
+        return outputs[np.arange(B), batch.action] - jnp.log(jnp.exp(outputs).sum(-1))
+    action = np.clip(batch.action, -0.999, 0.999)
+    loc, scale = outputs[:, :2], jnp.exp(outputs[:, 2:])
+    density = jnp.exp(-(((np.arctanh(action) - loc) / scale) ** 2) / 2) / (scale * np.sqrt(2 * np.pi))
+    return (jnp.log(density) - np.log(1 - action**2)).sum(-1)
+
+
+def plain_critic(critic, i, batch, continuous):
+    inputs = jnp.concatenate([batch.obs, batch.action], -1) if continuous else batch.obs
+    q = plain_mlp(one(critic, i), inputs)
+    return q[:, 0] if continuous else q[np.arange(B), batch.action]
+
+
+def assert_updated(state, after, config, losses, metrics=None):
+    """That each part of the parameters took a step of Adam along the gradient of its loss."""
+    for name, loss in losses.items():
+        value, gradient = jax.jit(jax.value_and_grad(loss))(state.params[name])
+        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
+        if metrics is not None and f"{name}_loss" in metrics:
+            np.testing.assert_allclose(metrics[f"{name}_loss"], value, rtol=1e-4, atol=1e-5)
+
+
+BOTH = pytest.mark.parametrize(
+    "continuous", [pytest.param(True, id="continuous"), pytest.param(False, id="discrete", marks=pytest.mark.slow)]
+)
+
+
+@BOTH
+def test_an_update_of_bc_equals_an_independent_implementation(continuous):
+    agent, config, dataset = make("bc", continuous)
+    state, after, metrics = two_states(agent)
+    batch, raw, _ = drawn(config, dataset, state)
+    if continuous:
+        np.testing.assert_allclose(batch.action, (raw.action - np.array([0, 0.5])) / 0.5, atol=1e-6)
+    loss = lambda params: -plain_likelihood(params, batch, continuous).mean()  # noqa: E731
+    value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert_close(after.params, adam(state.params, state.opt_state, gradient, config))
+
+
+@BOTH
+def test_an_update_of_iql_equals_an_independent_implementation(continuous):
+    agent, config, dataset = make("iql", continuous, max_grad_norm=0.7, max_weight=1.5)
+    state, after, metrics = two_states(agent)
+    batch, raw, _ = drawn(config, dataset, state)
+    returns = np.add.reduceat(dataset.reward, np.arange(0, len(dataset), LENGTH))
+    np.testing.assert_allclose(batch.reward, raw.reward / ((returns.max() - returns.min()) / LENGTH), rtol=1e-4)
+    assert set(np.unique(batch.discount)) == {0, np.float32(0.99)}
+    value = lambda params, obs: plain_mlp(params, obs)[:, 0]  # noqa: E731
+
+    @jax.jit
+    def constants(params, target_critic):
+        outcome = jnp.minimum(*(plain_critic(target_critic, i, batch, continuous) for i in range(2)))
+        target = batch.reward + batch.discount * value(params["value"], batch.next_obs)
+        return outcome, target, jnp.minimum(jnp.exp(3 * (outcome - value(params["value"], batch.obs))), 1.5)
+
+    outcome, target, weight = constants(state.params, state.target_params)
+    assert weight.max() == 1.5 > weight.min()
+
+    def value_loss(params):
+        error = outcome - value(params, batch.obs)
+        return (jnp.where(error > 0, 0.7, 0.3) * error**2).mean()
+
+    losses = {
+        "actor": lambda params: -(weight * plain_likelihood(params, batch, continuous)).mean(),
+        "critic": lambda params: sum(
+            ((plain_critic(params, i, batch, continuous) - target) ** 2).mean() / 2 for i in range(2)
+        ),
+        "value": value_loss,
+    }
+    assert_updated(state, after, config, losses, metrics)
+    moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params["critic"]))
+    assert_close(after.target_params, moved)
+
+
+@pytest.mark.parametrize(
+    "target_gap", [pytest.param(None, id="fixed", marks=pytest.mark.slow), pytest.param(0.3, id="lagrange")]
+)
+def test_an_update_of_cql_on_sac_equals_an_independent_implementation(target_gap):
+    agent, config, dataset = make("cql", True, num_samples=S, conservative_weight=0.8, target_gap=target_gap)
+    state, after, metrics = two_states(agent)
+    batch, _, key = drawn(config, dataset, state)
+    keys = jax.random.split(key, (2 + 3 * S, B))
+    normal = np.asarray(jax.jit(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,)))))(keys))
+    uniform = np.asarray(jax.jit(jax.vmap(jax.vmap(lambda k: jax.random.uniform(k, (2,), minval=-1.0, maxval=1.0))))(keys))
+    looked = [batch.obs] * S + [batch.next_obs] * S
+    drawn_now = jax.jit(lambda params: [plain_policy(params, o, normal[2 + S + j], True) for j, o in enumerate(looked)])
+    samples = [(u, np.log(1 / 4)) for u in uniform[2 : 2 + S]] + drawn_now(state.params)
+
+    def gaps(critic):
+        for i in range(2):
+            q = [plain_mlp(one(critic, i), jnp.concatenate([batch.obs, a], -1))[:, 0] for a, _ in samples]
+            weights = [jnp.exp(q_j - log_prob) for q_j, (_, log_prob) in zip(q, samples, strict=True)]
+            yield jnp.log(sum(weights) / (3 * S)) - plain_critic(critic, i, batch, True)
+
+    losses = plain_losses(state, batch, normal[:2], True, -2.0, True)
+    weight = 0.8 if target_gap is None else np.exp(state.params["log_weight"])
+    losses["critic"] = lambda critic, sac=losses["critic"]: sac(critic) + weight * sum(gap.mean() for gap in gaps(critic))
+    assert_updated(state, after, config, losses)
+    gap = jax.jit(lambda critic: sum(gap.mean() for gap in gaps(critic)) / 2)(state.params["critic"])
+    np.testing.assert_allclose(metrics["conservative_gap"], gap, rtol=1e-4)
+    if target_gap is not None:
+        # The weight rises while the gap is above its target, and falls below it.
+        assert (after.params["log_weight"] > state.params["log_weight"]) == (gap > target_gap)
+        np.testing.assert_allclose(metrics["conservative_weight"], weight, rtol=1e-6)
+
+
+def test_an_update_of_cql_on_dqn_equals_an_independent_implementation():
+    agent, config, dataset = make("cql", False, conservative_weight=0.6, tau=0.1)
+    state, after, metrics = two_states(agent)
+    batch, _, _ = drawn(config, dataset, state)
+    q = lambda params, obs, xp=np: plain_q(params, obs, False, xp)  # noqa: E731
+    best = q(wide(state.params), batch.next_obs).argmax(-1)
+    target = batch.reward + batch.discount * q(wide(state.target_params), batch.next_obs)[np.arange(B), best]
+
+    def loss(params):
+        values = q(params, batch.obs, jnp)
+        taken = values[np.arange(B), batch.action]
+        return ((taken - target) ** 2 / 2 + 0.6 * (jnp.log(jnp.exp(values).sum(-1)) - taken)).mean()
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-4)
+    moments = state.opt_state[1]
+    count, rate = int(moments.count) + 1, config.learning_rate
+
+    def step(p, g, m, v):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        return p - rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1e-5)
+
+    assert_close(after.params, jax.tree.map(step, wide(state.params), wide(gradient), wide(moments.mu), wide(moments.nu)))
+    moved = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, wide(state.target_params), wide(after.params))
+    assert_close(after.target_params, moved)
+
+
+def test_held_out_episodes_are_never_learned_from():
+    agent, _, dataset = make("bc", False)
+    held = agent.data["data"]
+    rows = [np.asarray(x.items[0]).reshape(-1, 3) for x in (held.training, held.validation)]
+    where = [{int(np.flatnonzero((dataset.obs == row).all(1))[0]) // LENGTH for row in part} for part in rows]
+    assert len(where[1]) == 16 and not where[0] & where[1]
+    assert len(rows[0]) == 144 * LENGTH and len(rows[1]) == 16 * LENGTH
+
+
+@pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse"])
+def test_no_environment_is_stepped(policy):
+    agent, _, _ = make("bc", False)
+    state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
+    program = msrl.compile(
+        agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, devices=jax.devices()[:4]
+    )  # fmt: skip
+    plan = program.explain()
+    assert {f.role for f in plan.fragments} == {"buffer", "learner", "server"}
+    # A policy that sets devices apart for acting has nothing to do there.
+    placements = {f.placement for f in plan.fragments}
+    assert len(placements) == 1 and placements == {p.placement for p in plan.programs}
+
+
+def test_data_are_no_constants_of_the_program():
+    """Ten times the data make shapes in the program larger, and nothing else."""
+    env, sizes = RandomWalk(True), []
+    for rows in (640, 6400):
+        agent = algorithms.get("iql").build(env, algorithms.IQLConfig(**SMALL, data=noise(env, rows)))
+        state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
+        jaxpr = jax.make_jaxpr(agent.iteration)(state)
+        assert sum(np.size(c) for c in jaxpr.consts) < 16
+        sizes.append(len(jax.jit(agent.iteration).lower(state).as_text()))
+    assert abs(sizes[1] - sizes[0]) < 0.01 * sizes[0]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two seeds of IQL at once, and the second one alone, from a file."""
+    path = tmp_path_factory.mktemp("offline") / "noise.npz"
+    data.save(noise(RandomWalk()), path)
+    both, alone = (
+        msrl.train(
+            "iql", RandomWalk(), data=str(path), total_steps=40, chunk=2, eval_episodes=8, progress=False,
+            devices=jax.devices()[:1], **seeds, **SMALL | {"num_updates": 10},
+        )
+        for seeds in ({"seeds": 2}, {"seed": 1})
+    )  # fmt: skip
+    return both, alone
+
+
+def test_members_are_runs_of_their_own(runs):
+    both, alone = runs
+    for name, column in alone.history.items():
+        if name not in ("step", "iteration", "seconds", "steps_per_second"):
+            np.testing.assert_allclose(both.history[name][:, 1], column, rtol=2e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(alone.history["step"], [20, 40])
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)  # noqa: E731
+    jax.tree.map(close, both.member_state(1).params, alone.state.params)
+
+
+def test_members_are_compared_by_what_was_held_out(runs):
+    both, _ = runs
+    losses = both.history["validation_loss"][-1]
+    for last in ([1.0, 2.0], [2.0, 1.0]):
+        evaluation = dataclasses.replace(both.evaluation, returns=np.tile(np.float32(last)[:, None], 8))
+        assert dataclasses.replace(both, evaluation=evaluation).best == losses.argmin()
+    nothing = {name: column for name, column in both.history.items() if not name.startswith("validation")}
+    with pytest.raises(ValueError, match=r"no data were held out .* name one, member=0, or train with a validation_fraction"):
+        dataclasses.replace(both, history=nothing).best  # noqa: B018
+
+
+def test_a_run_comes_back_without_its_data(runs, tmp_path):
+    """Loading refuses a checkpoint with more in it than there is in the state without data."""
+    _, alone = runs
+    loaded = msrl.Result.load(alone.save(tmp_path / "run"), env=RandomWalk())
+    assert loaded.state.data == () and loaded.config.data is None and loaded.actor.agent.unit == "updates"
+    obs = jnp.linspace(-1, 1, 12).reshape(4, 3)
+    np.testing.assert_array_equal(loaded.act(obs), alone.act(obs))
+    np.testing.assert_array_equal(loaded.evaluate(4).returns, alone.evaluate(4).returns)
+    with pytest.raises(ValueError, match=r"iql learns from data alone, but there is none; give data='experience.npz'"):
+        msrl.train("iql", RandomWalk(), total_steps=40, progress=False, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "continuous", "options", "message"),
+    [
+        ("cql", False, {"target_gap": 1.0}, r"target_gap=1.0 learns a weight, but not for choices"),
+        ("cql", True, {"target_gap": 1.0, "conservative_weight": 0.0}, "conservative_weight=0 is no weight to learn from"),
+        ("iql", True, {"expectile": 1.2}, r"IQLConfig\.expectile=1.2: use a finite number at least 0 and at most 1"),
+        ("bc", True, {"validation_fraction": 1.0}, "holds everything out; use less than 1"),
+        ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
+        ("bc", True, {"data": noise(RandomWalk(False))}, "action of the data set has shape"),
+        ("bc", True, {"data": "there/is/none.npz"}, "there is no file"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_remedy(name, continuous, options, message):
+    algorithm = algorithms.get(name)
+    with pytest.raises(ValueError, match=message):
+        algorithm.build(RandomWalk(continuous), algorithm.config(**{"data": noise(RandomWalk(continuous))} | options))
