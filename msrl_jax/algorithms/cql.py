@@ -105,8 +105,8 @@ def build(env: Environment, config: CQLConfig) -> Agent:
       The agent.
 
     Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if a weight is to be
-        learned for choices.
+      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if a weight is to
+        be learned for choices.
       TypeError: if a space is not supported.
     """
     make_rule = _for_choices if isinstance(env.action_space, Discrete) else _for_vectors
