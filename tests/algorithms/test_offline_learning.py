@@ -20,7 +20,7 @@ def medium(env, seed=0):
         "CartPole-v1": ("dqn", 80, {"eval_every": 1_280}),
         "Pendulum-v1": ("sac", -800, {"eval_every": 320, "hidden_sizes": (64, 64)}),
     }[env]
-    half_trained = lambda tick: bool(tick.row.get("eval_return", np.nan) > enough)  # noqa: E731
+    half_trained = lambda tick: bool(tick.metrics["eval_return"] > enough)  # noqa: E731
     result = msrl.train(name, env, total_steps=100_000, seed=seed, callbacks=[half_trained], progress=False, **options)
     assert result.status == "stopped"
     return msrl.data.record(result, 20_000, epsilon=0.3 if name == "dqn" else None, seed=seed)
