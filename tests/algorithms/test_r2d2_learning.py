@@ -1,0 +1,31 @@
+"""R2D2 remembers what DQN cannot know, and solves what needs no memory, with its defaults."""
+
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+
+pytestmark = pytest.mark.slow
+
+CHAIN = {"env": "MemoryChain-bsuite:memory_length=15", "total_steps": 80_000}
+
+
+def greedy_returns(name, **options):
+    """Mean return of greedy episodes after training. `[5]`"""
+    evaluation = msrl.train(name, **options, seeds=5, eval_episodes=500, progress=False).evaluation
+    assert evaluation is not None
+    return np.asarray(evaluation.mean_return)
+
+
+@pytest.mark.parametrize("core", ["gru", "lstm"])
+def test_a_memory_bridges_what_observations_do_not_show(core):
+    """The answer is shown once, and asked for 15 steps later."""
+    assert (greedy_returns("r2d2", **CHAIN, core=core) > 0.9).all()
+
+
+def test_without_a_memory_the_answer_is_a_guess():
+    assert (np.abs(greedy_returns("dqn", **CHAIN)) < 0.2).all()
+
+
+def test_cartpole_is_balanced_most_of_the_time():
+    assert greedy_returns("r2d2", env="CartPole-v1", total_steps=150_000).mean() > 400
