@@ -22,9 +22,21 @@ def curves(name, env, total_steps, seeds, **options):
     return np.array([episodes[tenth].mean(axis=0) for tenth in np.array_split(np.arange(length), 10)])
 
 
-@pytest.mark.parametrize(("options", "least"), [({}, 5), ({"n_step": 3}, 4)], ids=["plain", "n-step"])
-def test_defaults_solve_cartpole_and_do_not_forget_it(options, least):
-    assert (curves("dqn", "CartPole-v1", 300_000, SEEDS, **options)[-1] >= 475).sum() >= least
+OPTIONS = {
+    "defaults": {},
+    "plain": {"double": False},
+    "dueling": {"dueling": True},
+    "n-step": {"n_step": 3},
+    "prioritised": {"prioritised": True},
+    "c51": {"distribution": "c51"},
+    "qr": {"distribution": "qr", "learning_rate": 5e-4, "tau": 0.005},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_solves_cartpole_and_does_not_forget_it(options):
+    """Mean returns in the last tenth of training; a seed in ten may lose what it knew late."""
+    assert (curves("dqn", "CartPole-v1", 500_000, SEEDS, **options)[-1] >= 475).sum() >= SEEDS - 1
 
 
 def test_breakout_improves_from_images():
