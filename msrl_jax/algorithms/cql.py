@@ -40,7 +40,7 @@ class CQLConfig:
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
       discount: the factor per step. Usual: 0.99.
       tau: by which share target networks move per update. Usual: 0.005.
-      conservative_weight: what it costs that values of other actions lie above those of the data's; None for 0.1 for choices
+      conservative_weight: what it costs that values of other actions lie above those of the data's; None for 0.5 for choices
         and 5 for vectors. The larger rewards are, the larger it should be. Usual: 0.1 to 10.
       target_gap: if given, the weight starts at `conservative_weight` and is learned, so that the values of other actions lie
         that far above those of the data's (the paper's Lagrange variant); for vectors only. Usual: None, or 5 to 10.
@@ -120,7 +120,7 @@ def _for_choices(env: Environment, config: CQLConfig) -> Rule:
             "target_gap=None and a conservative_weight"
         )
     assert isinstance(env.action_space, Discrete)
-    weight = 0.1 if config.conservative_weight is None else config.conservative_weight
+    weight = 0.5 if config.conservative_weight is None else config.conservative_weight
 
     def penalty(q: jax.Array, action: jax.Array):
         gap = conservative_gap(q, action)
