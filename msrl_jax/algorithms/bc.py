@@ -12,7 +12,7 @@ import jax
 from msrl_jax.algorithms.actor_and_critics import make_policy
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update
-from msrl_jax.algorithms.offline import check_config, learning_rate_of, log_likelihood, offline_agent
+from msrl_jax.algorithms.offline import check_actions, check_config, learning_rate_of, log_likelihood, offline_agent
 from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -23,7 +23,8 @@ class BCConfig:
     """Everything about what behaviour cloning computes; where it runs is a distribution policy's concern.
 
     Attributes:
-      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
+      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Training needs it. Usual: a path.
       validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 128 to 512.
@@ -71,6 +72,7 @@ def build(env: Environment, config: BCConfig) -> Agent:
       ValueError: if the data do not fit the environment, if sizes do not fit, or if actions are not bounded.
       TypeError: if a space is not supported.
     """
+    check_actions("bc", env.action_space)
     policy = make_policy(env.observation_space, env.action_space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update, learning_rate = make_apply_update(optimizer), learning_rate_of(config)

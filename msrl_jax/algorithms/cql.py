@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.actor_and_critics import check_bounded, make_critics, make_policy, uniform_actions
+from msrl_jax.algorithms.actor_and_critics import make_critics, make_policy, uniform_actions
 from msrl_jax.algorithms.actor_critic_losses import temperature_loss
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.distributions import TanhNormal
 from msrl_jax.algorithms.dqn import DQNConfig
 from msrl_jax.algorithms.off_policy import Batch, Rule
-from msrl_jax.algorithms.offline import check_config, learning_rate_of, offline_agent
+from msrl_jax.algorithms.offline import check_actions, check_config, learning_rate_of, offline_agent
 from msrl_jax.algorithms.offline_losses import conservative_gap, log_partition
 from msrl_jax.algorithms.q_learning import q_learning
 from msrl_jax.algorithms.sac import SACConfig, soft_actor_critic
@@ -32,7 +32,8 @@ class CQLConfig:
     What the paper's code does otherwise: it learns the policy at a lower rate than the critics.
 
     Attributes:
-      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
+      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Training needs it. Usual: a path.
       validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 256.
@@ -109,6 +110,7 @@ def build(env: Environment, config: CQLConfig) -> Agent:
         be learned for choices.
       TypeError: if a space is not supported.
     """
+    check_actions("cql", env.action_space)
     make_rule = _for_choices if isinstance(env.action_space, Discrete) else _for_vectors
     return offline_agent(env, config, make_rule(env, config), "cql")
 
@@ -131,7 +133,6 @@ def _for_choices(env: Environment, config: CQLConfig) -> Rule:
 
 
 def _for_vectors(env: Environment, config: CQLConfig) -> Rule:
-    check_bounded("cql", env.action_space)
     policy = make_policy(env.observation_space, env.action_space, config)
     critics = make_critics(env.observation_space, env.action_space, 2, config)
     size: int = math.prod(env.action_space.shape)  # pyright: ignore[reportAssignmentType]

@@ -17,7 +17,7 @@ from msrl_jax.algorithms.actor_critic_losses import pessimistic_value
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update, track
-from msrl_jax.algorithms.offline import check_config, learning_rate_of, log_likelihood, offline_agent
+from msrl_jax.algorithms.offline import check_actions, check_config, learning_rate_of, log_likelihood, offline_agent
 from msrl_jax.algorithms.offline_losses import advantage_weight, expectile_loss
 from msrl_jax.algorithms.optimizer import make_optimizer
 from msrl_jax.envs import Environment
@@ -32,7 +32,8 @@ class IQLConfig:
     depends on the observation, where the paper's does not.
 
     Attributes:
-      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
+      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+        Training needs it. Usual: a path.
       validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
       num_updates: updates per iteration, `K`. Usual: 10 to 100.
       batch_size: transitions per update, `B`. Usual: 256.
@@ -98,6 +99,7 @@ def build(env: Environment, config: IQLConfig) -> Agent:
       ValueError: if the data do not fit the environment, if sizes do not fit, or if actions are not bounded.
       TypeError: if a space is not supported.
     """
+    check_actions("iql", env.action_space)
     policy = make_policy(env.observation_space, env.action_space, config)
     critics = make_critics(env.observation_space, env.action_space, 2, config)
     value = make_value(env.observation_space, config)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from msrl_jax import data
 from msrl_jax.algorithms.networks import policy_actions
+from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.replay import Indices, Replay, ReplayState, Sample
 
@@ -91,6 +92,23 @@ def split_batch(config: Any) -> tuple[Any, int]:
     return dataclasses.replace(config, batch_size=config.batch_size - shards * given, shards=shards), shards * given
 
 
+def load_data(source: str | Dataset, env: Environment) -> Dataset:
+    """Reads a data set for an environment.
+
+    Args:
+      source: its path, or the data set.
+      env: the environment.
+
+    Returns:
+      The data set, with actions as policies make them.
+
+    Raises:
+      ValueError: if the file is not what it should be, or the data do not fit the environment's spaces.
+    """
+    dataset = data.check_spaces(data.load(source), env)
+    return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))
+
+
 def make_mixture(env: Environment, config: Any) -> Mixture | None:
     """Reads the data set of a config.
 
@@ -107,8 +125,7 @@ def make_mixture(env: Environment, config: Any) -> Mixture | None:
     own, rows = split_batch(config)
     if not rows:
         return None
-    dataset = data.check_spaces(data.load(config.data), env)
-    dataset = dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))
+    dataset = load_data(config.data, env)
     storage = None if config.storage is None else {"obs": config.storage, "next_obs": config.storage}
     made = data.buffer(
         dataset, batch_size=rows, length=config.n_step, discount=config.discount, shards=own.shards, storage=storage

@@ -20,11 +20,12 @@ from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.actor_and_critics import check_bounded
 from msrl_jax.algorithms.base import Agent, Metrics
 from msrl_jax.algorithms.distributions import Categorical, TanhNormal
-from msrl_jax.algorithms.networks import action_transform, policy_actions
+from msrl_jax.algorithms.mixing import load_data
+from msrl_jax.algorithms.networks import action_transform
 from msrl_jax.algorithms.off_policy import Batch, Learner, Rule
 from msrl_jax.algorithms.optimizer import learning_rate_at
 from msrl_jax.data import Dataset
-from msrl_jax.envs import Discrete, Environment
+from msrl_jax.envs import Discrete, Environment, Space
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, ReplayState
 
@@ -73,6 +74,12 @@ def check_config(config: Any) -> None:
         raise ValueError(
             f"{type(config).__name__}.validation_fraction={config.validation_fraction!r} holds everything out; use less than 1"
         )
+
+
+def check_actions(name: str, space: Space) -> None:
+    """Raises TypeError or ValueError unless a space of actions is `Discrete` or a bounded `Box` of floats."""
+    if not isinstance(space, Discrete):
+        check_bounded(name, space)
 
 
 def learning_rate_of(config: Any) -> Callable[[jax.Array], jax.Array]:
@@ -125,8 +132,6 @@ def offline_agent(env: Environment, config: Any, rule: Rule, name: str) -> Agent
     """
     shards = math.gcd(config.batch_size, 8) if config.shards is None else config.shards
     venv = envs.vectorise(env, shards)
-    if not isinstance(venv.action_space, Discrete):
-        check_bounded(name, venv.action_space)
     (training, validation), held = _buffers(env, config, shards)
     num_updates, batch_size = config.num_updates, config.batch_size
 
@@ -186,14 +191,13 @@ def _buffers(env: Environment, config: Any, shards: int) -> tuple[tuple[Any, Rep
     """The buffers of training and of validation, and what they hold."""
     if config.data is None:
         return (None, None), None
-    dataset = data.check_spaces(data.load(config.data), env)
+    dataset = load_data(config.data, env)
     storage = None if config.storage is None else {"obs": config.storage, "next_obs": config.storage}
 
     def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
         discount = getattr(config, "discount", 1.0)
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
 
-    dataset = dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))
     if getattr(config, "normalize_rewards", False):
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
     if not config.validation_fraction:

@@ -15,12 +15,13 @@ class Tick:
     """The state of affairs after a chunk of iterations.
 
     Attributes:
-      step: environment steps so far, of one member.
+      step: steps so far, of one member: of environments, or updates if there are none (`Agent.unit`).
       iteration: training iterations so far.
-      total_steps: environment steps that the run will take.
+      total_steps: steps that the run will take.
       metrics: the row of the history that the chunk has added: a float per metric, or an array `[M]` for a run of `M`
         seeds.
       get_state: returns the state of the run.
+      unit: what a step is.
     """
 
     step: int
@@ -28,6 +29,7 @@ class Tick:
     total_steps: int
     metrics: Mapping[str, float | np.ndarray]
     get_state: Callable[[], Any] = dataclasses.field(repr=False)
+    unit: str = "environment steps"
 
     @property
     def state(self) -> Any:

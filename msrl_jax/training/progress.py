@@ -49,7 +49,7 @@ def choose_display(progress: Progress) -> Display:
 
 def _facts(tick: Tick) -> str:
     """The numbers worth watching, as text: means over the members."""
-    facts = [f"{tick.metrics['steps_per_second']:,.0f} steps/s"]
+    facts = [f"{tick.metrics['steps_per_second']:,.0f} {tick.unit.removeprefix('environment ')}/s"]
     for name, word in _SHOWN.items():
         value = float(np.mean(tick.metrics.get(name, np.nan)))
         if not np.isnan(value):

@@ -310,7 +310,9 @@ def _loop(
         run.advance(min(chunk, iterations - run.iteration))
         if run.iteration == iterations:
             run.evaluate_now()
-        tick = Tick(run.step, run.iteration, iterations * run.steps_per_iteration, run.rows[-1], run.state)
+        tick = Tick(
+            run.step, run.iteration, iterations * run.steps_per_iteration, run.rows[-1], run.state, run.setup.actor.agent.unit
+        )  # fmt: skip
         try:
             stops = [callback(tick) is True for callback in callbacks]
         except KeyboardInterrupt:

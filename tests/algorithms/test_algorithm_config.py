@@ -59,8 +59,8 @@ def test_minibatches_must_divide_the_unroll():
         PPOConfig(unroll_length=10, num_minibatches=4)
 
 
-# The learning rates of DQN and R2D2 fall by default, if it is known over how many steps.
-UNANNEALED = ("dqn", "apex_dqn", "r2d2")
+# The learning rates of these fall by default, if it is known over how many steps.
+UNANNEALED = ("dqn", "apex_dqn", "r2d2", "bc", "cql", "iql")
 
 
 @pytest.mark.parametrize("name", [n for n, field in FIELDS if field == "anneal_learning_rate" and n not in UNANNEALED])

@@ -64,19 +64,17 @@ CASES = [
 ]
 
 
-SECOND = [("a3c", "Pendulum-v1"), ("es", "Pendulum-v1"), ("bc", "CartPole-v1"), ("cql", "Pendulum-v1")]
 SLOW = [("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("iql", "CartPole-v1"), ("iql", "Pendulum-v1")]
 
 
 def is_slow(algorithm, env, num_devices):
-    """PPO runs on every number of devices each time, the others on the least and the most, second ones of a kind, on the most.
+    """PPO runs on every number of devices each time, the others on the most.
 
     Of two variants of one algorithm, the one that does more runs each time.
     """
     if algorithm in ("dqn", "impala+replay", "cql+lagrange") or (algorithm, env) in SLOW:
         return True
-    second = (algorithm, env) in SECOND
-    return algorithm != "ppo" and num_devices in ((1, 2, 4) if second else (2, 4))
+    return algorithm != "ppo" and num_devices != 8
 
 
 MATRIX = [

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import msrl_jax as msrl
@@ -32,6 +33,16 @@ class Still:
         return *self.reset(key), jnp.float32(0), never, never
 
 
+def arguments(name, env):
+    """What a config cannot do without: data to learn from, if the algorithm learns from nothing else."""
+    if name not in ("bc", "cql", "iql"):
+        return {}
+    rows = 1024
+    obs, action = (np.zeros((rows, *space.shape), space.dtype) for space in (env.observation_space, env.action_space))
+    flags = np.arange(rows) % 8 == 7
+    return {"data": msrl.data.Dataset(obs, action, np.zeros(rows), flags, np.zeros(rows, bool), obs)}
+
+
 @pytest.fixture
 def compiled(caplog):
     """What was compiled during a test, by name."""
@@ -42,14 +53,15 @@ def compiled(caplog):
 @pytest.mark.parametrize("action_space", [CHOICE, MOTION], ids=["choice", "motion"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_choices_and_motions_are_taken_or_refused_with_what_takes_them(name, action_space):
-    build = functools.partial(msrl.algorithms.get(name).build, Still(VECTOR, action_space))
-    config = msrl.algorithms.get(name).config()
+    env = Still(VECTOR, action_space)
+    build = functools.partial(msrl.algorithms.get(name).build, env)
+    config = msrl.algorithms.get(name).config(**arguments(name, env))
     if REFUSED.get(name) == action_space:
         with pytest.raises(TypeError, match=r"use .*ppo"):
             build(config)
         return
     agent = build(config)
-    state = jax.eval_shape(agent.init, jax.random.key(0))
+    state = jax.eval_shape(agent.init, jax.random.key(0))._replace(**agent.data)
     after, _ = jax.eval_shape(agent.iteration, state)
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
