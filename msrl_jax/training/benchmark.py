@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from msrl_jax import algorithms
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.training.folder import describe_devices
@@ -251,6 +252,12 @@ def bench(
     """
     if repeats < 1 or seconds <= 0:
         raise ValueError(f"{repeats=} must be at least 1 and {seconds=} above 0")
+    for algo in algos:
+        if not hasattr(algorithms.get(algo).config, "num_envs"):
+            raise ValueError(
+                f"algorithm {algo!r} steps no environment, so there are no environment steps to count; its runs report updates "
+                "per second (Result.steps_per_second)"
+            )
     grid = [
         (resolve(algo, env, overrides=overrides | {"num_envs": n, "unroll_length": t}), resolve_policy(policy))
         for algo, env, policy, n, t in itertools.product(algos, envs, policies, num_envs, unroll_lengths)
