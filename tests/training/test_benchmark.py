@@ -53,7 +53,10 @@ def test_the_table_has_a_line_per_measurement(measurements):
     assert f"{m.ratio:.3f}" in line
 
 
-@pytest.mark.parametrize("mistake", [{"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"algos": ("ppo", "cql")}])
+MISTAKES = [{"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"algos": ("ppo", "cql")}]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_mistake_in_the_grid_stops_it_before_anything_is_measured(mistake):
     measured = []
     with pytest.raises(ValueError):
