@@ -78,8 +78,8 @@ def _loop_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str]:
             names = "+".join(dict.fromkeys(f for i, _ in inner for f in i.fragments))
             yield (
                 f"the host drives the loop over {names} ({loop.length} times, {dispatches} programs each, about "
-                f"{work // dispatches:,} operations per program): dispatch will dominate. Give it more environments, or a "
-                "policy that places these roles together"
+                f"{work // dispatches:,} operations per program): dispatch will dominate. Give it more environments or "
+                "larger batches, or a policy that places these roles together"
             )
 
 
