@@ -80,7 +80,11 @@ def test_local_multi_gpu_standardises_the_batch_once_and_makes_epochs_of_it_wher
     assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 5
 
 
-@pytest.mark.parametrize("algo", sorted(msrl.algorithms.ALGORITHMS.keys() - {"bc", "cql", "iql"}))  # which do not act
+ACTING = sorted(msrl.algorithms.ALGORITHMS.keys() - {"bc", "cql", "iql"})
+OFTEN = ("a2c", "ppo", "r2d2", "sac")  # one of each kind: `-m slow` runs the rest
+
+
+@pytest.mark.parametrize("algo", [a if a in OFTEN else pytest.param(a, marks=pytest.mark.slow) for a in ACTING])
 def test_async_samples_bounds_and_reports_the_age_of_parameters(algo):
     """Of every algorithm, whichever of the two parts that run at once is the faster: the same seed is the same run."""
     program, state = plan(algo, SingleLearnerCoarse(actors=2, staleness=2), num_devices=3, **PARTICULAR.get(algo, {}))
