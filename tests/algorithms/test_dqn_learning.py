@@ -42,5 +42,5 @@ def test_every_option_solves_cartpole_and_does_not_forget_it(options):
 def test_breakout_improves_from_images():
     options = {"hidden_sizes": (128,), "capacity": 100_000, "storage": "uint8", "learning_starts": 5_000}
     options |= {"exploration_steps": 50_000, "num_updates": 4, "batch_size": 64}
-    curve = curves("dqn", "Breakout-MinAtar", 200_000, 1, **options)[:, 0]
-    assert curve[0] < 1 and curve[-1] > 4
+    curve = curves("dqn", "Breakout-MinAtar", 200_000, SEEDS, **options)
+    assert (curve[0] < 1).all() and curve[-1].mean() > 4 and (curve[-1] > 2).all()

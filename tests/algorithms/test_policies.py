@@ -19,6 +19,12 @@ PARTICULAR = {
     "es": {"unroll_length": 24},
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
     "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    # New networks value both actions nearly alike: few examples and fast steps, lest rounding decide which is the greedy one.
+    "dqn+c51": {
+        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "c51",
+        "learning_rate": 1e-3,
+    },
+    "dqn+qr": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "distribution": "qr"},
     "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
     "r2d2": {
         "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
@@ -49,6 +55,8 @@ CASES = [
     ("es", "Pendulum-v1"),
     ("impala+replay", "CartPole-v1"),
     ("dqn", "CartPole-v1"),
+    ("dqn+c51", "CartPole-v1"),
+    ("dqn+qr", "CartPole-v1"),
     ("apex_dqn", "CartPole-v1"),
     ("r2d2", "CartPole-v1"),
     ("sac", "Pendulum-v1"),
@@ -65,7 +73,8 @@ CASES = [
 
 
 SLOW = [
-    ("es", "CartPole-v1"), ("impala+replay", "CartPole-v1"), ("dqn", "CartPole-v1"), ("ddpg", "Pendulum-v1"),
+    ("es", "CartPole-v1"), ("impala+replay", "CartPole-v1"), ("dqn", "CartPole-v1"), ("dqn+c51", "CartPole-v1"),
+    ("dqn+qr", "CartPole-v1"), ("ddpg", "Pendulum-v1"),
     ("bc", "Pendulum-v1"), ("cql", "CartPole-v1"), ("cql+lagrange", "Pendulum-v1"), ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
 ]  # fmt: skip
