@@ -3,7 +3,7 @@
     python benchmarks/compare_rejax.py --algo dqn --python /path/to/an/environment/with/rejax/bin/python
 
 rejax runs in a process of its own, which waits while this one is timed. Both train 64-64 networks, PPO for four epochs of
-four minibatches per iteration, the others with the same batches, updates per step and size of the buffer. Initialisation,
+four minibatches per iteration, the others with the same batches, updates per step and size of the buffer. Initialization,
 compilation and evaluation are not timed. Prints a table, then one line of JSON.
 """
 

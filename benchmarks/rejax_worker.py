@@ -5,7 +5,7 @@ Needs rejax 0.1.3, which wants an older gymnax than msrl_jax does: run it with t
     python rejax_worker.py --algo dqn                   every setting, median of three runs
     python rejax_worker.py --algo dqn --setting '{...}' one setting; reads seconds per line, answers with steps/s
 
-Initialisation and compilation are not timed, nothing is evaluated while the clock runs, and learning has begun by then. An
+Initialization and compilation are not timed, nothing is evaluated while the clock runs, and learning has begun by then. An
 algorithm is a row of `ALGORITHMS`, and its settings are in `SETTINGS`; they are named as the fields of msrl_jax's configs.
 """
 
@@ -74,7 +74,7 @@ class Trainer:
     """An algorithm in one setting, which trains on from where it left off."""
 
     def __init__(self, algo: str, setting: dict):
-        """Initialises, compiles, and finds out how many iterations make a chunk of a quarter of a second."""
+        """Initializes, compiles, and finds out how many iterations make a chunk of a quarter of a second."""
         self._algo, self._setting, self._state = algo, setting, None
         self._steps_per_iteration = setting["num_envs"] * setting["unroll_length"] * setting.get("policy_period", 1)
         start = time.perf_counter()

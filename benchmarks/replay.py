@@ -34,7 +34,7 @@ class Functions(NamedTuple):
 
 def ours(example: Any, prioritised: bool, capacity: int, args: argparse.Namespace) -> Functions:
     """The buffer of this library."""
-    buffer = (replay.prioritised if prioritised else replay.uniform)(
+    buffer = (replay.prioritized if prioritised else replay.uniform)(
         example, capacity=capacity, num_envs=args.envs, unroll_length=args.unroll, batch_size=args.batch,
         length=args.length, shards=args.shards,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
 
 
 @pytest.mark.parametrize("policy", [GPUOnly(), MultiLearner()], ids=lambda p: type(p).__name__)
-def test_local_multi_gpu_standardises_the_batch_once_and_makes_epochs_of_it_where_it_lies(policy):
+def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_where_it_lies(policy):
     config = PPOConfig(**test_ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
     agent = msrl.algorithms.PPO.build(RandomWalk(), config)
     start = jax.jit(agent.init)(jax.random.key(0))
@@ -96,7 +96,7 @@ def test_async_samples_bounds_and_reports_the_age_of_parameters(algo):
     assert sorted((c.destination, c.times) for c in numbers) == [("actors", 1), ("learners", 1)]
 
 
-def test_a_sharded_server_keeps_parameters_and_optimiser_state_in_parts():
+def test_a_sharded_server_keeps_parameters_and_optimizer_state_in_parts():
     program, state = plan("a2c", Central(workers=4, shards=2))
     after, _ = program.run(state, 1)
     for tree in (after.params, after.opt_state):

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import cli
+from msrl_jax import cli, codecs
 from msrl_jax.envs import registry
-from msrl_jax.fragments import codec
 from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +82,7 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         name: function
         for module in modules
         for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__ and not name.startswith("_")
+        if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
     (paragraph,) = (p for p in README.split("\n\n") if "`msrl.algorithms.returns`" in p)
     assert set(re.findall(r"`(\w+)`", paragraph)) == set(functions)
@@ -99,8 +98,8 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
 
 def test_the_table_names_the_codecs():
     rows = re.findall(r'^\| `"([^"]+)"` \|', section("Distribution policies"), re.MULTILINE)
-    assert rows == [*codec.CODECS, "frame_stack(n)"]
-    assert codec.get(rows[-1].replace("n", "4")).lossless
+    assert rows == [*codecs.CODECS, "frame_stack(n)"]
+    assert codecs.get(rows[-1].replace("n", "4")).lossless
 
 
 def section(title):

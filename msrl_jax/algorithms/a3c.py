@@ -1,6 +1,6 @@
 """Asynchronous advantage actor-critic (A3C; Mnih et al., 2016, arXiv 1602.01783), with a fixed order of events.
 
-`W` workers own `E / W` neighbouring environments each, and a copy of the parameters. In every iteration
+`W` workers own `E / W` neighboring environments each, and a copy of the parameters. In every iteration
 
 1. each worker unrolls `T` steps with its own copy, and computes one gradient with that same copy;
 2. the server applies the gradients of workers 0, 1, ..., `W - 1`, one after another, each to the parameters that the one
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.a2c import make_gradients
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.networks import ActorCritic, actor_critic
-from msrl_jax.algorithms.optimizer import descend, learning_rate_at, make_optimizer
-from msrl_jax.algorithms.rollout import make_choose_action, make_unroll, stamp
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.acting import make_choose_action, make_unroll, stamp
+from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at, make_optimizer
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -42,15 +42,15 @@ class A3CConfig:
       learning_rate: its step size. Usual: 1e-4 to 7e-3.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
       rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimiser's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
+      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
       discount: the factor per step. Usual: 0.99.
       gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
         long as the unroll allows. Usual: 1, or 0.95.
       entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
       value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      normalize_advantage: over what advantages are standardised: the part of each "worker", or "none". Usual: "none".
-      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_advantage: over what advantages are standardized: the part of each "worker", or "none". Usual: "none".
+      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
@@ -98,7 +98,7 @@ class A3CState(NamedTuple):
 
     Attributes:
       params: the server's parameters of the `ActorCritic`.
-      opt_state: state of the server's optimiser, which all workers share.
+      opt_state: state of the server's optimizer, which all workers share.
       iteration: iterations done; the server has made `W` times as many updates. shape=(), dtype=int32
       worker_params: the parameters that each worker fetched last; every leaf has shape=(W, ...)
       fetched: the number of updates that the server had made by then. shape=(W,), dtype=int32
@@ -205,7 +205,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         return params, opt_state, iteration + 1, worker_params, fetched, metrics
 
     @fragment(role="learner")
-    def summarise(iteration, acted_at, stats):
+    def summarize(iteration, acted_at, stats):
         return jax.tree.map(jnp.mean, stats) | {"parameter_age": (iteration - acted_at).astype(jnp.float32)}
 
     def iteration(state: A3CState) -> tuple[A3CState, Metrics]:
@@ -218,7 +218,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         after = A3CState(
             params, opt_state, count, worker_params, fetched, acted.actor_keys, acted.env_state, acted.obs
         )
-        return after, {**metrics, **summarise(state.iteration, acted_at, stats), **acted.episodes}
+        return after, {**metrics, **summarize(state.iteration, acted_at, stats), **acted.episodes}
 
     axes = A3CState._make([P(), P(), P(), P("env"), P("env"), P("env"), venv.axes, P("env")])
     act = make_choose_action(network, venv.action_space)

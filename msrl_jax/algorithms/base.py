@@ -29,7 +29,7 @@ class Agent:
         (action, memory)`: what acting remembers of the earlier observations of an episode.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps that one iteration takes, over all environments.
-      updates_per_iteration: gradient steps that one iteration takes at most: how often the optimiser changes the parameters.
+      updates_per_iteration: gradient steps that one iteration takes at most: how often the optimizer changes the parameters.
       env: the vector environment that `iteration` steps.
       initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
       env_group: environments come in groups of this many adjacent ones, and a group has to lie on one device.
@@ -78,19 +78,19 @@ class Algorithm:
 def training_environment(
     env: Environment, num_envs: int, *, normalize_observations: bool, normalize_rewards: bool, discount: float
 ) -> VectorEnvironment:
-    """Makes the vector environment that an algorithm trains on: episode statistics, then normalisation if wanted.
+    """Makes the vector environment that an algorithm trains on: episode statistics, then normalization if wanted.
 
     Args:
       env: one environment.
       num_envs: how many, `E`.
-      normalize_observations: whether observations are standardised by running statistics.
+      normalize_observations: whether observations are standardized by running statistics.
       normalize_rewards: whether rewards are divided by the running deviation of the discounted return.
       discount: the factor per step of that return.
 
     Returns:
       The vector environment; its statistics are of raw rewards.
     """
-    vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorise(env, num_envs))
+    vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
     observed = envs.NormalizeObservation(vector) if normalize_observations else vector
     return envs.NormalizeReward(observed, discount) if normalize_rewards else observed
 

@@ -1,4 +1,4 @@
-"""Behaviour cloning: the policy under which the actions of a data set are most likely (Pomerleau, 1991).
+"""Behavior cloning: the policy under which the actions of a data set are most likely (Pomerleau, 1991).
 
 Efficient training of artificial neural networks for autonomous navigation, https://doi.org/10.1162/neco.1991.3.1.88
 In the shape descriptions, `B` is `batch_size` and `K` is `num_updates`.
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 
 import jax
 
-from msrl_jax.algorithms.actor_and_critics import make_policy
 from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update
-from msrl_jax.algorithms.offline import check_actions, check_config, learning_rate_of, log_likelihood, offline_agent
-from msrl_jax.algorithms.optimizer import make_optimizer
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, make_apply_update
+from msrl_jax.algorithms.loops.offline import check_actions, check_config, learning_rate_of, log_likelihood, offline_agent
+from msrl_jax.algorithms.loops.optimizer import make_optimizer
+from msrl_jax.algorithms.networks.actor_and_critics import make_policy
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
 @dataclasses.dataclass(frozen=True)
 class BCConfig:
-    """Everything about what behaviour cloning computes; where it runs is a distribution policy's concern.
+    """Everything about what behavior cloning computes; where it runs is a distribution policy's concern.
 
     Attributes:
       data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
@@ -59,7 +59,7 @@ class BCConfig:
 
 
 def build(env: Environment, config: BCConfig) -> Agent:
-    """Builds behaviour cloning for one environment.
+    """Builds behavior cloning for one environment.
 
     Args:
       env: the environment; its action space is `Discrete` or a bounded `Box` of floats.

@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.actor_and_critics import make_critics, make_policy, uniform_actions
-from msrl_jax.algorithms.actor_critic_losses import temperature_loss
 from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.distributions import TanhNormal
+from msrl_jax.algorithms.configs import checks as check
 from msrl_jax.algorithms.dqn import DQNConfig
-from msrl_jax.algorithms.off_policy import Batch, Rule
-from msrl_jax.algorithms.offline import check_actions, check_config, learning_rate_of, offline_agent
-from msrl_jax.algorithms.offline_losses import conservative_gap, log_partition
-from msrl_jax.algorithms.q_learning import q_learning
+from msrl_jax.algorithms.loops.off_policy import Batch, Rule
+from msrl_jax.algorithms.loops.offline import check_actions, check_config, learning_rate_of, offline_agent
+from msrl_jax.algorithms.loops.q_learning import q_learning
+from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
+from msrl_jax.algorithms.losses.soft_actor_critic import temperature_loss
+from msrl_jax.algorithms.networks.actor_and_critics import make_critics, make_policy, uniform_actions
+from msrl_jax.algorithms.networks.distributions import TanhNormal
 from msrl_jax.algorithms.sac import SACConfig, soft_actor_critic
 from msrl_jax.envs import Discrete, Environment
 

@@ -6,10 +6,10 @@ TD3, where the paper's is correlated in time.
 
 import dataclasses
 
-from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms import td3
-from msrl_jax.algorithms.actor_and_critics import check_config
 from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.networks.actor_and_critics import check_config
 from msrl_jax.envs import Environment
 
 

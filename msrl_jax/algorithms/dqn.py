@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import envs
-from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.mixing import make_mixture, split_batch
-from msrl_jax.algorithms.off_policy import off_policy_agent
-from msrl_jax.algorithms.q_acting import (
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.exploration import (
     check_acting,
     check_choices,
     epsilon_greedy,
@@ -25,7 +23,9 @@ from msrl_jax.algorithms.q_acting import (
     replay_buffer,
     transition_of,
 )
-from msrl_jax.algorithms.q_learning import q_learning, support
+from msrl_jax.algorithms.loops.mixing import make_mixture, split_batch
+from msrl_jax.algorithms.loops.off_policy import off_policy_agent
+from msrl_jax.algorithms.loops.q_learning import q_learning, support
 from msrl_jax.envs import Environment
 from msrl_jax.replay import Replay
 
@@ -167,7 +167,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
       ValueError: if the sizes of the buffer do not fit, or if the network does not.
       TypeError: if a space is not supported.
     """
-    venv, action_space = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs)), check_choices("DQN", env.action_space)
+    venv, action_space = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs)), check_choices("DQN", env.action_space)
     buffer, mixture = make_buffer(env, split_batch(config)[0]), make_mixture(env, config)
     rule = q_learning(venv.observation_space, action_space, config, learning_rate_of(config))
     explore = epsilon_greedy(config, action_space.n, buffer.min_size)

@@ -17,10 +17,10 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.networks import action_transform, actor_critic
-from msrl_jax.algorithms.optimizer import descend, learning_rate_at
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at
+from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.fragments import fragment
 
@@ -37,7 +37,7 @@ class ESConfig:
       learning_rate: step size of Adam. Usual: 0.01 to 0.05.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
       weight_decay: this times the parameters is added to the gradient of the loss. Usual: 0.005.
-      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".
       network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
@@ -71,7 +71,7 @@ class ESState(NamedTuple):
 
     Attributes:
       params: parameters of the policy in the middle of the population: a tree of `D` numbers.
-      opt_state: state of the optimiser.
+      opt_state: state of the optimizer.
       iteration: iterations done. shape=(), dtype=int32
       actor_keys: one key per member, those of even members make the seeds of noise. shape=(E,)
       env_key: the key of the environments' next start. shape=()
@@ -108,7 +108,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
     )
-    # Frozen, a reset neither starts new statistics of observations nor normalises by them.
+    # Frozen, a reset neither starts new statistics of observations nor normalizes by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
     network = actor_critic(
         venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
@@ -156,9 +156,9 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
     @fragment(role="actor")
     def perturb(params, seeds):
-        centre, unravel = ravel_pytree(params)
-        steps = config.noise_scale * draw_noise(seeds, centre.size)
-        members = centre + jnp.stack([steps, -steps], axis=1).reshape(-1, centre.size)
+        center, unravel = ravel_pytree(params)
+        steps = config.noise_scale * draw_noise(seeds, center.size)
+        members = center + jnp.stack([steps, -steps], axis=1).reshape(-1, center.size)
         return jax.vmap(unravel)(members)
 
     @fragment(role="actor")
@@ -178,8 +178,8 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
     @fragment(role="learner")
     def gradients(params, seeds, fitness):
-        centre, unravel = ravel_pytree(params)
-        return unravel(-estimate_gradient(centered_ranks(fitness), draw_noise(seeds, centre.size), config.noise_scale))
+        center, unravel = ravel_pytree(params)
+        return unravel(-estimate_gradient(centered_ranks(fitness), draw_noise(seeds, center.size), config.noise_scale))
 
     @fragment(role="server")
     def apply_update(params, opt_state, grads, learning_rate):
@@ -274,7 +274,7 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:
-    """The gradient of the expected utility of a population with respect to its centre, estimated from antithetic pairs.
+    """The gradient of the expected utility of a population with respect to its center, estimated from antithetic pairs.
 
     `1 / (E * noise_scale) * sum_i utility[i] * eps[i]`, with `eps[2j] = noise[j]` and `eps[2j + 1] = -noise[j]`
     (Salimans et al., 2017, algorithm 1, with mirrored sampling).

@@ -10,14 +10,14 @@ import dataclasses
 
 import jax
 
-from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.acting import evaluate, next_values
+from msrl_jax.algorithms.loops.optimizer import make_optimizer
+from msrl_jax.algorithms.loops.single_update import single_update_agent
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks import actor_critic
-from msrl_jax.algorithms.optimizer import make_optimizer
-from msrl_jax.algorithms.returns import standardise, vtrace
-from msrl_jax.algorithms.rollout import evaluate, next_values
-from msrl_jax.algorithms.single_update import single_update_agent
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.returns import standardize, vtrace
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -33,7 +33,7 @@ class IMPALAConfig:
       learning_rate: its step size. Usual: 1e-4 to 7e-3.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
       rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimiser's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
+      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
       discount: the factor per step. Usual: 0.99.
       vtrace_lambda: the factor per step by which the traces fall beyond the discount. Usual: 1, or 0.95.
@@ -42,8 +42,8 @@ class IMPALAConfig:
       clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
       entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
       value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      normalize_advantage: over what advantages are standardised: the "batch" of an update, or "none". Usual: "none".
-      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
+      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
@@ -133,7 +133,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
                 clip_rho=config.clip_rho, clip_c=config.clip_c, clip_pg_rho=config.clip_pg_rho,
             )  # fmt: skip
             if config.normalize_advantage == "batch":
-                advantage = standardise(advantage)
+                advantage = standardize(advantage)
             stats = {
                 "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
                 "value_loss": value_loss(value, target).mean(),

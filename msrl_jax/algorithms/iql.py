@@ -11,15 +11,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.actor_and_critics import init_critics, make_critics, make_policy, make_value, taken_value
-from msrl_jax.algorithms.actor_critic_losses import pessimistic_value
 from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, make_apply_update, track
+from msrl_jax.algorithms.loops.offline import check_actions, check_config, learning_rate_of, log_likelihood, offline_agent
+from msrl_jax.algorithms.loops.optimizer import make_optimizer
 from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update, track
-from msrl_jax.algorithms.offline import check_actions, check_config, learning_rate_of, log_likelihood, offline_agent
-from msrl_jax.algorithms.offline_losses import advantage_weight, expectile_loss
-from msrl_jax.algorithms.optimizer import make_optimizer
+from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
+from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value
+from msrl_jax.algorithms.networks.actor_and_critics import init_critics, make_critics, make_policy, make_value, taken_value
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -45,7 +45,7 @@ class IQLConfig:
       discount: the factor per step. Usual: 0.99.
       tau: by which share the target critics move towards the critics per update. Usual: 0.005.
       expectile: which expectile of the values of the data's actions is learned. Usual: 0.7 to 0.9.
-      inverse_temperature: how much better actions are imitated more; 0 clones the behaviour. Usual: 3 to 10.
+      inverse_temperature: how much better actions are imitated more; 0 clones the behavior. Usual: 3 to 10.
       max_weight: no action is imitated more than this many times as much as one of advantage 0. Usual: 100.
       max_grad_norm: gradients of each network are scaled down to this norm; None leaves them. Usual: None.
       hidden_sizes: widths of the dense layers. Usual: (64, 64) to (256, 256).

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (Schulman et al., 2017, arXiv 1707.06347) with generalised advantage estimation.
+"""Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) with generalized advantage estimation.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `B` is `T / num_minibatches`: a minibatch holds
 some time steps of all environments, so a shuffle moves nothing along `E`, which may be split over devices.
@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms import proximal
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.networks import actor_critic
-from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
-from msrl_jax.algorithms.returns import gae, standardise
-from msrl_jax.algorithms.rollout import flatten, make_choose_action, make_unroll, next_values, stamp, values
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops import proximal
+from msrl_jax.algorithms.loops.acting import flatten, make_choose_action, make_unroll, next_values, stamp, values
+from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -43,9 +43,9 @@ class PPOConfig:
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
       target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
         exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: over what advantages are standardised: each "minibatch", the whole "batch" once, or "none".
+      normalize_advantage: over what advantages are standardized: each "minibatch", the whole "batch" once, or "none".
         Usual: "minibatch".
-      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
@@ -94,7 +94,7 @@ class PPOState(NamedTuple):
 
     Attributes:
       params: parameters of the `ActorCritic`.
-      opt_state: state of the optimiser.
+      opt_state: state of the optimizer.
       iteration: iterations done. shape=(), dtype=int32
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
@@ -156,14 +156,14 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         )  # fmt: skip
         target = value + advantage
         if config.normalize_advantage == "batch":
-            advantage = standardise(advantage)
+            advantage = standardize(advantage)
         return advantage, value, target
 
     @fragment(role="learner")
     def gradients(params, batch, times):
         seen, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
         if config.normalize_advantage == "minibatch":
-            advantage = standardise(advantage)
+            advantage = standardize(advantage)
 
         def loss(params):
             policy, value = network.apply(params, seen.obs)

@@ -15,12 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import envs
-from msrl_jax.algorithms import config as check
 from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.off_policy import Learner, RecurrentTransition, off_policy_agent
-from msrl_jax.algorithms.optimizer import make_optimizer
-from msrl_jax.algorithms.q_acting import (
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.acting import flatten, unflatten
+from msrl_jax.algorithms.loops.exploration import (
     check_acting,
     check_choices,
     epsilon_greedy,
@@ -29,11 +27,13 @@ from msrl_jax.algorithms.q_acting import (
     replay_buffer,
     transition_of,
 )
-from msrl_jax.algorithms.q_learning import make_update
-from msrl_jax.algorithms.q_losses import greedy_target, huber, rescale, sequence_priority, unrescale
-from msrl_jax.algorithms.recurrent import CELLS, Memory, RecurrentNetwork, recurrent_q_network
+from msrl_jax.algorithms.loops.off_policy import Learner, RecurrentTransition, off_policy_agent
+from msrl_jax.algorithms.loops.optimizer import make_optimizer
+from msrl_jax.algorithms.loops.q_learning import make_update
+from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.losses.q_learning import greedy_target, huber, rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.networks.recurrent import CELLS, Memory, RecurrentNetwork, recurrent_q_network
 from msrl_jax.algorithms.returns import n_step_return
-from msrl_jax.algorithms.rollout import flatten, unflatten
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay
@@ -241,7 +241,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
       ValueError: if the sizes of the buffer do not fit, or if the network does not.
       TypeError: if a space is not supported.
     """
-    venv, action_space = envs.EpisodeStatistics(envs.vectorise(env, config.num_envs)), check_choices("R2D2", env.action_space)
+    venv, action_space = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs)), check_choices("R2D2", env.action_space)
     network = recurrent_q_network(venv.observation_space, action_space, config)
     buffer = make_buffer(env, jax.eval_shape(lambda: network.initial_memory(())), config)
     explore = epsilon_greedy(config, action_space.n, buffer.min_size)

@@ -1,4 +1,4 @@
-"""PPO with a recurrent network: proximal policy optimisation (arXiv 1707.06347) for what one observation does not tell.
+"""PPO with a recurrent network: proximal policy optimization (arXiv 1707.06347) for what one observation does not tell.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `M` is `num_minibatches` and `H` is `memory_size`.
 Sequences are whole unrolls, through which gradients flow back to the first step. A minibatch holds one environment out of
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms import proximal
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.networks import action_transform
-from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
-from msrl_jax.algorithms.recurrent import CELLS, Memory, forget, recurrent_actor_critic
-from msrl_jax.algorithms.returns import gae, standardise
-from msrl_jax.algorithms.rollout import next_values
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops import proximal
+from msrl_jax.algorithms.loops.acting import next_values
+from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.algorithms.networks.recurrent import CELLS, Memory, forget, recurrent_actor_critic
+from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
@@ -47,9 +47,9 @@ class RecurrentPPOConfig:
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
       target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
         exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: over what advantages are standardised: each "minibatch", the whole "batch" once, or "none".
+      normalize_advantage: over what advantages are standardized: each "minibatch", the whole "batch" once, or "none".
         Usual: "minibatch".
-      normalize_observations: whether observations are standardised by running statistics. Usual: True for locomotion.
+      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
       normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
       core: "gru" or "lstm". Usual: "gru".
       memory_size: size of the memory, `H`. Usual: 64 to 512.
@@ -101,7 +101,7 @@ class RecurrentPPOState(NamedTuple):
 
     Attributes:
       params: parameters of the `RecurrentNetwork`.
-      opt_state: state of the optimiser.
+      opt_state: state of the optimizer.
       iteration: iterations done. shape=(), dtype=int32
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
@@ -215,7 +215,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         )  # fmt: skip
         target = seen.value + advantage
         if config.normalize_advantage == "batch":
-            advantage = standardise(advantage)
+            advantage = standardize(advantage)
         return advantage, target
 
     @fragment(role="learner")
@@ -228,7 +228,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         seen, advantage, target = jax.tree.map(pick, sequences)
         memory = tuple(pick(m[None])[0] for m in memory)
         if config.normalize_advantage == "minibatch":
-            advantage = standardise(advantage)
+            advantage = standardize(advantage)
 
         def loss(params):
             (policy, value), _ = network.unroll(params, seen.obs, seen.begins, memory)

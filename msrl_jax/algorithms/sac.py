@@ -13,8 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.actor_and_critics import (
+from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.mixing import make_mixture, split_batch
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, make_apply_update, off_policy_agent, track
+from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
+from msrl_jax.algorithms.networks.actor_and_critics import (
     Network,
     Policy,
     action_type,
@@ -27,14 +33,8 @@ from msrl_jax.algorithms.actor_and_critics import (
     taken_value,
     uniform_actions,
 )
-from msrl_jax.algorithms.actor_critic_losses import expected_soft_value, pessimistic_value, soft_value, temperature_loss
-from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.distributions import Categorical
-from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.mixing import make_mixture, split_batch
-from msrl_jax.algorithms.networks import action_transform
-from msrl_jax.algorithms.off_policy import Batch, Learner, Rule, make_apply_update, off_policy_agent, track
-from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.envs import Discrete, Environment, Space
 from msrl_jax.fragments import fragment
 

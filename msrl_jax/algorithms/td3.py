@@ -11,8 +11,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms import config as check
-from msrl_jax.algorithms.actor_and_critics import (
+from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
+from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.loops.mixing import make_mixture, split_batch
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
+from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
+from msrl_jax.algorithms.networks.actor_and_critics import (
     check_bounded,
     check_config,
     make_actor,
@@ -20,13 +26,7 @@ from msrl_jax.algorithms.actor_and_critics import (
     make_critics,
     uniform_actions,
 )
-from msrl_jax.algorithms.actor_critic_losses import pessimistic_value, smoothed_action
-from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.mixing import make_mixture, split_batch
-from msrl_jax.algorithms.networks import action_transform
-from msrl_jax.algorithms.off_policy import Batch, Learner, make_apply_update, off_policy_agent, track
-from msrl_jax.algorithms.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 

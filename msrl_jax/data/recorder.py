@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.data.files import PARTS, check_new, read_parts, save, write_part
-from msrl_jax.envs import Box, Discrete, Environment, Space, TimeStep, VectorEnvironment, vectorise
+from msrl_jax.envs import Box, Discrete, Environment, Space, TimeStep, VectorEnvironment, vectorize
 from msrl_jax.envs.base import ENV_AXIS, PyTree, env_name
 from msrl_jax.envs.spaces import struct
 from msrl_jax.metrics import Mean
@@ -45,7 +45,7 @@ class RecorderState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """An environment whose vectorised form keeps its last steps.
+    """An environment whose vectorized form keeps its last steps.
 
     Attributes:
       env: the environment; its observations and actions are arrays.
@@ -87,9 +87,9 @@ class Recorded:
         """Advances the episode."""
         return self.env.step(key, state, action)
 
-    def vectorise(self, num_envs: int) -> "Recorder":
+    def vectorize(self, num_envs: int) -> "Recorder":
         """Makes `E` copies and the recorder of their steps."""
-        return Recorder(vectorise(self.env, num_envs), self.steps)
+        return Recorder(vectorize(self.env, num_envs), self.steps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from msrl_jax.data.dataset import Dataset, from_lanes
 from msrl_jax.data.files import check_new, save
 from msrl_jax.data.recorder import Recorded
-from msrl_jax.envs import vectorise
+from msrl_jax.envs import vectorize
 from msrl_jax.replay import Transition
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def record(
     actor, num_envs = result.actor, min(num_envs, steps)
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
-    env = vectorise(actor.env, num_envs)
+    env = vectorize(actor.env, num_envs)
     space, limit = Recorded(actor.env, chunk).action_space, 1.0 if epsilon is None else epsilon
 
     def choose(state: Any, obs: Any, memory: Any, key: jax.Array) -> tuple[jax.Array, Any]:

@@ -1,5 +1,6 @@
-"""Environments: the protocols, `make`, `vectorise` and the wrappers."""
+"""Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
+from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import TimeStep as TimeStep
 from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
@@ -12,12 +13,14 @@ from msrl_jax.envs.spaces import Dict as Dict
 from msrl_jax.envs.spaces import Discrete as Discrete
 from msrl_jax.envs.spaces import Space as Space
 from msrl_jax.envs.spaces import Tuple as Tuple
-from msrl_jax.envs.vector import Vectorised as Vectorised
+from msrl_jax.envs.vector import Vectorized as Vectorized
 from msrl_jax.envs.vector import VectorState as VectorState
-from msrl_jax.envs.vector import vectorise as vectorise
+from msrl_jax.envs.vector import vectorize as vectorize
 from msrl_jax.envs.vector_wrappers import EpisodeStatistics as EpisodeStatistics
 from msrl_jax.envs.vector_wrappers import NormalizeObservation as NormalizeObservation
 from msrl_jax.envs.vector_wrappers import NormalizeReward as NormalizeReward
 from msrl_jax.envs.wrappers import FlattenObservation as FlattenObservation
 from msrl_jax.envs.wrappers import FrameStack as FrameStack
 from msrl_jax.envs.wrappers import TimeLimit as TimeLimit
+
+vectorise = _deprecated("vectorise", vectorize)

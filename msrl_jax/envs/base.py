@@ -1,4 +1,4 @@
-"""What an environment is: the protocol a user writes, the vectorised one that training uses, and the step between them.
+"""What an environment is: the protocol a user writes, the vectorized one that training uses, and the step between them.
 
 In the shape descriptions, `E` is the number of environments that run side by side.
 """
@@ -84,7 +84,7 @@ class TimeStep(NamedTuple):
 class VectorEnvironment(Protocol):
     """`E` environments side by side, which reset themselves when an episode ends.
 
-    `vectorise` makes one of an `Environment`; wrappers add statistics and normalisation to it.
+    `vectorize` makes one of an `Environment`; wrappers add statistics and normalization to it.
     """
 
     @property
@@ -135,7 +135,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def observe(self, state: PyTree, obs: PyTree) -> PyTree:
-        """Does to raw observations what `step` does to them (normalisation).
+        """Does to raw observations what `step` does to them (normalization).
 
         Args:
           state: whose statistics are used.

@@ -1,4 +1,4 @@
-"""`vectorise`: many copies of an environment side by side, each with its own key, which reset themselves."""
+"""`vectorize`: many copies of an environment side by side, each with its own key, which reset themselves."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from msrl_jax.metrics import Mean
 
 
 class VectorState(NamedTuple):
-    """The state of a vectorised environment.
+    """The state of a vectorized environment.
 
     Attributes:
       key: one typed PRNG key per environment, the only source of its randomness. `[E]`
@@ -24,13 +24,13 @@ class VectorState(NamedTuple):
     env_state: PyTree
 
 
-def vectorise(env: Environment, num_envs: int) -> VectorEnvironment:
+def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     """Runs `num_envs` copies of an environment side by side, with automatic reset.
 
     Nothing in a step looks across environments and each has its own key. So trajectories do not depend on how the
     environments are split over devices, and splitting them costs no communication.
 
-    An environment with a method `vectorise(num_envs)` of its own is vectorised by that.
+    An environment with a method `vectorize(num_envs)` of its own is vectorized by that.
 
     Args:
       env: the environment.
@@ -45,16 +45,16 @@ def vectorise(env: Environment, num_envs: int) -> VectorEnvironment:
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
-    own = getattr(env, "vectorise", None)
+    own = getattr(env, "vectorize", None)
     if own is not None:
         return own(num_envs)
     _check(env)
-    return Vectorised(env, num_envs)
+    return Vectorized(env, num_envs)
 
 
 @dataclass(frozen=True)
-class Vectorised:
-    """The `VectorEnvironment` that `vectorise` returns."""
+class Vectorized:
+    """The `VectorEnvironment` that `vectorize` returns."""
 
     env: Environment
     num_envs: int

@@ -1,7 +1,7 @@
-"""Wrappers around a vector environment: episode statistics, and normalisation by running statistics.
+"""Wrappers around a vector environment: episode statistics, and normalization by running statistics.
 
-Put `EpisodeStatistics` inside the normalisers, so that it counts raw rewards:
-`NormalizeReward(NormalizeObservation(EpisodeStatistics(vectorise(env, 8))), discount=0.99)`.
+Put `EpisodeStatistics` inside the normalizers, so that it counts raw rewards:
+`NormalizeReward(NormalizeObservation(EpisodeStatistics(vectorize(env, 8))), discount=0.99)`.
 """
 
 from dataclasses import dataclass
@@ -145,17 +145,17 @@ class NormalizeObservationState(NamedTuple):
 
 @dataclass(frozen=True)
 class NormalizeObservation:
-    """Normalises observations to mean 0 and variance 1 by running statistics over all environments and steps.
+    """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
 
-    An observation is counted before it is normalised. `final_obs` is normalised by the same statistics as `obs` and not
+    An observation is counted before it is normalized. `final_obs` is normalized by the same statistics as `obs` and not
     counted: it is either `obs` itself or was never acted on. While nothing was counted, observations pass unchanged.
 
     Attributes:
       env: the vector environment; its observations are arrays of numbers.
-      frozen: never update: observations are normalised by what `with_statistics` put into the state. The observations
+      frozen: never update: observations are normalized by what `with_statistics` put into the state. The observations
         that `reset` returned came before it: pass them through `observe`.
       epsilon: added to the variance.
-      clip: normalised observations are clipped to [-clip, clip].
+      clip: normalized observations are clipped to [-clip, clip].
     """
 
     env: VectorEnvironment
@@ -213,7 +213,7 @@ class NormalizeObservation:
         return state._replace(env_state=env_state), metrics
 
     def observe(self, state: NormalizeObservationState, obs: PyTree) -> PyTree:
-        """Normalises raw observations `[..., *obs_shape]` by the statistics in the state, without counting them."""
+        """Normalizes raw observations `[..., *obs_shape]` by the statistics in the state, without counting them."""
         return self._normalize(state.running, self.env.observe(state.env_state, obs))
 
     def statistics(self, state: NormalizeObservationState) -> tuple[RunningStatistics, PyTree]:
@@ -346,4 +346,4 @@ def _normalized_space(space: spaces.Space, clip: float) -> spaces.Space:
         return spaces.Tuple(tuple(_normalized_space(part, clip) for part in space.spaces))
     if isinstance(space, spaces.Dict):
         return spaces.Dict({name: _normalized_space(part, clip) for name, part in space.spaces.items()})
-    raise ValueError(f"observations of {space} cannot be normalised; wrap the env in FlattenObservation first")
+    raise ValueError(f"observations of {space} cannot be normalized; wrap the env in FlattenObservation first")

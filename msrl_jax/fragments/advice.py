@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
-from msrl_jax.fragments.codec import get
+from msrl_jax.codecs import get
 from msrl_jax.fragments.cost import flops
 from msrl_jax.fragments.instructions import Instruction, Loop, Move, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout

@@ -6,11 +6,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.advice import advise
-from msrl_jax.fragments.codec import Packed
+from msrl_jax.fragments.collectives import collectives
 from msrl_jax.fragments.cost import FragmentCost
-from msrl_jax.fragments.fit import Fit
-from msrl_jax.fragments.hlo import collectives
-from msrl_jax.fragments.instructions import Instruction, Loop, Move, Run, Value, walk
+from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.instructions import Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
 from msrl_jax.fragments.plan import Crossing, FragmentPlan, LoopPlan, Plan, ProgramPlan
 

@@ -32,7 +32,7 @@ class Node:
 
     Attributes:
       eqn: the equation it evaluates, over the variables of its region.
-      placement: where it runs; None for glue, whose place follows from its neighbours, and for an opened loop.
+      placement: where it runs; None for glue, whose place follows from its neighbors, and for an opened loop.
       fragments: names of the fragments in it, in order of appearance, nested ones included.
       roles: their roles; of unmarked code in an opened fragment, the role of that fragment.
       loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.

@@ -5,8 +5,22 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.fragments.codec import Packed
 from msrl_jax.fragments.placement import Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A value while it crosses, in as many arrays as its codec makes of it.
+
+    Attributes:
+      label: the value.
+      aval: its shape and dtype, unpacked.
+      codec: the name of the codec.
+    """
+
+    label: str
+    aval: ShapedArray
+    codec: str
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,13 +1,13 @@
 """Where a state lies: putting it there, computing it there, and how much memory it takes."""
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._device_memory import device_memory
 from msrl_jax.fragments.placement import Device
 
 Leaves = list[tuple[jax.Array, ...]]
@@ -92,22 +92,6 @@ def nbytes(aval: Any) -> int:
     """Bytes of an array of this shape and dtype; 8 per element of a typed PRNG key."""
     itemsize = 8 if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
     return math.prod(aval.shape) * itemsize
-
-
-def device_memory(devices: Sequence[Any]) -> int:
-    """The bytes that arrays split over some devices can take, as far as the devices say.
-
-    Args:
-      devices: the devices.
-
-    Returns:
-      The sum of the devices' memory; CPU devices share that of the host.
-    """
-    stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
-    limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
-    if len(limits) == len(devices):
-        return min(limits) * len(limits)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:

@@ -23,7 +23,7 @@ class Device(Protocol):
 
 
 if TYPE_CHECKING:
-    from msrl_jax.fragments.codec import Codec
+    from msrl_jax.codecs import Codec
 
 Rules = tuple[tuple[str, str], ...]
 
@@ -165,7 +165,7 @@ class Layout:
     """What a distribution policy decides: a placement for each role, and how stale an actor's parameters may be.
 
     Attributes:
-      roles: role -> placement. A role that is not listed lives with its neighbour: "env" and "actor" with each other,
+      roles: role -> placement. A role that is not listed lives with its neighbor: "env" and "actor" with each other,
         "server" and "buffer" with "learner", "evaluator" with "actor". A role may have a suffix, as "learner:critic" has:
         it then runs where that very role is placed, or else where "learner" is.
       staleness: how many iterations the parameters of actors lag behind those of a synchronous run.
@@ -195,8 +195,8 @@ class Layout:
           ValueError: if the layout has none.
         """
         general = role.partition(":")[0]
-        neighbours = _FALLBACK.get(general, ())
-        for candidate in (role, general, *neighbours):
+        neighbors = _FALLBACK.get(general, ())
+        for candidate in (role, general, *neighbors):
             if candidate in self.roles:
                 return self.roles[candidate]
         raise ValueError(

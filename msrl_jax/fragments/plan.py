@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msrl_jax.fragments.hlo import Collective
+from msrl_jax.fragments.collectives import Collective
 
 
 @dataclass(frozen=True)

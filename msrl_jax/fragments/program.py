@@ -9,21 +9,21 @@ import jax
 import numpy as np
 
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax.fragments.claims import check_claims
-from msrl_jax.fragments.compress import Packing, compress
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
-from msrl_jax.fragments.delay import delay
+from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.explain import explain
-from msrl_jax.fragments.fit import Fit
 from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lower import Programs, lower
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, state_bytes
+from msrl_jax.fragments.packing import Packing, compress
+from msrl_jax.fragments.parameter_owners import check_claims
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
+from msrl_jax.fragments.staleness import delay
 from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
 
 State = TypeVar("State")
@@ -175,7 +175,7 @@ class Program(Generic[State]):
         """
         return self._wrap(self._fill(state, copy=True))
 
-    def initialise(self, init: Callable[..., State], *args: Any) -> Any:
+    def initialize(self, init: Callable[..., State], *args: Any) -> Any:
         """Computes a state and places it; the large leaves are computed where the program keeps them.
 
         Args:

@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, Var, aval, make_jaxpr_of
-from msrl_jax.fragments.codec import Packed
 from msrl_jax.fragments.graph import Node
-from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
-from msrl_jax.fragments.ownership import settle
+from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Packed, Run, Schedule, Value
+from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.partition import Group, Partition
 from msrl_jax.fragments.placement import Placement
 

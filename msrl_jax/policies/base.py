@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import jax
 
-from msrl_jax.fragments import codec
-from msrl_jax.fragments.codec import Codec as Codec
+from msrl_jax import codecs
+from msrl_jax.codecs import Codec as Codec
 from msrl_jax.fragments.placement import Device as Device
 from msrl_jax.fragments.placement import DistributionPolicy as DistributionPolicy
 from msrl_jax.fragments.placement import Edge as Edge
@@ -113,7 +113,7 @@ def edges(
 
     def given(source: str, to: str, choice: CodecChoice) -> list[Edge]:
         choices = choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
-        return [Edge(source, to, codec.get(c), only) for only, c in choices.items()]
+        return [Edge(source, to, codecs.get(c), only) for only, c in choices.items()]
 
     return (*given(lower, upper, up), *given(upper, lower, down))
 

@@ -1,4 +1,4 @@
-"""Central: workers compute gradients, a server holds parameters and optimiser state."""
+"""Central: workers compute gradients, a server holds parameters and optimizer state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

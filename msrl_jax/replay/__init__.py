@@ -5,7 +5,7 @@ from msrl_jax.replay.base import Replay as Replay
 from msrl_jax.replay.base import ReplayState as ReplayState
 from msrl_jax.replay.base import Sample as Sample
 from msrl_jax.replay.buffers import importance_weights as importance_weights
-from msrl_jax.replay.buffers import prioritised as prioritised
+from msrl_jax.replay.buffers import prioritized as prioritized
 from msrl_jax.replay.buffers import uniform as uniform
 from msrl_jax.replay.fifo import Fifo as Fifo
 from msrl_jax.replay.fifo import FifoState as FifoState

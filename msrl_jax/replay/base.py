@@ -21,7 +21,7 @@ class ReplayState(NamedTuple):
       added: steps inserted of each environment, modulo a large multiple of `L`. shape=(), dtype=int32
       filled: steps held of each environment, at most `L`. shape=(), dtype=int32
       lost: items inserted that a codec could not hold. shape=(G,), dtype=int32
-      priorities: what prioritised sampling needs, `()` otherwise.
+      priorities: what prioritized sampling needs, `()` otherwise.
     """
 
     items: Any

@@ -1,4 +1,4 @@
-"""Replay buffers of environment steps: uniform and prioritised, of single steps, n-step transitions or sequences."""
+"""Replay buffers of environment steps: uniform and prioritized, of single steps, n-step transitions or sequences."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from msrl_jax.replay.storage import Storage
 
 
 class Priorities(NamedTuple):
-    """What prioritised sampling needs.
+    """What prioritized sampling needs.
 
     Attributes:
       tree: a sum tree over the windows of each shard. shape=(G, nodes) of each level
@@ -82,7 +82,7 @@ def uniform(
     return _replay(ring, least, discount, draw, lambda: (), lambda priorities, added, filled: (), lambda state, *_: state)
 
 
-def prioritised(
+def prioritized(
     example: Any,
     *,
     capacity: int,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax.fragments.memory import device_memory
+from msrl_jax._device_memory import device_memory
 from msrl_jax.replay.ring import Ring
 from msrl_jax.replay.storage import Storage, layout
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from msrl_jax import codecs
 from msrl_jax._compat import ShapedArray
 from msrl_jax._spelling import suggestion
-from msrl_jax.fragments import codec as codecs
-from msrl_jax.fragments.codec import Codec
+from msrl_jax.codecs import Codec
 
 Storage = Mapping[str, str | Codec]
 

@@ -14,7 +14,7 @@ from msrl_jax.fragments.placement import Device
 
 @dataclasses.dataclass(frozen=True)
 class Actor:
-    """An agent's behaviour, for raw observations.
+    """An agent's behavior, for raw observations.
 
     A state may be large (replay buffers) and lie on several sub-meshes; acting needs little of it. `take` copies that
     little to one device, and `act` computes from it.
@@ -32,7 +32,7 @@ class Actor:
 
         Args:
           state: state of one run, or what `restore` made of it.
-          obs: raw observations `[E, ...]`; normalised with the statistics in `state` if training did so.
+          obs: raw observations `[E, ...]`; normalized with the statistics in `state` if training did so.
           key: samples the actions; the most probable ones are taken without.
 
         Returns:
@@ -59,7 +59,7 @@ class Actor:
 
         Args:
           state: state of one run, or what `restore` made of it.
-          obs: raw observations `[E, ...]`; normalised with the statistics in `state` if training did so.
+          obs: raw observations `[E, ...]`; normalized with the statistics in `state` if training did so.
           memory: `initial_memory` where an episode begins, later what this function returned one step before.
           key: samples the actions; the most probable ones are taken without.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.envs import vectorise
+from msrl_jax.envs import vectorize
 from msrl_jax.training.acting import Actor
 from msrl_jax.training.history import decimals
 
@@ -80,7 +80,7 @@ def make_evaluator(
     """Builds a function that plays greedy episodes, all at once and on one device.
 
     Args:
-      actor: the behaviour to evaluate.
+      actor: the behavior to evaluate.
       episodes: how many episodes; every one runs in an environment of its own until it ends.
       members: whether states and keys have a leading member dimension `M`.
       max_steps: a cap on the steps of an episode, for environments that need not end.
@@ -94,7 +94,7 @@ def make_evaluator(
     """
     if episodes < 1 or max_steps < 1:
         raise ValueError(f"an evaluation needs at least one episode of one step; got {episodes=}, {max_steps=}")
-    env = vectorise(actor.env, episodes)
+    env = vectorize(actor.env, episodes)
 
     def play(leaves: list[jax.Array], key: jax.Array):
         state = actor.restore(leaves)

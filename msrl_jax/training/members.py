@@ -18,7 +18,7 @@ def member_axes(axes: Any) -> Any:
 
 
 def population(agent: Agent) -> Agent:
-    """Vectorises an agent over members that share nothing.
+    """Vectorizes an agent over members that share nothing.
 
     Args:
       agent: the agent of one run.
@@ -33,7 +33,7 @@ def population(agent: Agent) -> Agent:
         axes = axes._replace(**{name: getattr(agent.axes, name) for name in agent.data})
     return dataclasses.replace(
         agent,
-        # One after another: an orthogonal initialiser under vmap is a batched QR, which takes minutes on a CPU.
+        # One after another: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
         init=lambda keys: jax.lax.map(agent.init, keys),
         iteration=jax.vmap(agent.iteration, in_axes=(dims,), out_axes=(dims, 0)),
         axes=axes,

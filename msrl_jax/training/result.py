@@ -39,7 +39,7 @@ class Result:
       wall_seconds: time that the run took, all included.
       evaluation: the last evaluation, if there was one.
       description: what ran and where, as plain data: the content of `config.json`.
-      actor: the trained behaviour of one member.
+      actor: the trained behavior of one member.
       registers: parameters that were on their way to actors at the end, if the policy has staleness: a program goes on
         from `msrl.Delayed(result.state, result.registers)`.
       folder: the run's folder, if it has one.
@@ -163,8 +163,8 @@ class Result:
         """Chooses actions for raw observations, as the environment returns them.
 
         Args:
-          obs: one observation, or a batch of them with a leading dimension `B`. It is normalised with the statistics of
-            training if training normalised.
+          obs: one observation, or a batch of them with a leading dimension `B`. It is normalized with the statistics of
+            training if training normalized.
           key: samples the action; the most probable one is taken without.
           member: which seed acts; the best one if None.
 

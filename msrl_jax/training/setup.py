@@ -99,7 +99,7 @@ class Setup:
       config: the algorithm's config.
       seed: the first seed.
       seeds: the number of members.
-      actor: the behaviour of one member, with its agent.
+      actor: the behavior of one member, with its agent.
       recorded: the same agent with a recorder around its environments, if the run is recorded.
     """
 
@@ -130,7 +130,7 @@ class Setup:
     def start(self, program: Program) -> Any:
         """That state, where a program keeps it."""
         agent = self.agent
-        return program.initialise(lambda key: agent.with_data(agent.init(key)), initial_key(self.seed, self.seeds))
+        return program.initialize(lambda key: agent.with_data(agent.init(key)), initial_key(self.seed, self.seeds))
 
     def about(self) -> dict[str, Any]:
         """What a data set says of the run that it is made of."""

@@ -201,7 +201,7 @@ def train(
         run, not what is computed.
       total_steps: environment steps to take, per seed; whole iterations that fit are done.
       seed: where all randomness starts.
-      seeds: how many independent runs to train at once, vectorised. Run `i` is the run that `seed + i` alone gives, to
+      seeds: how many independent runs to train at once, vectorized. Run `i` is the run that `seed + i` alone gives, to
         float tolerance.
       config: the algorithm's config; its defaults if None. Its `total_steps` is set to that of the run.
       devices: which devices to use; all if None.

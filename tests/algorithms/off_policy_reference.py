@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms, replay
-from msrl_jax.algorithms.actor_and_critics import make_buffer
+from msrl_jax.algorithms.networks.actor_and_critics import make_buffer
 
 E, B = 16, 32
 SMALL = {

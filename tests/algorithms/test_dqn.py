@@ -11,7 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
 from msrl_jax.algorithms.dqn import make_buffer
-from msrl_jax.algorithms.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete
 
 from .random_walk import RandomWalk

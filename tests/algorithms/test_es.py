@@ -50,8 +50,8 @@ def plain_action(params, obs, continuous):
 def plain_iteration(agent, config, state):
     """Every member by itself, in float64: its noise, its episode, its rank, and its part of the gradient."""
     continuous = agent.env.action_space.shape != ()
-    centre = jax.tree.map(lambda x: np.asarray(x, np.float64), state.params)
-    leaves, tree = jax.tree.flatten(centre)
+    center = jax.tree.map(lambda x: np.asarray(x, np.float64), state.params)
+    leaves, tree = jax.tree.flatten(center)
     seeds = jax.vmap(jax.random.split)(state.actor_keys)[:, 1]
     members, noises = [], []
     for i in range(E):
@@ -59,7 +59,7 @@ def plain_iteration(agent, config, state):
         noise = noise if i % 2 == 0 else -noise
         parts = np.split(noise, np.cumsum([x.size for x in leaves])[:-1])
         noises.append(jax.tree.unflatten(tree, [n.reshape(x.shape) for n, x in zip(parts, leaves, strict=True)]))
-        members.append(jax.tree.map(lambda p, n: p + config.noise_scale * n, centre, noises[-1]))
+        members.append(jax.tree.map(lambda p, n: p + config.noise_scale * n, center, noises[-1]))
 
     # Episodes that ended with the last iteration have been followed by new ones; the others are given up.
     fresh = agent.env.reset(jax.random.split(state.env_key)[1])
@@ -75,7 +75,7 @@ def plain_iteration(agent, config, state):
         fitness, obs = fitness + np.where(running, t.reward, 0), t.obs
         running &= ~(np.asarray(t.terminated) | np.asarray(t.truncated))
 
-    gradient = jax.tree.map(np.zeros_like, centre)
+    gradient = jax.tree.map(np.zeros_like, center)
     for i in range(E):
         rank = np.mean([(fitness[j] < fitness[i]) + 0.5 * (fitness[j] == fitness[i]) for j in range(E) if j != i])
         gradient = jax.tree.map(lambda g, n, u=rank - 0.5: g + u * n / (E * config.noise_scale), gradient, noises[i])
@@ -100,7 +100,7 @@ def test_one_iteration_is_that_of_a_loop_over_members_in_float64(continuous):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), after.params, params)
 
 
-def test_ranks_are_centred_and_equal_returns_share_theirs():
+def test_ranks_are_centered_and_equal_returns_share_theirs():
     np.testing.assert_allclose(centered_ranks(jnp.array([3.0, -10.0, 500.0, 7.0, 4.0])), [-0.25, -0.5, 0.5, 0.25, 0])
     np.testing.assert_allclose(centered_ranks(jnp.array([1.0, 1.0, 0.0, 9.0])), [0, 0, -0.5, 0.5])
     np.testing.assert_allclose(centered_ranks(jnp.full(6, 2.0)), np.zeros(6), atol=1e-7)
@@ -155,7 +155,7 @@ def test_a_split_over_devices_does_not_change_the_run():
 
 
 def test_noise_belongs_to_the_parameters_that_it_was_added_to():
-    """Stale actors' returns belong to their own seeds and centre; the step that follows is taken from the newest centre."""
+    """Stale actors' returns belong to their own seeds and center; the step that follows is taken from the newest center."""
     agent = build(RandomWalk(), weight_decay=0.0)
     state = start(agent, 0)
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=1)

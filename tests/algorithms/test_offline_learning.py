@@ -37,6 +37,6 @@ def learned(algorithm, env, seed=0):
 @pytest.mark.parametrize("env", UPDATES)
 @pytest.mark.parametrize("algorithm", ["cql", "iql"])
 def test_medium_data_are_improved_on(algorithm, env):
-    behaviour, cloned, returns = medium(env).episodes.returns.mean(), learned("bc", env), learned(algorithm, env)
-    assert np.mean(returns) > max(behaviour, np.mean(cloned))
-    assert np.sum((returns > behaviour) & (returns > cloned)) >= SEEDS - 1
+    behavior, cloned, returns = medium(env).episodes.returns.mean(), learned("bc", env), learned(algorithm, env)
+    assert np.mean(returns) > max(behavior, np.mean(cloned))
+    assert np.sum((returns > behavior) & (returns > cloned)) >= SEEDS - 1

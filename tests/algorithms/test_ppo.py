@@ -99,12 +99,12 @@ def plain_update(agent, config, state, rollout):
         after = reward[t] + config.discount * future - value[t] + config.discount * config.gae_lambda * after
         advantage[t] = after
     target = advantage + value
-    standardise = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
+    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
     per_minibatch = config.normalize_advantage == "minibatch"
-    advantage = advantage if per_minibatch else standardise(advantage)
+    advantage = advantage if per_minibatch else standardize(advantage)
 
     def loss(params, i):
-        a = standardise(advantage[i]) if per_minibatch else advantage[i]
+        a = standardize(advantage[i]) if per_minibatch else advantage[i]
         outputs, v = plain_network(params, obs[i], continuous)
         new, entropy = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action[i])
         ratio = jnp.exp(new - log_prob[i])
@@ -239,7 +239,7 @@ def test_the_learning_rate_falls_to_zero_and_stays_there():
     np.testing.assert_allclose(metrics["learning_rate"], [0.5, 0.375, 0.25, 0.125, 0, 0])
 
 
-def test_normalised_environments_train_and_report_raw_episodes():
+def test_normalized_environments_train_and_report_raw_episodes():
     agent = build(RandomWalk(), normalize_observations=True, normalize_rewards=True)
     state, metrics = jax.jit(agent.iteration)(start(agent))
     assert 1 <= metrics["episode_length"].mean() <= 5

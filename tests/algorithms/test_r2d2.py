@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
 from msrl_jax.algorithms import R2D2Config, r2d2
-from msrl_jax.algorithms.q_losses import rescale, sequence_priority, unrescale
-from msrl_jax.algorithms.recurrent import recurrent_q_network
+from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.networks.recurrent import recurrent_q_network
 
 from .off_policy_reference import adam, assert_close, num_params, wide
 from .random_walk import RandomWalk

@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import RecurrentPPOConfig
-from msrl_jax.algorithms.recurrent import recurrent_core
+from msrl_jax.algorithms.networks.recurrent import recurrent_core
 
 from .random_walk import RandomWalk
 from .test_ppo import collectives
@@ -165,14 +165,14 @@ def plain_update(config, state, rollout):
         future = np.where(truncated[t], final_value[t], future) * ~terminated[t]
         after = reward[t] + config.discount * (future + config.gae_lambda * after * ~(terminated[t] | truncated[t])) - value[t]
         advantage[t], future = after, value[t]
-    standardise = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
+    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
     per_minibatch, target = config.normalize_advantage == "minibatch", advantage + value
-    advantage = advantage if per_minibatch else standardise(advantage)
+    advantage = advantage if per_minibatch else standardize(advantage)
     old = [jnp.asarray(x) for x in (obs, begins, action, log_prob, value, advantage, target)]
 
     def loss(params, e):
         o, b, acted, log_prob, value, a, target = (x[:, e] for x in old)
-        a = standardise(a) if per_minibatch else a
+        a = standardize(a) if per_minibatch else a
         log_probs, v, _ = plain_network(config.core, params, o, b, [m[e] for m in state.memory])
         ratio = jnp.exp(chosen_of(log_probs, acted) - log_prob)
         clipped = jnp.where(a > 0, jnp.minimum(ratio, 1 + config.clip_ratio), jnp.maximum(ratio, 1 - config.clip_ratio))
@@ -253,7 +253,7 @@ def trained():
 def test_evaluation_carries_the_memory_through_an_episode(trained):
     """Greedy episodes, stepped in Python with the network written out."""
     params = jax.tree.map(np.asarray, trained.state.params)
-    env = msrl.envs.vectorise(RandomWalk(), 16)
+    env = msrl.envs.vectorize(RandomWalk(), 16)
     env_state, obs = env.reset(jax.random.key(5))
     memory, running, returns = (jnp.zeros((16, 5)),), np.ones(16, bool), np.zeros(16)
     step = jax.jit(env.step)

@@ -69,7 +69,7 @@ def test_every_step_of_a_run_is_recorded(recorded):
     assert dataset.about["made_by"] == "training ppo" and dataset.about["env"] == ENV
     last = dataset.terminated.reshape(8, 40) | dataset.truncated.reshape(8, 40)
     assert last[:, -1].all()
-    # The observations acted on are those that the run normalises by, but for the ones after its last step.
+    # The observations acted on are those that the run normalizes by, but for the ones after its last step.
     after = np.asarray(result.state.env_state.env_state.running.mean) * 8 * 41 - dataset.obs.sum(0)
     cart = result.state.env_state.env_state.env_state.env_state.env_state
     np.testing.assert_allclose(after / 8, [x.mean() for x in (cart.x, cart.x_dot, cart.theta, cart.theta_dot)], atol=1e-4)
@@ -166,7 +166,7 @@ def test_a_run_that_diverges_keeps_its_rows(tmp_path):
 
 
 def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
-    env = Recorded(Lottery(), 3).vectorise(2)
+    env = Recorded(Lottery(), 3).vectorize(2)
     state, _ = env.reset(jax.random.key(0))
     recording, rows = Recording(tmp_path / "run.npz", {"env": "Lottery"}), []
     for steps in (3, 3, 2):

@@ -24,7 +24,7 @@ def check_against_gymnax(name, **arguments):
     limit = type(params.max_steps_in_episode)(min(params.max_steps_in_episode, 150))
     params = params.replace(max_steps_in_episode=limit)
     env = envs.make(name, max_steps_in_episode=limit, **arguments)
-    venv = envs.vectorise(env, NUM_ENVS)
+    venv = envs.vectorize(env, NUM_ENVS)
 
     def redo(state, action):
         key = jax.random.split(state.key)[1]
@@ -87,7 +87,7 @@ def test_an_environment_with_constructor_arguments_steps_as_gymnax_does():
     assert env.observation_space.shape == (13, 13, 2)
 
 
-def test_states_can_be_carried_without_vectorise():
+def test_states_can_be_carried_without_vectorize():
     env = envs.make("CartPole-v1")
     key = jax.random.key(0)
     state, obs = jax.eval_shape(env.reset, key)
@@ -98,7 +98,7 @@ def test_states_can_be_carried_without_vectorise():
 
 
 def test_params_change_the_dynamics():
-    venv = envs.vectorise(envs.make("Pendulum-v1", max_steps_in_episode=7), 1)
+    venv = envs.vectorize(envs.make("Pendulum-v1", max_steps_in_episode=7), 1)
     state, _ = venv.reset(jax.random.key(0))
     _, steps = jax.lax.scan(venv.step, state, jnp.zeros((21, 1, 1)))
     np.testing.assert_array_equal(np.flatnonzero(steps.truncated), [6, 13, 20])

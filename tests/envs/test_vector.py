@@ -1,4 +1,4 @@
-"""vectorise: automatic reset by hand, keys, what it refuses, and that splitting the environments changes nothing."""
+"""vectorize: automatic reset by hand, keys, what it refuses, and that splitting the environments changes nothing."""
 
 import re
 from typing import NamedTuple
@@ -36,7 +36,7 @@ def plain(tree):
 
 
 def test_a_custom_environment_just_works_and_its_trajectory_is_as_worked_by_hand():
-    venv = envs.vectorise(Corridor(length=3, max_steps=4), 2)
+    venv = envs.vectorize(Corridor(length=3, max_steps=4), 2)
     state, obs = venv.reset(jax.random.key(0))
     np.testing.assert_array_equal(obs, [[0], [0]])
     # The first walks right: the end at step 3, then anew. The second dithers and is cut off at step 4, in cell 2.
@@ -65,7 +65,7 @@ class Noise:
 
 
 def test_every_environment_and_step_has_its_own_randomness():
-    venv = envs.vectorise(Noise(), 8)
+    venv = envs.vectorize(Noise(), 8)
     state, first = venv.reset(jax.random.key(0))
     _, steps = rollout(venv, state, jnp.zeros((50, 8, 2)))
     fresh = np.asarray(steps.obs)[np.asarray(steps.terminated)]
@@ -76,15 +76,15 @@ def test_every_environment_and_step_has_its_own_randomness():
 
 def test_the_trajectory_of_an_environment_depends_on_its_own_key_only():
     actions = jnp.zeros((20, 8, 2))
-    venv = envs.vectorise(Noise(), 8)
+    venv = envs.vectorize(Noise(), 8)
     state, _ = venv.reset(jax.random.key(0))
     _, together = rollout(venv, state, actions)
-    _, alone = rollout(envs.vectorise(Noise(), 1), jax.tree.map(lambda x: x[5:6], state), actions[:, 5:6])
+    _, alone = rollout(envs.vectorize(Noise(), 1), jax.tree.map(lambda x: x[5:6], state), actions[:, 5:6])
     np.testing.assert_array_equal(alone.obs, together.obs[:, 5:6])
 
 
 def test_states_can_be_carried_through_a_scan():
-    venv = envs.vectorise(Noise(), 3)  # its reset returns a Python float
+    venv = envs.vectorize(Noise(), 3)  # its reset returns a Python float
     state, obs = jax.eval_shape(venv.reset, jax.random.key(0))
     stepped, time_step = jax.eval_shape(venv.step, state, jnp.zeros((3, 2)))
     assert jax.tree.structure(state) == jax.tree.structure(stepped)
@@ -97,7 +97,7 @@ def test_states_can_be_carried_through_a_scan():
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
 def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_no_bit(name):
     # Eight environments per device: XLA's CPU code for fewer may round the last bit of an observation otherwise.
-    venv = envs.vectorise(envs.make(name, max_steps_in_episode=40), 64)
+    venv = envs.vectorize(envs.make(name, max_steps_in_episode=40), 64)
     state, _ = jax.jit(venv.reset)(jax.random.key(0))
     actions = sample_actions(venv, 60)
     mesh = Mesh(np.array(jax.devices()[:8]), ("env",))
@@ -117,7 +117,7 @@ def test_splitting_the_environments_over_devices_costs_no_communication_and_chan
 
 
 def test_initial_states_do_not_depend_on_the_number_of_devices():
-    venv = envs.vectorise(envs.make("CartPole-v1"), 64)
+    venv = envs.vectorize(envs.make("CartPole-v1"), 64)
     mesh = Mesh(np.array(jax.devices()[:8]), ("env",))
     split = jax.jit(venv.reset, out_shardings=NamedSharding(mesh, P("env")))(jax.random.key(3))
     jax.tree.map(np.testing.assert_array_equal, plain(jax.jit(venv.reset)(jax.random.key(3))), plain(split))
@@ -180,7 +180,7 @@ STEP, RESET = r"Corridor\.step", r"Corridor\.reset"
 )
 def test_an_environment_that_breaks_the_protocol_is_refused_with_the_value_named(env, message):
     with pytest.raises(TypeError, match=message):
-        envs.vectorise(env, 2)
+        envs.vectorize(env, 2)
 
 
 def test_an_incomplete_environment_is_refused():
@@ -189,17 +189,17 @@ def test_an_incomplete_environment_is_refused():
         reset = step = None
 
     with pytest.raises(TypeError, match="NoActions has no action_space"):
-        envs.vectorise(NoActions(), 2)
+        envs.vectorize(NoActions(), 2)
 
 
 @pytest.mark.parametrize("num_envs", [0, -1, 2.0, True])
 def test_a_bad_number_of_environments_is_refused(num_envs):
     with pytest.raises(ValueError, match=r"num_envs=.* must be an int of at least 1"):
-        envs.vectorise(Corridor(), num_envs)
+        envs.vectorize(Corridor(), num_envs)
 
 
 def test_bad_keys_and_actions_are_refused():
-    venv = envs.vectorise(Corridor(), 2)
+    venv = envs.vectorize(Corridor(), 2)
     with pytest.raises(TypeError, match=r"make it with jax.random.key\(seed\)"):
         venv.reset(jax.random.PRNGKey(0))
     with pytest.raises(TypeError, match="needs one typed key"):

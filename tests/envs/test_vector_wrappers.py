@@ -1,4 +1,4 @@
-"""Episode statistics and normalisation, against NumPy in float64, on one device and on eight."""
+"""Episode statistics and normalization, against NumPy in float64, on one device and on eight."""
 
 import re
 
@@ -47,7 +47,7 @@ def play(venv):
 @pytest.fixture(scope="module")
 def raw():
     """The unwrapped trajectory, in float64."""
-    first, _, steps = play(envs.vectorise(Drifting(), NUM_ENVS))
+    first, _, steps = play(envs.vectorize(Drifting(), NUM_ENVS))
     numpy = jax.tree.map(lambda x: np.asarray(x, np.float64), (first, steps))
     done = np.asarray(steps.terminated | steps.truncated)
     assert done.sum() > 20
@@ -56,7 +56,7 @@ def raw():
 
 def test_episode_statistics_are_those_of_a_plain_loop(raw):
     _, steps, done = raw
-    venv = envs.EpisodeStatistics(envs.vectorise(Drifting(), NUM_ENVS))
+    venv = envs.EpisodeStatistics(envs.vectorize(Drifting(), NUM_ENVS))
     _, state, wrapped = play(venv)
     np.testing.assert_array_equal(wrapped.reward, steps.reward)
     returns, lengths, running_return, running_length = [], [], np.zeros(NUM_ENVS), np.zeros(NUM_ENVS)
@@ -79,9 +79,9 @@ def test_episode_statistics_are_those_of_a_plain_loop(raw):
     np.testing.assert_array_equal(state.episode_length, running_length)
 
 
-def test_observations_are_normalised_by_the_mean_and_variance_of_all_that_were_acted_on(raw):
+def test_observations_are_normalized_by_the_mean_and_variance_of_all_that_were_acted_on(raw):
     first, steps, _ = raw
-    venv = envs.NormalizeObservation(envs.vectorise(Drifting(), NUM_ENVS))
+    venv = envs.NormalizeObservation(envs.vectorize(Drifting(), NUM_ENVS))
     first_normalized, state, normalized = play(venv)
     seen = np.concatenate([first[None], steps.obs])  # [1 + T, E, 3]
 
@@ -104,7 +104,7 @@ def test_observations_are_normalised_by_the_mean_and_variance_of_all_that_were_a
 def test_rewards_are_scaled_by_the_deviation_of_the_discounted_return(raw):
     _, steps, done = raw
     discount = 0.9
-    venv = envs.NormalizeReward(envs.vectorise(Drifting(), NUM_ENVS), discount=discount)
+    venv = envs.NormalizeReward(envs.vectorize(Drifting(), NUM_ENVS), discount=discount)
     _, state, scaled = play(venv)
     discounted, seen = np.zeros(NUM_ENVS), []
     for t in range(NUM_STEPS):
@@ -119,8 +119,8 @@ def test_rewards_are_scaled_by_the_deviation_of_the_discounted_return(raw):
     np.testing.assert_array_equal(scaled.obs, steps.obs.astype(np.float32))
 
 
-def test_normalised_values_are_clipped():
-    venv = envs.NormalizeReward(envs.NormalizeObservation(envs.vectorise(Drifting(), 4), clip=0.5), 0.9, clip=0.25)
+def test_normalized_values_are_clipped():
+    venv = envs.NormalizeReward(envs.NormalizeObservation(envs.vectorize(Drifting(), 4), clip=0.5), 0.9, clip=0.25)
     first, _, steps = play(venv)
     for x in (first, steps.obs, steps.final_obs):
         assert np.max(np.abs(x)) == 0.5
@@ -140,16 +140,16 @@ def test_merging_batches_far_from_zero_is_accurate():
 
 def test_frozen_statistics_are_used_and_not_updated():
     def wrap(frozen):
-        venv = envs.NormalizeObservation(envs.vectorise(Drifting(), NUM_ENVS), frozen=frozen)
+        venv = envs.NormalizeObservation(envs.vectorize(Drifting(), NUM_ENVS), frozen=frozen)
         return envs.NormalizeReward(venv, 0.9, frozen=frozen)
 
     trained, frozen = wrap(False), wrap(True)
     _, state, _ = play(trained)
     stats = trained.statistics(state)
-    raw_venv = envs.vectorise(Drifting(), NUM_ENVS)
+    raw_venv = envs.vectorize(Drifting(), NUM_ENVS)
     raw_state, raw_obs = raw_venv.reset(jax.random.key(1))
     state, obs = frozen.reset(jax.random.key(1))
-    np.testing.assert_array_equal(obs, raw_obs)  # nothing to normalise by yet
+    np.testing.assert_array_equal(obs, raw_obs)  # nothing to normalize by yet
     state = frozen.with_statistics(state, stats)
     (reward_stats, (obs_stats, _)) = stats
 
@@ -167,10 +167,10 @@ def test_frozen_statistics_are_used_and_not_updated():
     jax.tree.map(np.testing.assert_array_equal, frozen.statistics(state), stats)
 
 
-def test_observe_normalises_any_leading_shape_without_counting():
-    venv = envs.EpisodeStatistics(envs.NormalizeObservation(envs.vectorise(Drifting(), NUM_ENVS)))
+def test_observe_normalizes_any_leading_shape_without_counting():
+    venv = envs.EpisodeStatistics(envs.NormalizeObservation(envs.vectorize(Drifting(), NUM_ENVS)))
     state, obs = venv.reset(KEY)
-    raw_obs = envs.vectorise(Drifting(), NUM_ENVS).reset(KEY)[1]
+    raw_obs = envs.vectorize(Drifting(), NUM_ENVS).reset(KEY)[1]
     np.testing.assert_allclose(venv.observe(state, raw_obs), obs, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(venv.observe(state, raw_obs[0]), obs[0], rtol=1e-5, atol=1e-5)
     deep = jnp.broadcast_to(raw_obs, (2, 5, *raw_obs.shape))
@@ -179,7 +179,7 @@ def test_observe_normalises_any_leading_shape_without_counting():
 
 def full_stack(num_envs=NUM_ENVS):
     env = envs.FrameStack(envs.FlattenObservation(envs.TimeLimit(Drifting(), 12)), 2)
-    venv = envs.NormalizeObservation(envs.EpisodeStatistics(envs.vectorise(env, num_envs)))
+    venv = envs.NormalizeObservation(envs.EpisodeStatistics(envs.vectorize(env, num_envs)))
     return envs.NormalizeReward(venv, discount=0.99)
 
 
@@ -188,8 +188,8 @@ def test_wrappers_compose():
     first, state, steps = play(venv)
     assert venv.num_envs == NUM_ENVS and venv.name == "Drifting" and venv.action_space == envs.Discrete(2)
     assert first.shape == steps.obs.shape[1:] == (NUM_ENVS, *venv.observation_space.shape) == (NUM_ENVS, 6)
-    # The episode statistics inside the normalisers see raw rewards.
-    plain = envs.EpisodeStatistics(envs.vectorise(envs.TimeLimit(Drifting(), 12), NUM_ENVS))
+    # The episode statistics inside the normalizers see raw rewards.
+    plain = envs.EpisodeStatistics(envs.vectorize(envs.TimeLimit(Drifting(), 12), NUM_ENVS))
     _, plain_state, _ = play(plain)
     state, metrics = venv.drain(state)
     _, expected = plain.drain(plain_state)
@@ -238,8 +238,8 @@ def collectives(venv):
     return set(re.findall(r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", text))
 
 
-def test_only_normalisation_communicates_and_only_by_all_reduce():
-    venv = envs.EpisodeStatistics(envs.vectorise(Corridor(), 64))
+def test_only_normalization_communicates_and_only_by_all_reduce():
+    venv = envs.EpisodeStatistics(envs.vectorize(Corridor(), 64))
     assert collectives(venv) == set()
     assert collectives(envs.NormalizeObservation(venv)) == {"all-reduce"}
     assert collectives(envs.NormalizeReward(venv, 0.99)) == {"all-reduce"}
@@ -247,8 +247,8 @@ def test_only_normalisation_communicates_and_only_by_all_reduce():
 
 
 def test_wrong_arguments_are_refused():
-    venv = envs.vectorise(envs.make("FrozenLake-misc"), 2)
-    with pytest.raises(ValueError, match=r"Discrete\(16\) cannot be normalised; wrap the env in FlattenObservation"):
+    venv = envs.vectorize(envs.make("FrozenLake-misc"), 2)
+    with pytest.raises(ValueError, match=r"Discrete\(16\) cannot be normalized; wrap the env in FlattenObservation"):
         envs.NormalizeObservation(venv)
     with pytest.raises(ValueError, match=r"discount=1.5 must be in \[0, 1\]"):
         envs.NormalizeReward(venv, discount=1.5)

@@ -38,7 +38,7 @@ def test_time_limit_does_not_truncate_an_episode_that_terminates_at_the_limit():
 def test_time_limit_passes_earlier_truncations_and_counts_anew_after_a_reset():
     _, _, truncated = play(envs.TimeLimit(Corridor(length=9, max_steps=2), 5), [RIGHT, RIGHT])
     assert truncated == [False, True]
-    venv = envs.vectorise(envs.TimeLimit(Corridor(length=9, max_steps=100), 2), 1)
+    venv = envs.vectorize(envs.TimeLimit(Corridor(length=9, max_steps=100), 2), 1)
     state, _ = venv.reset(jax.random.key(0))
     _, steps = jax.lax.scan(venv.step, state, jnp.ones((6, 1), jnp.int32))
     np.testing.assert_array_equal(steps.truncated[:, 0], [0, 1, 0, 1, 0, 1])
@@ -67,7 +67,7 @@ def test_frame_stack_puts_the_frames_of_images_into_the_channels(name, shape):
 
 
 def test_frame_stack_starts_anew_after_a_reset_and_keeps_the_true_last_observation():
-    venv = envs.vectorise(envs.FrameStack(Corridor(length=2), 2), 1)
+    venv = envs.vectorize(envs.FrameStack(Corridor(length=2), 2), 1)
     state, _ = venv.reset(jax.random.key(0))
     _, steps = jax.lax.scan(venv.step, state, jnp.ones((3, 1), jnp.int32))
     np.testing.assert_array_equal(steps.obs[:, 0], [[0, 1], [0, 0], [0, 1]])
@@ -109,11 +109,11 @@ def test_flatten_observation_of_mixed_parts():
     space = env.observation_space
     np.testing.assert_array_equal(space.low, [0, 0, 0, 0, 0, 0, 0, -1, 0, 0])
     np.testing.assert_array_equal(space.high, [1, 1, 1, 9, 9, 9, 9, 1, 1, 1])
-    assert space.contains(obs[1]) and envs.vectorise(env, 2).reset(jax.random.key(0))[1].shape == (2, 10)
+    assert space.contains(obs[1]) and envs.vectorize(env, 2).reset(jax.random.key(0))[1].shape == (2, 10)
 
 
 def test_observations_that_are_dicts_are_reset_leaf_by_leaf():
-    venv = envs.vectorise(Mixed(), 2)
+    venv = envs.vectorize(Mixed(), 2)
     state, obs = venv.reset(jax.random.key(0))
     assert obs["grid"].shape == (2, 2, 2)
     _, steps = jax.lax.scan(venv.step, state, jnp.zeros((4, 2), jnp.int32))

@@ -1,4 +1,4 @@
-"""Q-learning from prioritised replay on a linear system, as a user would write it; plain Python references use its parts."""
+"""Q-learning from prioritized replay on a linear system, as a user would write it; plain Python references use its parts."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from msrl_jax import replay
 
 ENVS, UNROLL, UPDATES, BATCH = 8, 2, 2, 16
 EXAMPLE = replay.Transition(jnp.zeros(2), jnp.int32(0), jnp.float32(0), jnp.bool_(0), jnp.bool_(0), jnp.zeros(2))
-BUFFER = replay.prioritised(
+BUFFER = replay.prioritized(
     EXAMPLE, capacity=12 * ENVS, num_envs=ENVS, unroll_length=UNROLL, batch_size=BATCH, discount=0.9, shards=4
 )
 

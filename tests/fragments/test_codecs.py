@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments import codec
+from msrl_jax import codecs
 from msrl_jax.fragments.instructions import Move, walk
 from msrl_jax.policies import Central, Edge, Layout, SingleLearnerCoarse, SingleLearnerFine
 
@@ -28,7 +28,7 @@ def round_trip(c, x):
 def test_bfloat16_keeps_eight_bits(values):
     x = np.float32(values)
     normal = np.abs(x) > 1e-37
-    np.testing.assert_allclose(round_trip(codec.BFLOAT16, x)[normal], x[normal], rtol=2**-8)
+    np.testing.assert_allclose(round_trip(codecs.BFLOAT16, x)[normal], x[normal], rtol=2**-8)
 
 
 @settings(max_examples=30, deadline=None)
@@ -37,15 +37,15 @@ def test_scaled_uint8_keeps_a_five_hundredth_of_the_range(values):
     x = np.float32(values)
     span = float(x.max()) - float(x.min())
     slack = 1e-6 * np.abs(x).max() + 1e-30
-    np.testing.assert_allclose(round_trip(codec.SCALED_UINT8, x), x, rtol=0, atol=span / 510 + slack)
+    np.testing.assert_allclose(round_trip(codecs.SCALED_UINT8, x), x, rtol=0, atol=span / 510 + slack)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_uint8_is_exact_on_bytes_and_says_when_it_is_not(dtype):
     x = np.arange(256, dtype=dtype)
-    assert (round_trip(codec.UINT8, x) == x).all() and round_trip(codec.UINT8, x).dtype == dtype
-    assert bool(codec.UINT8.holds(x)) and not bool(codec.UINT8.holds(x + 1)) and not bool(codec.UINT8.holds(x - 1))
-    assert not bool(codec.UINT8.holds(np.float32([0.5, 1.0])))
+    assert (round_trip(codecs.UINT8, x) == x).all() and round_trip(codecs.UINT8, x).dtype == dtype
+    assert bool(codecs.UINT8.holds(x)) and not bool(codecs.UINT8.holds(x + 1)) and not bool(codecs.UINT8.holds(x - 1))
+    assert not bool(codecs.UINT8.holds(np.float32([0.5, 1.0])))
 
 
 def stacked_frames(resets, frames=3, envs=2, channels=2, seed=0):
@@ -66,7 +66,7 @@ def stacked_frames(resets, frames=3, envs=2, channels=2, seed=0):
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6), st.integers(0, 99))
 def test_frame_stacks_come_back_to_the_bit_wherever_episodes_begin(resets, seed):
     x = stacked_frames(resets, seed=seed)
-    c = codec.frame_stack(3)
+    c = codecs.frame_stack(3)
     assert bool(c.holds(jnp.asarray(x)))
     np.testing.assert_array_equal(round_trip(c, x), x)
     sent = sum(4 * y.size for y in jax.tree.leaves(jax.eval_shape(c.encode, x)) if y.dtype == jnp.float32)
@@ -211,11 +211,11 @@ def test_unknown_codecs_and_placements_are_refused():
     refused(SingleLearnerCoarse(trajectory_codec="bf16"), r"unknown codec 'bf16'; there are bfloat16, scaled_uint8, uint8")
     refused(Packed(SingleLearnerCoarse(), Edge("actor", "learners", "uint8")), r"no placement 'actor': it has actors, learners")
     with pytest.raises(ValueError, match="at least 2 frames"):
-        codec.frame_stack(1)
+        codecs.frame_stack(1)
 
 
 def test_a_codec_by_name_is_that_codec():
-    assert codec.get("frame_stack(4)").name == codec.get(codec.frame_stack(4)).name == "frame_stack(4)"
+    assert codecs.get("frame_stack(4)").name == codecs.get(codecs.frame_stack(4)).name == "frame_stack(4)"
     image, vector = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 2, 10, 10, 16), (8, 2, 16)))
-    takes = [codec.get(name).takes for name in ("frame_stack(4)", "frame_stack(4, 1)")]
+    takes = [codecs.get(name).takes for name in ("frame_stack(4)", "frame_stack(4, 1)")]
     assert [take(x) for take in takes for x in (image, vector)] == [True, False, False, True]

@@ -268,7 +268,7 @@ def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices
     )
     assert_close(program.run(state, 3), run_plain(iteration, state, 3))
     (w, m, _), _ = program.run(state, 1)
-    for x in (w, m):  # parameters and optimiser state lie in parts
+    for x in (w, m):  # parameters and optimizer state lie in parts
         assert [s.data.shape for s in x.addressable_shards] == [(4, wide // 4)] * 4
     run = next(i for i in program.instructions if isinstance(i, Run) and "gradients" in i.fragments)
     (compiled,) = [c for c in program.compiled() if "gradients" in (c.as_text() or "").splitlines()[0]]

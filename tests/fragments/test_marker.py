@@ -148,14 +148,14 @@ def test_unknown_static_names_are_refused():
 @pytest.mark.parametrize(
     ("args", "kwargs", "where"),
     [
-        (("relu", X, "adam"), {}, r"argument optimiser is a str, not an array"),
+        (("relu", X, "adam"), {}, r"argument optimizer is a str, not an array"),
         (("relu", {"a": [X, len]}, X), {}, r"argument batch\['a'\]\[1\] is a builtin_function_or_method"),
-        ((), {"kind": "relu", "batch": X, "optimiser": np.array(["a"])}, r"argument optimiser is a ndarray of <U1"),
+        ((), {"kind": "relu", "batch": X, "optimizer": np.array(["a"])}, r"argument optimizer is a ndarray of <U1"),
         (("relu", X, X), {"tag": "x"}, r"argument more\['tag'\] is a str"),
     ],
 )
 def test_arguments_that_are_no_arrays_are_named(args, kwargs, where):
-    marked = fragment(name="learn", static_argnames="kind")(lambda kind, batch, optimiser, **more: batch)
+    marked = fragment(name="learn", static_argnames="kind")(lambda kind, batch, optimizer, **more: batch)
     with pytest.raises(TypeError, match=rf"fragment 'learn': {where}.*static_argnames"):
         marked(*args, **kwargs)
 

@@ -121,7 +121,7 @@ def test_collectives_over_a_vmapped_axis():
     def collective(f):
         return jax.vmap(f, (None, 0), (None, 0, 0, None), axis_name="env")
 
-    def normalised(f):
+    def normalized(f):
         def of_one(w, x):
             y = f(w, x)[1]
             return y - jax.lax.pmean(y, "env")
@@ -132,7 +132,7 @@ def test_collectives_over_a_vmapped_axis():
         return lambda w, x: jax.vmap(jax.vmap(f, (0, None)), (None, 0), axis_name="env")(jnp.stack([w, 2 * w]), x)
 
     marked, w = fragment(body), PARAMS["w"]
-    for t in (collective, normalised, nested, lambda f: jax.grad(loss(normalised(f)), (0, 1))):
+    for t in (collective, normalized, nested, lambda f: jax.grad(loss(normalized(f)), (0, 1))):
         assert_same(jax.jit(t(marked))(w, XS), jax.jit(t(body))(w, XS))
     assert fragments_of(nested(marked), w, XS) == ["body"]
 
@@ -228,6 +228,6 @@ def test_export_round_trip(size):
     args = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), PARAMS), jax.ShapeDtypeStruct(batch, jnp.float32)
     exported = jax.export.export(jax.jit(fragment(body)))(*args)
     assert_same(exported.call(PARAMS, XS), jax.jit(body)(PARAMS, XS))
-    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     restored = jax.export.deserialize(exported.serialize())
     assert_same(restored.call(PARAMS, XS), jax.jit(body)(PARAMS, XS))

@@ -130,7 +130,7 @@ def aux(f):
     return lambda *args: (loss(f)(*args), f(*args))
 
 
-def linearised(f):
+def linearized(f):
     def fn(params, x):
         y, f_jvp = jax.linearize(f, params, x)
         return y, f_jvp(jax.tree.map(jnp.cos, params), jnp.sin(x))
@@ -167,7 +167,7 @@ SINGLE = {
     ),
     "checkpoint": jax.checkpoint,
     "jvp": pushed_forward,
-    "linearize": linearised,
+    "linearize": linearized,
     "hessian": lambda f: jax.hessian(loss(f), argnums=1),
     "grad": lambda f: jax.grad(loss(f), argnums=(0, 1)),
     "value_and_grad with aux": lambda f: jax.jit(jax.value_and_grad(aux(f), has_aux=True)),

@@ -52,9 +52,9 @@ def make_program(policy):
 @pytest.mark.parametrize(
     "policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(buffers=2), policies.SingleLearnerCoarse(staleness=1)]
 )
-def test_initialised_is_what_was_computed_elsewhere_and_placed(policy):
+def test_initialized_is_what_was_computed_elsewhere_and_placed(policy):
     program, key = make_program(policy)
-    found, expected = program.initialise(init, key), program.place(jax.jit(init)(key))
+    found, expected = program.initialize(init, key), program.place(jax.jit(init)(key))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert x.sharding == y.sharding
@@ -72,7 +72,7 @@ def test_no_device_computes_more_than_its_part_of_a_large_leaf():
         compiled.append(args)
         return init(*args)
 
-    state = program.initialise(record, key)
+    state = program.initialize(record, key)
     assert len(compiled) == 2  # traced for the small leaves, and for the large one
     shards = [s for x in jax.live_arrays() if id(x) not in before for s in x.addressable_shards]
     assert max(s.data.nbytes for s in shards) == ROWS * 8 * 4 / 8

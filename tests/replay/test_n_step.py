@@ -48,7 +48,7 @@ def test_worked_by_hand(terminated, truncated, expected):
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-@pytest.fixture(scope="module", params=[replay.uniform, replay.prioritised], ids=["uniform", "prioritised"])
+@pytest.fixture(scope="module", params=[replay.uniform, replay.prioritized], ids=["uniform", "prioritized"])
 def functions(request):
     return compiled(
         request.param(EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, length=4, discount=DISCOUNT)

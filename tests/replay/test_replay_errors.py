@@ -13,7 +13,7 @@ from tests.replay.history import EXAMPLE
 FITS = {"capacity": 480, "num_envs": 8, "unroll_length": 4, "batch_size": 16}
 
 
-@pytest.mark.parametrize("make", [replay.uniform, replay.prioritised])
+@pytest.mark.parametrize("make", [replay.uniform, replay.prioritized])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

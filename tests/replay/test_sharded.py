@@ -12,13 +12,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
-from msrl_jax.fragments.hlo import collectives
+from msrl_jax.fragments.collectives import collectives
 from tests.replay.history import EXAMPLE, steps
 
 KINDS = {
     "transitions": functools.partial(replay.uniform, length=3, discount=0.9, storage={"obs": "bfloat16"}),
     "sequences": functools.partial(replay.uniform, length=4, stride=2),
-    "prioritised": functools.partial(replay.prioritised, length=3, discount=0.9),
+    "prioritized": functools.partial(replay.prioritized, length=3, discount=0.9),
 }
 NUM_ENVS, UNROLL, BATCH = 16, 2, 32
 
@@ -69,7 +69,7 @@ def test_samples_do_not_depend_on_the_devices(kind):
         moved, _ = collectives(program.as_text())
         # Only the least probability of the batch, for the importance weights.
         assert all(c.kind == "all-reduce" and c.nbytes == 4 for c in moved), moved
-        assert len(moved) == (kind == "prioritised" and num_devices > 1)
+        assert len(moved) == (kind == "prioritized" and num_devices > 1)
     for other in seen[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, seen[0])
 

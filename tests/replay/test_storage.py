@@ -40,7 +40,7 @@ def test_items_that_a_codec_cannot_hold_are_counted():
 
 
 def test_seeds_are_buffers_of_their_own():
-    buffer = replay.prioritised(EXAMPLE, **SIZES, length=2, discount=0.9)
+    buffer = replay.prioritized(EXAMPLE, **SIZES, length=2, discount=0.9)
 
     def run(items, key):
         state = buffer.insert(buffer.insert(buffer.init(), items), items)
@@ -56,7 +56,7 @@ def test_seeds_are_buffers_of_their_own():
     jax.tree.map(np.testing.assert_array_equal, together, jax.tree.map(lambda *x: jnp.stack(x), *alone))
 
 
-@pytest.mark.parametrize("make", [replay.uniform, replay.prioritised])
+@pytest.mark.parametrize("make", [replay.uniform, replay.prioritized])
 def test_costs_do_not_grow_with_the_capacity(make):
     def costs(capacity):
         buffer = make(EXAMPLE, **{**SIZES, "capacity": capacity}, length=3, discount=0.9, shards=1)

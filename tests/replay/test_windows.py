@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msrl_jax import replay
 from tests.replay.history import EXAMPLE, History, compiled, steps
 
-KINDS = {"uniform": replay.uniform, "prioritised": replay.prioritised}
+KINDS = {"uniform": replay.uniform, "prioritized": replay.prioritized}
 # unroll_length, length, stride, steps held of each environment
 SIZES = [(1, 1, 1, 5), (4, 3, 1, 12), (2, 5, 3, 18), (6, 4, 4, 24)]
 NUM_ENVS = 4

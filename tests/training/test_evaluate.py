@@ -65,11 +65,11 @@ def test_acting_uses_the_statistics_of_training(trained):
     mean, variance = (np.asarray(x, np.float64) for x in (statistics.mean, statistics.var))
     assert np.abs(mean).max() > 1e-3, "the statistics have seen data"
     obs = np.random.default_rng(0).normal(0, 0.1, (16, 4)).astype(np.float32)
-    normalised = np.clip((obs - mean) / np.sqrt(variance + 1e-8), -10, 10).astype(np.float32)
-    expected = trained.actor.agent.act(trained.state, jnp.asarray(normalised), None)
+    normalized = np.clip((obs - mean) / np.sqrt(variance + 1e-8), -10, 10).astype(np.float32)
+    expected = trained.actor.agent.act(trained.state, jnp.asarray(normalized), None)
     np.testing.assert_array_equal(trained.act(obs), expected)
     raw = trained.actor.agent.act(trained.state, jnp.asarray(obs), None)
-    assert (np.asarray(raw) != np.asarray(expected)).any(), "normalising matters here"
+    assert (np.asarray(raw) != np.asarray(expected)).any(), "normalizing matters here"
 
 
 def test_only_what_acting_needs_is_copied(trained):

@@ -1,0 +1,1 @@
+"""What training loops share: acting, updates, and the loops over replayed and recorded experience."""

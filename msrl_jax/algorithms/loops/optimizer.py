@@ -1,0 +1,56 @@
+"""Optimizers: directions of descent; the learning rate is a traced number that is multiplied in afterwards."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+OPTIMIZERS = ("adam", "rmsprop")
+
+
+def make_optimizer(
+    name: str, *, max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
+) -> optax.GradientTransformation:
+    """Makes an optimizer for gradients that are scaled down to a global norm first.
+
+    Args:
+      name: "adam", or "rmsprop" as in A3C (Mnih et al., 2016, arXiv 1602.01783, supplement): not centered, and with
+        `epsilon` under the root.
+      max_grad_norm: the global norm; None leaves gradients as they are.
+      epsilon: what keeps the division finite.
+      rms_decay: how much of the squared gradients' running mean RMSProp keeps per update.
+
+    Returns:
+      The optimizer; its updates are directions, to be scaled by `descend`.
+    """
+    rmsprop = optax.scale_by_rms(rms_decay, epsilon, eps_in_sqrt=True)
+    scale = rmsprop if name == "rmsprop" else optax.scale_by_adam(eps=epsilon)
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, scale)
+
+
+def descend(params: Any, updates: Any, learning_rate: jax.Array) -> Any:
+    """Takes a step of length `learning_rate` against `updates`, a tree like `params`."""
+    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+
+
+def learning_rate_at(
+    iteration: jax.Array, learning_rate: float, steps_per_iteration: int, anneal_over: int | None
+) -> jax.Array:
+    """The learning rate of an iteration.
+
+    Args:
+      iteration: iterations done. `[]` int32
+      learning_rate: the one to start from.
+      steps_per_iteration: environment steps per iteration.
+      anneal_over: environment steps over which it falls linearly to 0, where it stays; None for a constant.
+
+    Returns:
+      The learning rate. `[]` float32
+    """
+    rate = jnp.float32(learning_rate)
+    if anneal_over is not None:
+        rate *= jnp.maximum(1 - iteration / math.ceil(anneal_over / steps_per_iteration), 0)
+    return rate

@@ -1,0 +1,139 @@
+"""What learning action values minimizes: pure functions of one example; the caller maps them over a batch.
+
+In the shape descriptions, `A` denotes the number of actions and `N` that of the atoms or quantiles of a distribution.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def huber(error: jax.Array, delta: float = 1.0) -> jax.Array:
+    """Half the square of small errors, linear in large ones (Huber, 1964).
+
+    With `delta` 1 its gradient is the error clipped to [-1, 1], as in DQN (Mnih et al., 2015).
+
+    Args:
+      error: errors. `[...]`
+      delta: where it becomes linear.
+
+    Returns:
+      The losses. `[...]`
+    """
+    size = jnp.abs(error)
+    near = jnp.minimum(size, delta)
+    return near * (size - 0.5 * near)
+
+
+def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
+    """The outputs of the target network for the action of the largest value (van Hasselt et al., 2016, arXiv 1509.06461).
+
+    Args:
+      next_value: values that choose: the target network's own for Q-learning, the online network's for double Q-learning. `[A]`
+      next_target: outputs of the target network: values, atoms or quantiles of each action. `[A, ...]`
+
+    Returns:
+      Those of the chosen action. `[...]`
+    """
+    return next_target[jnp.argmax(next_value)]
+
+
+def categorical_projection(
+    probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
+) -> jax.Array:
+    """The distribution of `reward + discount * return`, put back on the atoms (C51's projection).
+
+    Bellemare et al., 2017, arXiv 1707.06887, algorithm 1.
+    An atom that lands between two gives its mass to both, the more the nearer; one that lands outside gives it to the last.
+
+    Args:
+      probability: masses of the next return on `N` atoms at equal distances from `v_min` to `v_max`. `[N]`
+      reward: the reward, of n steps perhaps. `[]`
+      discount: the weight of what follows. `[]`
+      v_min: the lowest atom.
+      v_max: the highest atom.
+
+    Returns:
+      The masses on the same atoms; their sum is that of `probability`. `[N]`
+    """
+    num_atoms = probability.shape[-1]
+    atoms = jnp.linspace(v_min, v_max, num_atoms)
+    spacing = (v_max - v_min) / (num_atoms - 1)
+    landed = (jnp.clip(reward + discount * atoms, v_min, v_max) - v_min) / spacing
+    share = jnp.clip(1 - jnp.abs(landed[:, None] - jnp.arange(num_atoms)), 0, 1)
+    return probability @ share
+
+
+def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
+    """The divergence of the predicted masses from the target's, whose gradient is the cross-entropy's (arXiv 1707.06887).
+
+    Args:
+      logits: what predicts the masses of the atoms. `[N]`
+      target: the masses that they should have. `[N]`
+
+    Returns:
+      The loss, 0 where both are the same. `[]`
+    """
+    known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
+    return (known - target * jax.nn.log_softmax(logits)).sum(-1)
+
+
+def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
+    """The quantile regression loss with a rounded corner (Dabney et al., 2018, arXiv 1710.10044, eq. 10).
+
+    Args:
+      quantile: predictions of the quantiles at the midpoints `(i + 1/2) / N`. `[N]`
+      target: samples of what should have been predicted. `[M]`
+      delta: where the loss becomes linear; it is divided by it.
+
+    Returns:
+      The sum over the quantiles of the mean over the samples. `[]`
+    """
+    midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
+    error = target[None, :] - quantile[:, None]
+    weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
+    return (weight * huber(error, delta) / delta).mean(1).sum(0)
+
+
+def rescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593).
+
+    Args:
+      value: values. `[...]`
+      epsilon: what keeps the inverse from growing too fast.
+
+    Returns:
+      The squeezed values. `[...]`
+    """
+    # The root minus 1, without the rounding of that difference.
+    return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
+
+
+def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
+    """The inverse of `rescale`.
+
+    Args:
+      value: squeezed values. `[...]`
+      epsilon: that of `rescale`.
+
+    Returns:
+      The values. `[...]`
+    """
+    size = jnp.abs(value)
+    # The larger root of a quadratic equation for sqrt(|x| + 1), written without differences of numbers close to each other.
+    root = jnp.sqrt(1 + 4 * epsilon * (size + 1 + epsilon))
+    squared = jnp.square(2 * (size + 1 + epsilon) / (root + 1))
+    return jnp.sign(value) * (squared - 1)
+
+
+def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
+    """One error for a sequence (Kapturowski et al., 2019, https://openreview.net/forum?id=r1lyTjAqYX).
+
+    Args:
+      td_error: errors of either sign. `[L, ...]`
+      eta: weight of the largest one, against that of the mean.
+
+    Returns:
+      `eta max |td_error| + (1 - eta) mean |td_error|`. `[...]`
+    """
+    size = jnp.abs(td_error)
+    return eta * size.max(0) + (1 - eta) * size.mean(0)

@@ -1,0 +1,78 @@
+"""Targets and losses of actors that climb a critic, as in SAC and TD3: functions of arrays; the caller takes the mean.
+
+In the shape descriptions, `C` denotes the number of critics, `N` the number of choices and `D` the length of an action.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def pessimistic_value(q: jax.Array) -> jax.Array:
+    """The least of several critics' values, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10).
+
+    Args:
+      q: values. `[C, ...]`
+
+    Returns:
+      The least of each. `[...]`
+    """
+    return jnp.min(q, axis=0)
+
+
+def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
+    """The soft value of an action drawn from a policy (Haarnoja et al., 2018, arXiv 1812.05905, eq. 3).
+
+    Its negative is the loss of the actor (eq. 7), if the action is reparameterized.
+
+    Args:
+      q: values of actions drawn from the policy. `[...]`
+      log_prob: their log-probabilities, in nats. `[...]`
+      temperature: what a nat of entropy is worth. `[]`
+
+    Returns:
+      One estimate per action. `[...]`
+    """
+    return q - temperature * log_prob
+
+
+def expected_soft_value(q: jax.Array, log_probs: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The soft value of a policy over choices (Christodoulou, 2019, arXiv 1910.07207, eq. 10): `soft_value`, without chance.
+
+    Args:
+      q: values of every choice. `[..., N]`
+      log_probs: log-probabilities of every choice, in nats. `[..., N]`
+      temperature: what a nat of entropy is worth. `[]`
+
+    Returns:
+      The value, and the expected log-probability, which is the negative entropy. `[...]` each
+    """
+    probs = jnp.exp(log_probs)
+    return jnp.sum(probs * (q - temperature * log_probs), axis=-1), jnp.sum(probs * log_probs, axis=-1)
+
+
+def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float) -> jax.Array:
+    """The loss that raises the temperature while the entropy is below its target (arXiv 1812.05905, eq. 18).
+
+    Args:
+      log_temperature: the logarithm of the temperature. `[]`
+      log_prob: log-probabilities of actions drawn from the policy; no gradient flows through them. `[...]`
+      target_entropy: the entropy to hold, in nats.
+
+    Returns:
+      The loss to minimize. `[...]`
+    """
+    return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)
+
+
+def smoothed_action(action: jax.Array, noise: jax.Array, noise_clip: float) -> jax.Array:
+    """A target policy's action with clipped noise: similar actions should have similar values (arXiv 1802.09477, eq. 14).
+
+    Args:
+      action: actions in [-1, 1]. `[..., D]`
+      noise: noise. `[..., D]`
+      noise_clip: how far the noise may reach.
+
+    Returns:
+      Actions in [-1, 1]. `[..., D]`
+    """
+    return jnp.clip(action + jnp.clip(noise, -noise_clip, noise_clip), -1.0, 1.0)

@@ -1,0 +1,233 @@
+"""Networks: an actor-critic for any supported pair of observation and action space."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, Normal
+from msrl_jax.algorithms.networks.layers import convolution, dense
+from msrl_jax.envs import Box, Discrete, Space
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": nn.tanh,
+    "relu": nn.relu,
+    "elu": nn.elu,
+    "gelu": nn.gelu,
+    "silu": nn.silu,
+}
+NETWORKS = ("auto", "mlp", "cnn")
+
+
+class Torso(nn.Module):
+    """Features of an observation: an optional convolution of 16 3x3 filters (MinAtar's), then dense layers.
+
+    Attributes:
+      observation_shape: shape of one observation; `[H, W, C]` if `convolve`.
+      hidden_sizes: widths of the dense layers.
+      activation: a key of `ACTIVATIONS`.
+      convolve: whether the convolution comes first.
+    """
+
+    observation_shape: tuple[int, ...]
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    convolve: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
+        """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
+        activation = ACTIVATIONS[self.activation]
+        batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
+        x = obs.astype(jnp.float32)
+        if self.convolve:
+            x = activation(convolution(16, 3)(x))
+        x = x.reshape(*batch_shape, -1)
+        if action is not None:
+            x = jnp.concatenate([x, action], axis=-1)
+        for size in self.hidden_sizes:
+            x = activation(dense(size, math.sqrt(2))(x))
+        return x
+
+
+def make_torso(
+    observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str
+) -> Torso:
+    """Makes the torso for a space of observations.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      hidden_sizes: widths of the dense layers.
+      activation: a key of `ACTIVATIONS`.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+
+    Returns:
+      The torso.
+
+    Raises:
+      TypeError: if the space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    if not isinstance(observation_space, Box):
+        raise TypeError(
+            f"no network for observations in {observation_space}; make vectors of them: "
+            "msrl.train(..., msrl.envs.FlattenObservation(env)) in Python"
+        )
+    shape = observation_space.shape
+    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
+    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
+        raise ValueError(f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape}; use network='mlp'")
+    return Torso(shape, hidden_sizes, activation, convolve)
+
+
+class _Module(nn.Module):
+    """The network of `actor_critic`."""
+
+    observation_shape: tuple[int, ...]
+    action_space: Discrete | Box
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    convolve: bool
+    shared_torso: bool
+
+    def setup(self):
+        """Makes the parts."""
+        make_torso = lambda: Torso(self.observation_shape, self.hidden_sizes, self.activation, self.convolve)  # noqa: E731
+        self.actor_torso = make_torso()
+        self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
+        num_outputs = self.action_space.n if isinstance(self.action_space, Discrete) else math.prod(self.action_space.shape)
+        self.actor_head = dense(num_outputs, 0.01)
+        self.critic_head = dense(1, 1.0)
+        if isinstance(self.action_space, Box):
+            self.log_scale = self.param("log_scale", nn.initializers.zeros, (num_outputs,))
+
+    def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
+        """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
+        features = self.actor_torso(obs)
+        policy = self._distribution(features)
+        return policy, self._value(features if self.shared_torso else self.critic_torso(obs))
+
+    def policy(self, obs: jax.Array) -> Distribution:
+        """The distribution over actions alone."""
+        return self._distribution(self.actor_torso(obs))
+
+    def value(self, obs: jax.Array) -> jax.Array:
+        """The values alone. `[...]`."""
+        return self._value(self.critic_torso(obs))
+
+    def _distribution(self, features: jax.Array) -> Distribution:
+        outputs = self.actor_head(features)
+        if isinstance(self.action_space, Discrete):
+            return Categorical(outputs)
+        return Normal(outputs, jnp.broadcast_to(self.log_scale, outputs.shape))
+
+    def _value(self, features: jax.Array) -> jax.Array:
+        return self.critic_head(features)[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorCritic:
+    """A policy and a value function as pure functions of their parameters; any library's network can be put here.
+
+    Attributes:
+      init: `(key, obs [..., *observation_shape]) -> params`.
+      apply: `(params, obs) -> (distribution over actions, value [...])`.
+      policy: `(params, obs) -> distribution over actions`.
+      value: `(params, obs) -> value [...]`.
+    """
+
+    init: Callable[[jax.Array, jax.Array], Any]
+    apply: Callable[[Any, jax.Array], tuple[Distribution, jax.Array]]
+    policy: Callable[[Any, jax.Array], Distribution]
+    value: Callable[[Any, jax.Array], jax.Array]
+
+
+def actor_critic(
+    observation_space: Space,
+    action_space: Space,
+    *,
+    hidden_sizes: tuple[int, ...],
+    activation: str,
+    network: str,
+    shared_torso: bool,
+) -> ActorCritic:
+    """Makes the network for a pair of spaces.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      action_space: `Discrete`, or a `Box` of floats.
+      hidden_sizes: widths of the dense layers of a torso.
+      activation: a key of `ACTIVATIONS`.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+      shared_torso: whether policy and value share a torso.
+
+    Returns:
+      The network: a torso each for policy and value or one for both, and heads; orthogonal initialization. A `Discrete`
+      action space gives a `Categorical`. A `Box` gives a `Normal` whose log-scale does not depend on the observation
+      and starts at 0; `action_transform` says in which units.
+
+    Raises:
+      TypeError: if a space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
+    is_box = isinstance(action_space, Box)
+    if not isinstance(action_space, Discrete | Box) or (is_box and not jnp.issubdtype(action_space.dtype, jnp.floating)):
+        raise TypeError(
+            f"no policy for actions in {action_space}; wrap the environment to take a Discrete space or a Box of floats"
+        )
+    module = _Module(torso.observation_shape, action_space, hidden_sizes, activation, torso.convolve, shared_torso)
+    policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
+    return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
+
+
+def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
+    """Makes the map from a policy's actions to those that an environment takes.
+
+    A choice is passed on as it is. A vector is clipped to [-1, 1], which is stretched to the bounds of the space;
+    components without two finite bounds are only clipped to the bounds there are.
+
+    Args:
+      space: space of one action.
+
+    Returns:
+      A function from `[..., N]` to `[..., *space.shape]`, or, if the space is `Discrete`, from `[...]` to `[...]`.
+    """
+    if not isinstance(space, Box):
+        return lambda action: action
+    low, high = space.low.reshape(-1), space.high.reshape(-1)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    lowest, highest = np.where(bounded, low, -1).astype(np.float32), np.where(bounded, high, 1).astype(np.float32)
+    center, half_width = lowest / 2 + highest / 2, highest / 2 - lowest / 2
+
+    def transform(action: jax.Array) -> jax.Array:
+        fitted = jnp.clip(center + half_width * action, low, high)
+        return fitted.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
+
+    return transform
+
+
+def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
+    """The actions of a policy from which `action_transform` makes given actions of an environment: its inverse.
+
+    Args:
+      space: space of one action.
+      action: actions in it. `[N, *space.shape]`
+
+    Returns:
+      Vectors in [-1, 1], where the space has bounds, `[N, D]` float32; or, if the space is `Discrete`, choices `[N]` int32.
+    """
+    if not isinstance(space, Box):
+        return action.astype(np.int32)
+    low, high = space.low.reshape(-1).astype(np.float64), space.high.reshape(-1).astype(np.float64)
+    bounded = np.isfinite(low) & np.isfinite(high)
+    lowest, highest = np.where(bounded, low, -1), np.where(bounded, high, 1)
+    center, half_width = (lowest + highest) / 2, (highest - lowest) / 2
+    scaled = (action.reshape(len(action), -1) - center) / np.where(half_width > 0, half_width, 1)
+    return np.where(bounded, np.clip(scaled, -1, 1), scaled).astype(np.float32)

@@ -1,0 +1,177 @@
+"""Probability distributions over actions, as small pytrees.
+
+A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
+the whole batch; `sample` takes one typed key per element, so that a sample does not depend on the batch it is drawn in.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+
+class Distribution(Protocol):
+    """What an algorithm may ask of a distribution over actions."""
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws one action per element of the batch, each from its own key `[...]`."""
+        ...
+
+    def mode(self) -> jax.Array:
+        """The most probable actions."""
+        ...
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-probability (density, if continuous) of one action per element, in nats. `[...]` float32."""
+        ...
+
+    def entropy(self) -> jax.Array:
+        """Entropy in nats (differential, if continuous). `[...]` float32."""
+        ...
+
+    def kl(self, other: Self) -> jax.Array:
+        """Kullback-Leibler divergence KL(self, other) in nats. `[...]` float32."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Categorical:
+    """A distribution over `N` choices; actions are `[...]` int32.
+
+    Attributes:
+      logits: log-probabilities up to a constant; -inf forbids a choice, but one must be finite. `[..., N]`
+    """
+
+    logits: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws one choice per element by inverting the cumulative distribution: one uniform number each. `[...]`."""
+        # With u < 1 the threshold stays strictly below the total in floating point too, so the first choice above it
+        # exists and has positive probability.
+        weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
+        cumulative = jnp.cumsum(weights, axis=-1)
+        threshold = _per_key(jax.random.uniform, key)[..., None] * cumulative[..., -1:]
+        return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
+
+    def mode(self) -> jax.Array:
+        """The most probable choice, the first of equals. `[...]`."""
+        return jnp.argmax(self.logits, axis=-1).astype(jnp.int32)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-probability of `action` `[...]` integer. `[...]`."""
+        chosen = jnp.take_along_axis(self.logits, action[..., None], axis=-1)[..., 0]
+        return chosen - jax.nn.logsumexp(self.logits, axis=-1)
+
+    def entropy(self) -> jax.Array:
+        """Entropy in nats; a forbidden choice adds nothing. `[...]`."""
+        log_probs = jax.nn.log_softmax(self.logits)
+        return -jnp.sum(_times_log(jnp.exp(log_probs), log_probs), axis=-1)
+
+    def kl(self, other: Self) -> jax.Array:
+        """KL(self, other) in nats; inf if `other` forbids what self allows. `[...]`."""
+        log_probs, others = jax.nn.log_softmax(self.logits), jax.nn.log_softmax(other.logits)
+        return jnp.sum(_times_log(jnp.exp(log_probs), log_probs - others), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """A diagonal normal distribution over vectors of length `N`; actions are `[..., N]` float32.
+
+    Attributes:
+      loc: means. `[..., N]`
+      log_scale: logarithms of the standard deviations. `[..., N]`
+    """
+
+    loc: jax.Array
+    log_scale: jax.Array
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws one vector per element, reparameterized. `[..., N]`."""
+        noise = _per_key(lambda k: jax.random.normal(k, self.loc.shape[-1:]), key)
+        return self.loc + jnp.exp(self.log_scale) * noise
+
+    def mode(self) -> jax.Array:
+        """The means. `[..., N]`."""
+        return self.loc
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-density of `action` `[..., N]`. `[...]`."""
+        z = (action - self.loc) * jnp.exp(-self.log_scale)
+        return jnp.sum(-0.5 * jnp.square(z) - self.log_scale - 0.5 * math.log(2 * math.pi), axis=-1)
+
+    def entropy(self) -> jax.Array:
+        """Differential entropy in nats. `[...]`."""
+        return jnp.sum(self.log_scale + 0.5 * math.log(2 * math.pi * math.e), axis=-1)
+
+    def kl(self, other: Self) -> jax.Array:
+        """KL(self, other) in nats. `[...]`."""
+        log_ratio = self.log_scale - other.log_scale
+        z = (self.loc - other.loc) * jnp.exp(-other.log_scale)
+        return jnp.sum(0.5 * (jnp.exp(2 * log_ratio) + jnp.square(z) - 1) - log_ratio, axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TanhNormal:
+    """The hyperbolic tangent of a diagonal normal distribution; actions are `[..., N]` float32 in [-1, 1].
+
+    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are stable far out in the tails, where `tanh`
+    rounds to 1.
+
+    Attributes:
+      base: the normal distribution of what is squashed.
+    """
+
+    base: Normal
+
+    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Draws one vector per element, reparameterized, and its exact log-density. `[..., N]` and `[...]`."""
+        unsquashed = self.base.sample(key)
+        return jnp.tanh(unsquashed), self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws one vector per element, reparameterized. `[..., N]`."""
+        return jnp.tanh(self.base.sample(key))
+
+    def mode(self) -> jax.Array:
+        """The squashed means, which are the medians: the density may have its peaks at the bounds. `[..., N]`."""
+        return jnp.tanh(self.base.loc)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-density of `action` `[..., N]`; a bound counts as the number nearest to it. `[...]`."""
+        largest = 1 - jnp.finfo(action.dtype).epsneg
+        unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
+        return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+
+    def entropy(self) -> jax.Array:
+        """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
+        # Of smooth integrands under a normal density, the trapezoidal rule converges exponentially.
+        z = jnp.linspace(-8.0, 8.0, 161)
+        weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
+        slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
+        return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
+
+    def kl(self, other: Self) -> jax.Array:
+        """KL(self, other) in nats: that of what is squashed, for squashing loses nothing. `[...]`."""
+        return self.base.kl(other.base)
+
+
+def _log_tanh_slope(x: jax.Array) -> jax.Array:
+    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without its cancellation."""
+    return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
+
+
+def _per_key(draw: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
+    for _ in range(key.ndim):
+        draw = jax.vmap(draw)
+    return draw(key)
+
+
+def _times_log(p: jax.Array, log: jax.Array) -> jax.Array:
+    """`p * log`, with the limit 0 where p is 0, and gradients that stay finite there."""
+    return jnp.where(p > 0, p * jnp.where(p > 0, log, 0.0), 0.0)

@@ -1,0 +1,92 @@
+"""Networks for action values, or for the distributions of returns whose means they are."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from flax import linen as nn
+
+from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, Torso, make_torso
+from msrl_jax.algorithms.networks.layers import dense
+from msrl_jax.envs import Discrete, Space
+
+
+class _Module(nn.Module):
+    """The network of `q_network`."""
+
+    observation_shape: tuple[int, ...]
+    num_actions: int
+    num_atoms: int
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    convolve: bool
+    dueling: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> jax.Array:
+        """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`."""
+        shared = self.hidden_sizes[:-1] if self.dueling else self.hidden_sizes
+        features = Torso(self.observation_shape, shared, self.activation, self.convolve, name="torso")(obs)
+        if not self.dueling:
+            return self._head("head", features, self.num_actions)
+        value = self._head("value_head", self._stream("value_stream", features), 1)
+        advantage = self._head("advantage_head", self._stream("advantage_stream", features), self.num_actions)
+        return value + advantage - advantage.mean(-2, keepdims=True)
+
+    def _stream(self, name: str, features: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.activation](dense(self.hidden_sizes[-1], math.sqrt(2), name)(features))
+
+    def _head(self, name: str, features: jax.Array, num_actions: int) -> jax.Array:
+        outputs = dense(num_actions * self.num_atoms, 0.01, name)(features)
+        return outputs.reshape(*features.shape[:-1], num_actions, self.num_atoms)
+
+
+@dataclasses.dataclass(frozen=True)
+class QNetwork:
+    """Outputs for every action as pure functions of parameters; any library's network can be put here.
+
+    Attributes:
+      init: `(key, obs [..., *observation_shape]) -> params`.
+      apply: `(params, obs) -> outputs [..., A, N]`; what the `N` outputs of each of the `A` actions mean, the algorithm says.
+    """
+
+    init: Callable[[jax.Array, jax.Array], Any]
+    apply: Callable[[Any, jax.Array], jax.Array]
+
+
+def q_network(
+    observation_space: Space,
+    action_space: Discrete,
+    *,
+    hidden_sizes: tuple[int, ...],
+    activation: str,
+    network: str,
+    dueling: bool,
+    num_atoms: int = 1,
+) -> QNetwork:
+    """Makes the network for a pair of spaces.
+
+    Args:
+      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      action_space: its size is `A`.
+      hidden_sizes: widths of the dense layers.
+      activation: a key of `ACTIVATIONS`.
+      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+      dueling: whether the last dense layer is two, one for the value of the observation and one for the advantages of the
+        actions, whose mean is taken off (Wang et al., 2016, arXiv 1511.06581, eq. 9).
+      num_atoms: outputs of each action, `N`.
+
+    Returns:
+      The network: a torso and a head, orthogonal initialization, outputs close to 0.
+
+    Raises:
+      TypeError: if the observation space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
+    module = _Module(
+        torso.observation_shape, action_space.n, num_atoms, hidden_sizes, activation, torso.convolve, dueling
+    )  # fmt: skip
+    return QNetwork(module.init, cast(Any, module.apply))

@@ -1,0 +1,175 @@
+"""Codecs: how arrays are packed while they cross from one placement to another."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax._compat import ShapedArray
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A way to pack an array, as three pure functions of traceable JAX code.
+
+    Attributes:
+      name: how plans call it.
+      encode: array -> pytree of arrays that cross.
+      decode: `(pytree, aval) -> array` of the original shape and dtype.
+      takes: whether an array of this shape and dtype can be packed; others cross as they are.
+      holds: array -> bool, whether `decode` gives back what the codec promises; None if it always does.
+      promise: what comes back, in words, for plans and errors.
+      lossless: whether the same values come back to the bit.
+    """
+
+    name: str
+    encode: Callable[[jax.Array], Any]
+    decode: Callable[[Any, ShapedArray], jax.Array]
+    takes: Callable[[ShapedArray], bool]
+    holds: Callable[[jax.Array], jax.Array] | None
+    promise: str
+    lossless: bool
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _is_plain(aval: ShapedArray) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool
+
+
+def _is_float32(aval: ShapedArray) -> bool:
+    return aval.dtype == jnp.float32 and aval.size > 1
+
+
+def _to_bfloat16(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16)
+
+
+BFLOAT16 = Codec(
+    name="bfloat16",
+    encode=_to_bfloat16,
+    decode=lambda x, aval: x.astype(aval.dtype),
+    takes=_is_float32,
+    holds=None,
+    promise="a relative error of at most 2**-8 (round to nearest)",
+    lossless=False,
+)
+
+
+def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    low, high = x.min(), x.max()
+    scale = jnp.maximum(high - low, jnp.finfo(jnp.float32).tiny) / 255
+    return jnp.round((x - low) / scale).astype(jnp.uint8), low, scale
+
+
+SCALED_UINT8 = Codec(
+    name="scaled_uint8",
+    encode=_quantize,
+    decode=lambda packed, aval: (packed[0].astype(jnp.float32) * packed[2] + packed[1]).astype(aval.dtype),
+    takes=lambda aval: aval.dtype == jnp.float32 and aval.size > 4,  # offset and scale cross too
+    holds=lambda x: jnp.isfinite(x).all(),
+    promise="an absolute error of at most 1/510 of the array's range, for finite values",
+    lossless=False,
+)
+
+UINT8 = Codec(
+    name="uint8",
+    encode=lambda x: x.astype(jnp.uint8),
+    decode=lambda x, aval: x.astype(aval.dtype),
+    takes=lambda aval: aval.dtype in (jnp.float32, jnp.int32, jnp.int16, jnp.uint32) and aval.size > 1,
+    holds=lambda x: (x.astype(jnp.uint8).astype(x.dtype) == x).all(),
+    promise="the same values, if they are whole numbers from 0 to 255",
+    lossless=True,
+)
+
+
+def _newest(x: jax.Array, frames: int) -> jax.Array:
+    return x[..., -(x.shape[-1] // frames) :]
+
+
+def _shifted(x: jax.Array, frames: int) -> jax.Array:
+    """`[T-1, ...]`: whether row t+1 is row t with its oldest frame dropped, for everything but its newest frame."""
+    old = x.shape[-1] - x.shape[-1] // frames
+    same = x[1:, ..., :old] == x[:-1, ..., -old:]
+    return same.all(axis=tuple(range(2, x.ndim)))
+
+
+def _frame_encode(x: jax.Array, *, frames: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return x[0], _newest(x[1:], frames), _shifted(x, frames)
+
+
+def _frame_decode(packed: tuple[jax.Array, jax.Array, jax.Array], aval: ShapedArray, *, frames: int) -> jax.Array:
+    first, newest, shifted = packed
+
+    def step(stack, row):
+        frame, follows = row
+        width = frame.shape[-1]
+        pushed = jnp.concatenate([stack[..., width:], frame], -1)
+        begun = jnp.concatenate([frame] * frames, -1)
+        stack = jnp.where(follows.reshape(follows.shape + (1,) * (stack.ndim - follows.ndim)), pushed, begun)
+        return stack, stack
+
+    return jnp.concatenate([first[None], jax.lax.scan(step, first, (newest, shifted))[1]]).astype(aval.dtype)
+
+
+def _frame_holds(x: jax.Array, *, frames: int) -> jax.Array:
+    begun = jnp.concatenate([_newest(x[1:], frames)] * frames, -1) == x[1:]
+    return (_shifted(x, frames) | begun.all(axis=tuple(range(2, x.ndim)))).all()
+
+
+def frame_stack(frames: int, rank: int = 3) -> Codec:
+    """Sends every frame of stacked observations once.
+
+    Args:
+      frames: how many frames a stack holds along the last dimension, oldest first; at the start of an episode the
+        first frame fills the stack, as `FrameStack` does.
+      rank: dimensions of one observation: 3 for images, 1 for vectors.
+
+    Returns:
+      A lossless codec for trajectories of observations, `[T, E, ..., frames * C]`; all else crosses as it is.
+
+    Raises:
+      ValueError: if there are fewer than 2 frames, or no dimension.
+    """
+    if frames < 2 or rank < 1:
+        raise ValueError(f"frame_stack({frames}, {rank}): a stack has at least 2 frames, and an observation 1 dimension")
+    return Codec(
+        name=f"frame_stack({frames})" if rank == 3 else f"frame_stack({frames}, {rank})",
+        encode=functools.partial(_frame_encode, frames=frames),
+        decode=functools.partial(_frame_decode, frames=frames),
+        takes=lambda aval: (
+            len(aval.shape) == 2 + rank and aval.shape[0] > 1 and aval.shape[-1] % frames == 0 and _is_plain(aval)
+        ),
+        holds=functools.partial(_frame_holds, frames=frames),
+        promise="the same values, if each row is the previous one with a new last frame, or one frame repeated",
+        lossless=True,
+    )
+
+
+CODECS: Mapping[str, Codec] = {c.name: c for c in (BFLOAT16, SCALED_UINT8, UINT8)}
+
+
+def get(codec: str | Codec) -> Codec:
+    """A codec by name.
+
+    Args:
+      codec: a key of `CODECS`, such as "uint8"; "frame_stack(n)" with a number; or a codec.
+
+    Returns:
+      The codec.
+
+    Raises:
+      ValueError: on an unknown name.
+    """
+    if isinstance(codec, Codec):
+        return codec
+    if call := re.fullmatch(r"frame_stack\((\d+)(?:, *(\d+))?\)", codec):
+        return frame_stack(*(int(n) for n in call.groups() if n))
+    if codec not in CODECS:
+        raise ValueError(f"unknown codec {codec!r}; there are {', '.join(CODECS)} and frame_stack(n)")
+    return CODECS[codec]

@@ -1,0 +1,234 @@
+"""Batches of two sources: exact shares, the same run wherever it runs, and nothing of the data in programs or checkpoints."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import data, envs, replay
+from msrl_jax.algorithms.loops.mixing import Mixture, make_mixture, split_batch
+from msrl_jax.cli import main
+from msrl_jax.replay import importance_weights
+
+G, K, B, ROWS = 4, 3, 24, 8
+
+
+def random_data(env, rows=400, seed=0):
+    """Uniformly random actions in random states of an environment; only reward tells a row."""
+    rng, space = np.random.default_rng(seed), env.action_space
+    obs = rng.uniform(-0.1, 0.1, (rows + 1, *env.observation_space.shape)).astype(np.float32)
+    if isinstance(space, envs.Discrete):
+        action = rng.integers(0, space.n, rows)
+    else:
+        action = rng.uniform(space.low, space.high, (rows, *space.shape)).astype(np.float32)
+    ends = rng.uniform(size=rows) < 0.1
+    reward = 100 + np.arange(rows)
+    return data.Dataset(obs[:-1], action, reward, ends, np.zeros(rows), obs[1:], about={"env": "anywhere"})
+
+
+CARTPOLE, PENDULUM = envs.make("CartPole-v1"), envs.make("Pendulum-v1")
+DQN = {
+    "num_envs": 16, "unroll_length": 4, "num_updates": 2, "batch_size": 32, "capacity": 512, "learning_starts": 64,
+    "hidden_sizes": (8,), "prioritised": True, "n_step": 2, "total_steps": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """Batches of 24 in 4 shards, 8 of them from data whose rewards are 100 and more; the rest has rewards below 50."""
+    item = replay.Transition(jnp.zeros(4), jnp.int32(0), jnp.float32(0), jnp.bool_(0), jnp.bool_(0), jnp.zeros(4))
+    buffer = replay.prioritized(item, capacity=40, num_envs=8, unroll_length=5, batch_size=B - ROWS, discount=0.9, shards=G)
+    items = jax.tree.map(lambda x: jnp.zeros((5, 8, *x.shape), x.dtype), item)
+
+    @jax.jit
+    def fill(items):
+        state = buffer.insert(buffer.init(), items)
+        return buffer.update(state, buffer.sample(state, jax.random.key(9)).indices, jnp.arange(16.0))
+
+    state = fill(items._replace(reward=jnp.arange(40.0).reshape(5, 8)))
+    dataset = dataclasses.replace(random_data(CARTPOLE), action=random_data(CARTPOLE).action.astype(np.int32))
+    mixture = Mixture(*data.buffer(dataset, batch_size=ROWS, discount=0.9, shards=G), ROWS)
+    keys = jax.random.split(jax.random.key(0), K)
+    own = jax.jit(jax.vmap(buffer.sample, (None, 0)))(state, keys)
+    return mixture, own, jax.jit(mixture.add)(own, mixture.state, keys)
+
+
+def test_every_shard_gives_its_share_of_every_batch(mixed):
+    _, own, both = mixed
+    reward = np.asarray(both.experience.reward).reshape(K, G, B // G)
+    np.testing.assert_array_equal(reward[..., :4].reshape(K, -1), own.experience.reward)
+    given = reward[..., 4:] - 100
+    assert (given >= 0).all() and len(np.unique(given)) > K * ROWS // 2
+    np.testing.assert_array_equal(given // 100, np.broadcast_to(np.arange(G)[:, None], (K, G, 2)))  # each its own lane
+
+
+def test_rows_of_the_data_weigh_1_and_others_what_they_would_weigh(mixed):
+    _, own, both = mixed
+    for i in range(K):
+        weight = np.asarray(importance_weights(both.probability[i], 0.7)).reshape(G, B // G)
+        np.testing.assert_array_equal(weight[:, 4:], 1)
+        np.testing.assert_array_equal(weight[:, :4].ravel(), importance_weights(own.probability[i], 0.7))
+        assert weight.min() < 0.9
+
+
+def test_errors_go_to_the_rows_that_they_are_of(mixed):
+    mixture, own, both = mixed
+    error = jnp.asarray(both.experience.reward)
+    indices, errors = mixture.own(both.indices, error)
+    np.testing.assert_array_equal(errors, own.experience.reward)
+    for a, b in zip(indices, own.indices, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "shards", "own"), [(0.5, None, 16), (0.25, None, 24), (0.3, None, 24), (0.3, 2, 22), (0.01, 1, None)]
+)
+def test_the_share_is_rounded_to_rows_of_each_shard(fraction, shards, own):
+    config = msrl.algorithms.DQNConfig(**DQN | {"shards": shards, "data": "x.npz", "data_fraction": fraction})
+    if own is None:
+        with pytest.raises(ValueError, match=r"data_fraction=0.01 of the 32 rows that each of 1 shards .* none to the data"):
+            split_batch(config)
+    else:
+        smaller, rows = split_batch(config)
+        assert (smaller.batch_size, rows, smaller.shards) == (own, 32 - own, shards or 8)
+    without = dataclasses.replace(config, data=None)
+    assert split_batch(without) == (without, 0)
+
+
+def agent(**changes):
+    dataset = random_data(CARTPOLE)
+    algorithm = msrl.algorithms.get("dqn")
+    return algorithm.build(CARTPOLE, algorithm.config(**DQN | {"data": dataset} | changes))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Five iterations of DQN in plain jit(scan), with the data as an argument."""
+    built = agent()
+    state = built.with_data(jax.jit(built.init)(jax.random.key(0)))
+    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: built.iteration(s), s, None, length=5))(state)
+    return built, state, after, metrics
+
+
+@pytest.mark.parametrize(
+    ("policy", "devices"),
+    [("GPUOnly", 8), ("SingleLearnerCoarse:buffers=2", 4)]
+    + [pytest.param(p, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (1, 2, 8)],
+)
+def test_the_same_run_wherever_it_runs(policy, devices, plain):
+    built, state, after, metrics = plain
+    policy = msrl.training.setup.resolve_policy(policy)
+    program = msrl.compile(built.iteration, state, policy=policy, axes=built.axes, devices=jax.devices()[:devices])
+    found, measured = program.run(program.initialize(lambda: built.with_data(built.init(jax.random.key(0)))), 5, chunk=5)
+    np.testing.assert_array_equal(found.obs, after.obs)
+    for a, b in zip(*map(jax.tree.leaves, ((found.params, measured), (after.params, metrics))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (found.data, built.data["data"])), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_data_are_no_constant_of_a_program(plain):
+    """A program grows with constants in it, as the control does."""
+
+    def size(rows, bake=False):
+        built = agent(data=random_data(CARTPOLE, rows))
+        state = jax.eval_shape(built.init, jax.random.key(0))
+        state = state if bake else built.with_data(state)
+        iteration = (lambda s: built.iteration(built.with_data(s))) if bake else built.iteration
+        return len(jax.jit(iteration).lower(state).as_text())
+
+    few, many = size(400), size(8000)
+    assert many < few * 1.01 and size(8000, bake=True) > few * 2
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixed")
+    data.save(random_data(CARTPOLE), folder / "anywhere.npz")
+    options = {"devices": jax.devices()[:1], "progress": False, "eval_episodes": 2, "chunk": 2}
+    config = {k: v for k, v in DQN.items() if k != "total_steps"} | {"data": str(folder / "anywhere.npz")}
+    run = lambda **more: msrl.train("dqn", "CartPole-v1:max_steps_in_episode=9", total_steps=256, **options, **config | more)  # noqa: E731
+    return run, run(out=folder / "run"), folder / "run"
+
+
+def test_a_run_is_loaded_without_its_data(trained):
+    _, result, folder = trained
+    data_leaves = [p for p in jax.tree.leaves_with_path(result.state) if "data" in jax.tree_util.keystr(p[0])]
+    assert len(data_leaves) >= 6
+    loaded = msrl.Result.load(folder)
+    assert loaded.config.data is None and loaded.state.data == ()
+    described = json.loads((folder / "config.json").read_text())["config"]
+    assert described["data"].endswith("anywhere.npz") and described["data_fraction"] == 0.5
+    saved = [str(p) for p in (folder / "checkpoint").rglob("*") if "data.items" in str(p) or ".data." in str(p)]
+    assert not saved
+    obs = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+    np.testing.assert_array_equal(loaded.act(obs), result.act(obs))
+    np.testing.assert_array_equal(loaded.evaluate(4).returns, result.evaluate(4).returns)
+    np.testing.assert_array_equal(loaded.state.pending.td_error, result.state.pending.td_error)
+
+
+@pytest.mark.slow
+def test_members_share_the_data_and_are_runs_of_their_own(trained, tmp_path):
+    run, result, _ = trained
+    both = run(seeds=2, out=tmp_path / "run")
+    assert both.state.data.items[0].shape == result.state.data.items[0].shape
+    assert both.state.replay.items[0].shape == (2, *result.state.replay.items[0].shape)
+    for a, b in zip(*map(jax.tree.leaves, (both.member_state(0), result.state)), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert msrl.Result.load(tmp_path / "run").evaluate(2, member=1).returns.shape == (2,)
+
+
+def test_a_data_set_in_memory_is_described_not_written(trained, tmp_path):
+    run, result, _ = trained
+    again = run(data=random_data(CARTPOLE), out=tmp_path / "run")
+    for a, b in zip(*map(jax.tree.leaves, (again.state.params, result.state.params)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    described = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["data"]
+    assert described["rows"] == 400 and described["env"] == "anywhere"
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
+def test_actions_are_those_of_the_policy(name):
+    dataset, algorithm = random_data(PENDULUM), msrl.algorithms.get(name)
+    config = algorithm.config(num_envs=8, batch_size=32, data=dataset, data_fraction=0.25)
+    built = algorithm.build(PENDULUM, config)
+    held = jax.tree.map(np.asarray, built.data["data"].items)
+    np.testing.assert_allclose(held[1].reshape(400, 1), dataset.action / 2, rtol=1e-6)
+    assert make_mixture(PENDULUM, config).rows == 8
+
+
+@pytest.mark.parametrize("name", ["sac", *(pytest.param(n, marks=pytest.mark.slow) for n in ("td3", "ddpg"))])
+def test_actor_critics_learn_from_both(name):
+    config = {"num_envs": 8, "unroll_length": 2, "batch_size": 32, "capacity": 500, "learning_starts": 32, "num_updates": 1}
+    options = {"devices": jax.devices()[:1], "progress": False, "eval_episodes": 0, "hidden_sizes": (8,), "total_steps": 96}
+    result = msrl.train(name, "Pendulum-v1", data=random_data(PENDULUM), **options, **config)
+    assert result.history["q"][-1] > 0.5  # rewards of the data are positive, those of the pendulum are not
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": random_data(PENDULUM)}, r"obs of the data set has shape \[3\] .* CartPole-v1"),
+        ({"data": "no/such.npz"}, "there is no file no/such.npz"),
+        ({"data": 5}, "DQNConfig.data=5: use the path of a data set"),
+        ({"data_fraction": 1.5}, "data_fraction=1.5"),
+        ({"data": random_data(CARTPOLE, 8)}, "8 rows, 1 in each of shards=8: fewer than batch_size=16 windows of 2 steps"),
+        ({"data": random_data(CARTPOLE), "storage": "uint8"}, "cannot hold 400 rows of the data set"),
+    ],
+)
+def test_bad_data_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        agent(**change)
+
+
+def test_the_command_line_mixes(tmp_path, capsys):
+    path = str(data.save(random_data(CARTPOLE), tmp_path / "x.npz"))
+    arguments = ["explain", "--algo", "dqn", "--num-envs", "16", "--batch-size", "32", "--data", path, "--json"]
+    assert main(arguments) == 0
+    assert "draw" in capsys.readouterr().out
+    assert main([*arguments, "--data-fraction", "0.01"]) == 2

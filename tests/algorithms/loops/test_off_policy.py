@@ -1,0 +1,99 @@
+"""What all off-policy algorithms rely on: errors reach their windows, and the ratio of updates to steps is the declared one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import envs, replay
+from msrl_jax.algorithms.loops import off_policy
+from msrl_jax.algorithms.loops.optimizer import make_optimizer
+
+E, T, K, B, CAPACITY, ALPHA, EPSILON, LEARNING_STARTS = 8, 3, 2, 16, 96, 0.6, 1e-6, 72
+
+
+@pytest.fixture(scope="module")
+def agent():
+    """Q-learning with a linear function, from prioritized replay in 4 shards."""
+    venv = envs.EpisodeStatistics(envs.vectorize(envs.make("CartPole-v1"), E))
+    item = replay.Transition(jnp.zeros(4), jnp.int32(0), jnp.float32(0), jnp.bool_(0), jnp.bool_(0), jnp.zeros(4))
+    buffer = replay.prioritized(
+        item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, shards=4, min_size=LEARNING_STARTS,
+        alpha=ALPHA, epsilon=EPSILON,
+    )  # fmt: skip
+    optimizer = make_optimizer("adam", max_grad_norm=10.0, epsilon=1e-8)
+    apply_update = off_policy.make_apply_update(optimizer)
+
+    def act(params, obs, keys, steps):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
+        return jnp.argmax(obs @ params + noise, 1).astype(jnp.int32)
+
+    @msrl.fragment(role="learner")
+    def gradients(params, target, e):
+        def loss(params):
+            q = jnp.take_along_axis(e.obs @ params, e.action[:, None], 1)[:, 0]
+            error = e.reward + e.discount * (e.next_obs @ target).max(1) - q
+            return (error**2).mean(), error
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def update(learner, batch, count, ready):
+        grads, error = gradients(learner.params, learner.target_params, batch.experience)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), ready)
+        return off_policy.Learner(params, learner.target_params, opt_state), error, {"count": count.astype(jnp.float32)}
+
+    def init(key, obs):
+        params = jax.random.normal(key, (4, 2))
+        return off_policy.Learner(params, params, optimizer.init(params))
+
+    return off_policy.off_policy_agent(
+        venv, buffer, init=init, act=act, update=update, choose_action=lambda params, obs, key: (obs @ params).argmax(1),
+        to_env_action=lambda action: action, unroll_length=T, num_updates=K, batch_size=B, beta=lambda count: 0.5,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def states(agent):
+    """The states before and after each of 10 iterations, and the metrics."""
+    iteration, state = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
+    found, metrics = [state], []
+    for _ in range(10):
+        state, measured = iteration(state)
+        found.append(state)
+        metrics.append(jax.device_get(measured))
+    return found, metrics
+
+
+def test_errors_reach_the_windows_that_they_are_of(states):
+    rows, per_shard, checked = CAPACITY // E, E // 4, 0
+    for before, after in zip(states[0][3:-1], states[0][4:], strict=True):
+        steps, owners = np.asarray(before.pending.indices.step), np.asarray(before.pending.indices.env)
+        errors = np.asarray(before.pending.td_error, np.float64)
+        leaves = np.asarray(after.replay.priorities.tree[0])
+        for step, env in set(zip(steps.ravel().tolist(), owners.ravel().tolist(), strict=True)):
+            if int(after.replay.added) - step > rows:
+                continue  # overwritten by now
+            same = (steps == step) & (owners == env)
+            last = same.any(1).nonzero()[0].max()  # the last batch that it was in counts, and there the largest error
+            expected = (np.abs(errors[last][same[last]]).max() + EPSILON) ** ALPHA
+            found = leaves[env // per_shard, step % rows * per_shard + env % per_shard]
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            checked += 1
+    assert checked > 50
+
+
+def test_the_ratio_of_updates_to_steps_is_met_exactly(agent, states):
+    """Once LEARNING_STARTS steps are held there are K updates for every T * E steps, and none before that."""
+    steps = np.arange(11) * T * E
+    updates = [int(state.opt_state[1].count) for state in states[0]]
+    np.testing.assert_array_equal(updates, K * np.maximum(steps - LEARNING_STARTS + T * E, 0) // (T * E))
+    assert agent.steps_per_iteration == T * E and agent.updates_per_iteration == K
+    counts = [float(m["count"].count) for m in states[1]]
+    np.testing.assert_array_equal(counts, np.diff(updates))
+
+
+def test_nothing_is_learned_and_no_error_pending_before_there_is_enough(states):
+    first, second = states[0][0], states[0][2]
+    np.testing.assert_array_equal(first.params, second.params)
+    assert np.isnan(second.pending.td_error).all() and np.isfinite(states[0][3].pending.td_error).all()

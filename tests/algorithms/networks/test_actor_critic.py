@@ -1,0 +1,77 @@
+"""Networks: what fits which spaces, and how they start."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.envs import Box, Dict, Discrete
+
+OPTIONS = {"hidden_sizes": (8, 6), "activation": "tanh", "network": "auto", "shared_torso": False}
+VECTOR = Box(-1.0, 1.0, (5,))
+
+
+@pytest.mark.parametrize("shared_torso", [False, True])
+def test_policy_and_value_are_the_parts_of_the_whole(shared_torso):
+    network = actor_critic(VECTOR, Discrete(3), **OPTIONS | {"shared_torso": shared_torso})
+    obs = jax.random.normal(jax.random.key(1), (4, 5))
+    params = network.init(jax.random.key(0), obs)
+    policy, value = network.apply(params, obs)
+    np.testing.assert_array_equal(policy.logits, network.policy(params, obs).logits)
+    np.testing.assert_array_equal(value, network.value(params, obs))
+    assert policy.logits.shape == (4, 3) and value.shape == (4,)
+    torsos = [name for name in params["params"] if "torso" in name]
+    assert len(torsos) == (1 if shared_torso else 2)
+
+
+def test_layers_start_orthogonal_and_the_policy_almost_uniform():
+    network = actor_critic(VECTOR, Discrete(3), **OPTIONS)
+    params = network.init(jax.random.key(0), jnp.zeros((1, 5)))["params"]
+    kernel = np.asarray(params["actor_torso"]["Dense_0"]["kernel"])
+    np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(5), atol=1e-5)
+    head = np.asarray(params["actor_head"]["kernel"])
+    np.testing.assert_allclose(head.T @ head, 1e-4 * np.eye(3), atol=1e-9)
+
+
+@pytest.mark.parametrize("batch_shape", [(), (2,), (3, 2)])
+def test_images_are_convolved_by_default(batch_shape):
+    network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), **OPTIONS)
+    obs = jnp.ones((*batch_shape, 10, 10, 4), bool)
+    params = network.init(jax.random.key(0), obs)
+    assert params["params"]["critic_torso"]["Conv_0"]["kernel"].shape == (3, 3, 4, 16)
+    assert params["params"]["critic_torso"]["Dense_0"]["kernel"].shape == (8 * 8 * 16, 8)
+    assert network.value(params, obs).shape == batch_shape
+
+
+def test_images_may_be_flattened_instead():
+    network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), **OPTIONS | {"network": "mlp"})
+    params = network.init(jax.random.key(0), jnp.zeros((1, 10, 10, 4)))
+    assert params["params"]["actor_torso"]["Dense_0"]["kernel"].shape == (400, 8)
+
+
+@pytest.mark.parametrize(
+    ("observation_space", "action_space", "network", "error", "remedy"),
+    [
+        (Dict({"a": VECTOR}), Discrete(2), "auto", TypeError, "FlattenObservation"),
+        (VECTOR, Dict({"a": VECTOR}), "auto", TypeError, "Discrete space or a Box of floats"),
+        (VECTOR, Box(0, 5, (2,), "int32"), "auto", TypeError, "Discrete space or a Box of floats"),
+        (VECTOR, Discrete(2), "cnn", ValueError, "network='mlp'"),
+        (Box(0.0, 1.0, (2, 10, 1)), Discrete(2), "auto", ValueError, "network='mlp'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_remedy(observation_space, action_space, network, error, remedy):
+    with pytest.raises(error, match=remedy):
+        actor_critic(observation_space, action_space, **OPTIONS | {"network": network})
+
+
+def test_actions_are_stretched_to_their_bounds_and_clipped():
+    transform = action_transform(Box(np.float32([-2, 0]), np.float32([2, 10]), (2,)))
+    actions = jnp.array([[0.0, 0.0], [1.0, 1.0], [-1.0, -1.0], [0.5, 0.5], [7.0, -7.0]])
+    want = [[0.0, 5.0], [2.0, 10.0], [-2.0, 0.0], [1.0, 7.5], [2.0, 0.0]]
+    np.testing.assert_allclose(transform(actions), want)
+
+
+def test_actions_without_bounds_pass_and_half_bounds_only_clip():
+    transform = action_transform(Box(np.float32([[-np.inf, -0.5]]), np.float32([[np.inf, np.inf]]), (1, 2)))
+    np.testing.assert_allclose(transform(jnp.array([[30.0, 30.0], [-30.0, -30.0]])), [[[30.0, 30.0]], [[-30.0, -0.5]]])

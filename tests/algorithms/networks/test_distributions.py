@@ -1,0 +1,130 @@
+"""Distributions against float64 NumPy and against their own samples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax.algorithms.networks.distributions import Categorical, Normal, TanhNormal
+
+RNG = np.random.default_rng(0)
+LOGITS, OTHER_LOGITS = 2 * RNG.normal(size=(2, 7, 4)).astype(np.float32)
+LOC, LOG_SCALE, OTHER_LOC, OTHER_LOG_SCALE = RNG.normal(size=(4, 7, 3)).astype(np.float32)
+
+
+def probabilities(logits):
+    weights = np.exp(logits.astype(np.float64))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def test_categorical_equals_float64_formulas():
+    policy, p, q = Categorical(jnp.asarray(LOGITS)), probabilities(LOGITS), probabilities(OTHER_LOGITS)
+    for action in range(4):
+        got = policy.log_prob(jnp.full(7, action))
+        np.testing.assert_allclose(got, np.log(p[:, action]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(policy.entropy(), -(p * np.log(p)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(policy.kl(Categorical(jnp.asarray(OTHER_LOGITS))), (p * np.log(p / q)).sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(policy.mode(), p.argmax(-1))
+    assert policy.mode().dtype == jnp.int32
+
+
+def test_normal_equals_float64_formulas():
+    policy, other = Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)), Normal(OTHER_LOC, OTHER_LOG_SCALE)
+    loc, scale, other_loc, other_scale = LOC, np.exp(LOG_SCALE.astype(np.float64)), OTHER_LOC, np.exp(OTHER_LOG_SCALE)
+    action = RNG.normal(size=(7, 3)).astype(np.float32)
+    density = np.exp(-0.5 * ((action - loc) / scale) ** 2) / (scale * np.sqrt(2 * np.pi))
+    np.testing.assert_allclose(policy.log_prob(action), np.log(density).sum(-1), rtol=1e-4)
+    np.testing.assert_allclose(policy.entropy(), np.log(scale * np.sqrt(2 * np.pi * np.e)).sum(-1), rtol=1e-4)
+    kl = np.log(other_scale / scale) + (scale**2 + (loc - other_loc) ** 2) / (2 * other_scale**2) - 0.5
+    np.testing.assert_allclose(policy.kl(other), kl.sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(policy.mode(), loc)
+
+
+def test_categorical_samples_have_the_probabilities_of_the_logits():
+    keys = jax.random.split(jax.random.key(0), (20_000, 7))
+    samples = Categorical(jnp.broadcast_to(LOGITS, (20_000, 7, 4))).sample(keys)
+    frequencies = np.stack([(np.asarray(samples) == a).mean(0) for a in range(4)], -1)
+    p = probabilities(LOGITS)
+    assert (np.abs(frequencies - p) < 5 * np.sqrt(p * (1 - p) / 20_000)).all()
+    assert samples.dtype == jnp.int32
+
+
+def test_normal_samples_have_mean_and_scale():
+    keys = jax.random.split(jax.random.key(0), (20_000, 7))
+    tile = lambda x: jnp.broadcast_to(x, (20_000, 7, 3))  # noqa: E731
+    z = (np.asarray(Normal(tile(LOC), tile(LOG_SCALE)).sample(keys)) - LOC) / np.exp(LOG_SCALE)
+    np.testing.assert_allclose(z.mean(0), np.zeros((7, 3)), atol=5 / np.sqrt(20_000))
+    np.testing.assert_allclose(z.std(0), np.ones((7, 3)), atol=5 / np.sqrt(40_000))
+
+
+def test_forbidden_choices_are_never_drawn_and_spoil_nothing():
+    logits = jnp.array([-jnp.inf, 0.0, -jnp.inf, 1.0, -jnp.inf])
+    keys = jax.random.split(jax.random.key(1), 5000)
+    drawn = Categorical(jnp.broadcast_to(logits, (5000, 5))).sample(keys)
+    assert set(np.unique(drawn)) == {1, 3}
+    p = probabilities(np.array([0.0, 1.0]))
+    np.testing.assert_allclose(Categorical(logits).entropy(), -(p * np.log(p)).sum(), rtol=1e-5)
+    gradient = jax.grad(lambda x: Categorical(x).entropy())(logits)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_allclose(Categorical(logits).kl(Categorical(logits)), 0.0)
+    assert Categorical(jnp.zeros(5)).kl(Categorical(logits)) == jnp.inf
+
+
+def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
+    largest = np.nextafter(np.float32(1), np.float32(0))
+    for number, want in ((0.0, 0), (largest, 2)):
+        monkeypatch.setattr(jax.random, "uniform", lambda key, number=number: jnp.float32(number))
+        assert Categorical(jnp.array([0.3, 0.1, -8.0, -jnp.inf])).sample(jax.random.key(0)) == want
+
+
+def exact_tanh_normal(loc, scale, points=200_001):
+    """Unsquashed points, weights that integrate over them, and the log-density of each squashed point, in float64."""
+    z = np.linspace(-12, 12, points)
+    unsquashed = loc + scale * z
+    log_density = -0.5 * z**2 - np.log(scale * np.sqrt(2 * np.pi))
+    slope = np.log(4) - 2 * np.logaddexp(unsquashed, -unsquashed)
+    return unsquashed, np.exp(log_density) * scale * (z[1] - z[0]), log_density - slope
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 3.0, 7.4])
+@pytest.mark.parametrize("loc", [0.0, -0.7, 4.0])
+def test_tanh_normal_equals_numerical_integration(loc, scale):
+    policy = TanhNormal(Normal(jnp.float32([loc]), jnp.log(jnp.float32([scale]))))
+    unsquashed, weight, log_density = exact_tanh_normal(loc, scale)
+    np.testing.assert_allclose(weight.sum(), 1.0, rtol=1e-9)
+    np.testing.assert_allclose(policy.entropy(), -(weight * log_density).sum(), rtol=1e-4, atol=2e-4)
+    # The density of the squashed variable itself has mass 1: the exact one, and so that of `log_prob`.
+    inside = np.abs(unsquashed) < 4
+    got = jax.vmap(policy.log_prob)(jnp.tanh(jnp.float32(unsquashed[inside][::500]))[:, None])
+    if scale > 0.01:  # elsewhere the density changes within the rounding of an action
+        np.testing.assert_allclose(got, log_density[inside][::500], rtol=2e-3, atol=2e-3)
+    other = TanhNormal(Normal(jnp.float32([loc + 0.1]), jnp.log(jnp.float32([2 * scale]))))
+    ratio = 0.5 * ((unsquashed - loc - 0.1) / (2 * scale)) ** 2 - 0.5 * ((unsquashed - loc) / scale) ** 2 + np.log(2)
+    np.testing.assert_allclose(policy.kl(other), (weight * ratio).sum(), rtol=1e-3, atol=1e-4)
+
+
+def test_tanh_normal_log_probabilities_survive_saturation():
+    loc = np.float32([[-40.0, 9.0], [0.1, 30.0], [0.0, 0.0]])
+    policy = TanhNormal(Normal(jnp.asarray(loc), jnp.full((3, 2), -1.0)))
+    keys = jax.random.split(jax.random.key(0), 3)
+    action, log_prob = policy.sample_and_log_prob(keys)
+    np.testing.assert_array_equal(action, policy.sample(keys))
+    u = np.asarray(policy.base.sample(keys), np.float64)
+    density = -0.5 * ((u - loc) * np.exp(1)) ** 2 + 1 - 0.5 * np.log(2 * np.pi)
+    want = (density - (np.log(4) - 2 * np.logaddexp(u, -u))).sum(-1)
+    np.testing.assert_allclose(log_prob, want, rtol=1e-5)
+    assert (np.abs(action[:2]).max(-1) == 1).all() and np.isfinite(policy.log_prob(action)).all()
+    gradient = jax.grad(lambda base: TanhNormal(base).sample_and_log_prob(keys)[1].sum())(policy.base)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    # d log_prob / d loc = 2 tanh(u) of a reparameterized sample, whose density itself moves along.
+    np.testing.assert_allclose(gradient.loc, 2 * np.tanh(u), rtol=1e-5, atol=1e-5)
+
+
+TANH_NORMAL = TanhNormal(Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)))
+
+
+@pytest.mark.parametrize("policy", [Categorical(jnp.asarray(LOGITS)), TANH_NORMAL.base, TANH_NORMAL])
+def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(policy):
+    keys = jax.random.split(jax.random.key(2), 7)
+    part = jax.tree.map(lambda x: x[2:4], policy)
+    np.testing.assert_array_equal(policy.sample(keys)[2:4], part.sample(keys[2:4]))

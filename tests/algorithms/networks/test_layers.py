@@ -1,0 +1,43 @@
+"""Layers with gradients of their own compute what the usual ones do."""
+
+import jax
+import numpy as np
+
+from msrl_jax.algorithms.networks.layers import convolve, matmul
+
+
+def normal(*shapes):
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def test_matmul_and_its_gradients_are_those_of_a_product():
+    x, w, g = normal((3, 4, 5), (5, 6), (3, 4, 6))
+    out, vjp = jax.vjp(matmul, x, w)
+    wide = [np.asarray(a, np.float64) for a in (x, w, g)]
+    np.testing.assert_allclose(out, wide[0] @ wide[1], rtol=1e-5, atol=1e-5)
+    dx, dw = vjp(g)
+    np.testing.assert_allclose(dx, wide[2] @ wide[1].T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, np.einsum("tbi,tbo->io", wide[0], wide[2]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_convolution_and_its_gradients_are_sums_over_patches():
+    x, w, g = normal((4, 6, 7, 3), (3, 2, 3, 5), (4, 4, 6, 5))
+    out, vjp = jax.vjp(convolve, x, w)
+    x, w, wide_g = (np.asarray(a, np.float64) for a in (x, w, g))
+    want, dx, dw = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape)
+    for i in range(3):
+        for j in range(2):
+            part = np.s_[:, i : i + 4, j : j + 6]
+            want += x[part] @ w[i, j]
+            dx[part] += wide_g @ w[i, j].T
+            dw[i, j] = np.einsum("bhwc,bhwd->cd", x[part], wide_g)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(vjp(g), (dx, dw), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_many_members_at_once_are_those_of_each():
+    x, w = normal((4, 6, 6, 2), (5, 3, 3, 2, 3))
+    gradient = jax.grad(lambda w: (convolve(x, w) ** 2).sum())
+    each = np.stack([gradient(one) for one in w])
+    np.testing.assert_allclose(jax.vmap(gradient)(w), each, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,98 @@
+"""Devices that a policy leaves idle are reported, with remedies that work."""
+
+import gc
+import re
+import weakref
+
+import jax
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.policies import Central, Environments, GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine
+from msrl_jax.training.setup import resolve_policy
+
+from . import toy
+
+
+def fit(policy, num_envs, num_devices=8):
+    return Fit(policy, tuple(jax.devices()[:num_devices]), {"env": [("state.obs", num_envs)]})
+
+
+IDLE = [
+    (SingleLearnerCoarse(), 64, 3, ["num_envs=63", "num_envs=70", "SingleLearnerCoarse(learners=4)"]),
+    (SingleLearnerCoarse(actors=3), 48, 4, ["SingleLearnerCoarse(learners=2)"]),
+    (SingleLearnerFine(learners=2), 64, 2, ["num_envs=60", "num_envs=66", "SingleLearnerFine(learners=4)"]),
+    (Central(), 64, 3, ["num_envs=63", "num_envs=70", "Central(shards=4)"]),
+    (GPUOnly(), 60, 2, ["num_envs=56", "num_envs=64"]),
+    (GPUOnly(num_devices=2), 64, 6, ["GPUOnly(num_devices=8)"]),
+    (MultiLearner(), 9, 5, ["num_envs=8", "num_envs=16"]),
+]
+
+
+@pytest.mark.parametrize(("policy", "num_envs", "idle", "remedies"), IDLE, ids=lambda x: getattr(type(x), "__name__", ""))
+def test_idle_devices_are_reported_with_remedies_that_use_them(policy, num_envs, idle, remedies):
+    it = fit(policy, num_envs)
+    warning = it.warn_of_idle()
+    verb, names = "stay" if idle > 1 else "stays", ", ".join(f"cpu:{i}" for i in range(8 - idle, 8))
+    assert warning.startswith(f"{idle} of 8 devices {verb} idle ({names}): ")
+    found = re.findall(r"num_envs=\d+|\w+\([\w=, ]*\)", warning.partition(". ")[2])
+    assert set(remedies) <= set(found)
+    for remedy in found:
+        if remedy.startswith("num_envs="):
+            other = fit(policy, int(remedy.removeprefix("num_envs=")))
+        else:
+            name, options = remedy[:-1].split("(")
+            other = fit(resolve_policy(f"{name}:{options}"), num_envs)
+        assert not other.idle() and other.warn_of_idle() is None, remedy
+
+
+@pytest.mark.parametrize("policy", [GPUOnly(), SingleLearnerCoarse(learners=4), Environments(), Central(shards=4)])
+def test_nothing_is_said_where_all_devices_work(policy):
+    assert fit(policy, 64).idle() == () and fit(policy, 64).warn_of_idle() is None
+
+
+class Halves:
+    """A policy of one's own, without parameters, that refuses what it cannot halve in its own way."""
+
+    def layout(self, devices, sizes):
+        assert sizes["env"] % 2 == 0
+        placements = [msrl.policies.Placement.over(name, devices[i : i + 1]) for i, name in enumerate(("a", "b"))]
+        return msrl.policies.Layout({"env": placements[0], "learner": placements[1]}, policy="Halves")
+
+
+def test_without_a_remedy_the_fact_is_stated():
+    assert fit(Halves(), 6, 3).warn_of_idle() == "1 of 3 devices stays idle (cpu:2): Halves uses 2 with num_envs=6"
+
+
+def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():
+    it = Fit(SingleLearnerCoarse(), tuple(jax.devices()), {"env": [("state.obs", 64), ("state.replay.count", 8)]})
+    assert it.sizes == {"env": 8}
+    assert it.warn_of_idle() == (
+        "3 of 8 devices stay idle (cpu:5, cpu:6, cpu:7): SingleLearnerCoarse() uses 5. SingleLearnerCoarse(learners=4) would "
+        "use all 8"
+    )
+
+
+def test_a_program_keeps_no_state_alive():
+    state = toy.initial_state()
+    alive = weakref.ref(state.x)
+    program = msrl.compile(toy.iteration, state, policy=GPUOnly(), axes=toy.AXES)
+    del state
+    gc.collect()
+    assert alive() is None and program.devices
+
+
+def test_a_plan_lists_idle_devices():
+    state = jax.eval_shape(toy.initial_state)
+    program = msrl.compile(toy.iteration, state, policy=SingleLearnerCoarse(), axes=toy.AXES, devices=jax.devices()[:4])
+    plan = program.explain()
+    assert plan.idle == ("cpu:3",) and "; idle = cpu:3" in str(plan) and plan.to_dict()["idle"] == ("cpu:3",)
+    assert any(w.startswith("1 of 4 devices stays idle") and "num_envs=15 or num_envs=18" in w for w in plan.warnings)
+
+
+def test_devices_of_a_role_that_no_fragment_has_are_said_to_do_nothing(devices):
+    policy = msrl.policies.SingleLearnerCoarse(actors=2, buffers=2)
+    program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES, devices=devices[:5])
+    (warning,) = [w for w in program.explain().warnings if w.startswith("nothing runs on")]
+    assert warning.startswith("nothing runs on buffers[cpu:3, cpu:4]: no fragment has the role 'buffer'.")
