@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 from msrl_jax import algorithms
+from msrl_jax._tables import table
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.training.folder import describe_devices
@@ -219,8 +221,8 @@ def bench(
     algos: Sequence[str] = ("ppo",),
     envs: Sequence[str] = ("CartPole-v1",),
     policies: Sequence[str | DistributionPolicy] = ("GPUOnly",),
-    num_envs: Sequence[int] = (64,),
-    unroll_lengths: Sequence[int] = (128,),
+    num_envs: Sequence[int] = (),
+    unroll_lengths: Sequence[int] = (),
     *,
     repeats: int = 3,
     seconds: float = 1.0,
@@ -235,8 +237,8 @@ def bench(
       algos: names of algorithms.
       envs: names of environments, or environments.
       policies: distribution policies, or their names.
-      num_envs: numbers of environments.
-      unroll_lengths: lengths of an unroll.
+      num_envs: numbers of environments; each algorithm's default if there is none.
+      unroll_lengths: lengths of an unroll; each algorithm's default if there is none.
       repeats: timed runs per setting; the median counts.
       seconds: how long a timed run is, about.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration, runs interleaved.
@@ -250,17 +252,24 @@ def bench(
     Raises:
       ValueError: on a combination that cannot work, before any is measured.
     """
-    if repeats < 1 or seconds <= 0:
-        raise ValueError(f"{repeats=} must be at least 1 and {seconds=} above 0")
+    if repeats < 1 or not 0 < seconds < math.inf:
+        raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
+    for name, values in {"algos": algos, "envs": envs, "policies": policies}.items():
+        if not values:
+            raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
     for algo in algos:
         if not hasattr(algorithms.get(algo).config, "num_envs"):
             raise ValueError(
                 f"algorithm {algo!r} steps no environment, so there are no environment steps to count; its runs report updates "
                 "per second (Result.steps_per_second)"
             )
+    sizes = [
+        [{name: value} for value in values] or [{}]  # none given: the algorithm's default
+        for name, values in {"num_envs": num_envs, "unroll_length": unroll_lengths}.items()
+    ]
     grid = [
-        (resolve(algo, env, overrides=overrides | {"num_envs": n, "unroll_length": t}), resolve_policy(policy))
-        for algo, env, policy, n, t in itertools.product(algos, envs, policies, num_envs, unroll_lengths)
+        (resolve(algo, env, overrides=overrides | n | t), resolve_policy(policy))
+        for algo, env, policy, n, t in itertools.product(algos, envs, policies, *sizes)
     ]
     for setup, policy in grid:
         setup.compile(policy, devices)
@@ -275,10 +284,11 @@ def bench(
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """Measurements as a table of text."""
+    """Measurements as a table of text that fits the terminal."""
     header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
-    rows = [header + ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared]
+    header += ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared
+    rows = []
     for m in measurements:
         spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
         row = [
@@ -289,8 +299,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}", _quotient(m.flops, m.jit_flops)]
             row += [_quotient(m.bytes, m.jit_bytes)]
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(table(header, rows))
 
 
 def _rate(per_second: float) -> str:
