@@ -1,34 +1,40 @@
 """Checks of arguments that several packages take, and errors of files that say which file."""
 
 import contextlib
+import math
 import numbers
 import os
 from collections.abc import Iterator
+from typing import Any
 
 _SEEDS = 2**32
 
 
-def whole(name: str, value: object, least: int = 1) -> int:
+def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
     """A whole number, such as `1_000_000` or `1e6`.
 
     Args:
       name: what the number is, for messages.
       value: an integer, or a float without a fraction.
       least: the smallest number that is allowed.
+      most: the largest number that is allowed, if there is one.
 
     Returns:
       The number as an `int`.
 
     Raises:
-      ValueError: if the value is no whole number, or below `least`.
+      ValueError: if the value is no whole number, below `least` or above `most`.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or value != value or abs(value) == float("inf") or value != int(value) or value < least:
+    number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
+    if number is None or number < least:
         raise ValueError(f"{name}={value!r}: use an integer of at least {least}")
-    return int(value)
+    if most is not None and number > most:
+        raise ValueError(f"{name}={value!r}: use an integer of at most {most}")
+    return int(number)
 
 
-def check_seed(seed: object, seeds: int = 1, name: str = "seed") -> int:
+def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
     """A seed of a random number generator, which has 32 bits.
 
     Args:

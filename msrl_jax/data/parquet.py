@@ -24,7 +24,7 @@ def write_parquet(dataset: Dataset, path: Path) -> None:
         flat = pa.array(x.reshape(-1))
         return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
 
-    arrays = {name: getattr(dataset, name) for name in FIELDS}
+    arrays = {name: getattr(dataset, name) for name in (*FIELDS, "cut")}
     about = {"shapes": {name: x.shape[1:] for name, x in arrays.items()}, "about": dict(dataset.about)}
     table = pa.table({name: column(x) for name, x in arrays.items()})
     parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(about).encode()}), path)
@@ -37,7 +37,7 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
       path: the file.
 
     Returns:
-      The fields that there are, what the file says of them, and the names of all columns.
+      The fields in the file, what the file says about the data set, and the names of all columns.
 
     Raises:
       ImportError: if pyarrow is not installed; the message says how to install it.
@@ -50,10 +50,10 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
         raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
     said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
-    for name in FIELDS:
+    for name in (*FIELDS, "cut"):
         if name in table.column_names:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
-            arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
+            arrays[name] = x.reshape(len(x), *said["shapes"].get(name, ())) if said else x
     return arrays, said.get("about", {}), table.column_names
 
 

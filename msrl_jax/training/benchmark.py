@@ -14,8 +14,9 @@ from msrl_jax import algorithms
 from msrl_jax._tables import table
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
+from msrl_jax.policies.base import spec
 from msrl_jax.training.folder import describe_devices
-from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
+from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 # A chunk this long hides the host's work between chunks; short enough that slow settings need not wait for long.
 _CHUNK_SECONDS = 0.25
@@ -130,7 +131,7 @@ def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[t
 
 def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
     """A runner of a compiled program, `chunk` iterations at a time."""
-    steps = setup.actor.agent.steps_per_iteration * setup.seeds
+    steps = setup.behavior.agent.steps_per_iteration * setup.seeds
 
     def step(state):
         return program.run(state, chunk, chunk=chunk, donate=True)[0]
@@ -158,13 +159,13 @@ def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
         jax.device_get(metrics)
         return state
 
-    return Runner(step, state, chunk * setup.actor.agent.steps_per_iteration * setup.seeds)
+    return Runner(step, state, chunk * setup.behavior.agent.steps_per_iteration * setup.seeds)
 
 
 def calibrated_chunk(setup: Setup, program: Program) -> int:
     """How many iterations make a chunk that is long enough to hide the host's work between chunks."""
     rate = program_runner(setup, program, 1).run(_CHUNK_SECONDS)
-    return max(1, round(_CHUNK_SECONDS * rate / (setup.actor.agent.steps_per_iteration * setup.seeds)))
+    return max(1, round(_CHUNK_SECONDS * rate / (setup.behavior.agent.steps_per_iteration * setup.seeds)))
 
 
 def measure(
@@ -197,10 +198,10 @@ def measure(
     if against == "jit":
         runners.append(plain_runner(setup, program, chunk))
     runs, *others = interleave(runners, seconds, repeats)
-    where, agent = describe_devices(program.devices), setup.actor.agent
+    where, agent = describe_devices(program.devices), setup.behavior.agent
     rate = statistics.median(runs)
     measurement = Measurement(
-        algorithm=setup.algorithm.name, env=setup.env_name, policy=describe_policy(policy),
+        algorithm=setup.algorithm.name, env=setup.env_name, policy=spec(policy),
         platform=where["platform"], devices=where["count"], num_envs=setup.config.num_envs,
         unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
         steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
@@ -263,13 +264,12 @@ def bench(
                 f"algorithm {algo!r} steps no environment, so there are no environment steps to count; its runs report updates "
                 "per second (Result.steps_per_second)"
             )
-    sizes = [
-        [{name: value} for value in values] or [{}]  # none given: the algorithm's default
-        for name, values in {"num_envs": num_envs, "unroll_length": unroll_lengths}.items()
-    ]
+    given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
+    options = [[(name, value) for value in values] for name, values in given.items() if values]
+    sizes = [dict(choice) for choice in itertools.product(*options)]
     grid = [
-        (resolve(algo, env, overrides=overrides | n | t), resolve_policy(policy))
-        for algo, env, policy, n, t in itertools.product(algos, envs, policies, *sizes)
+        (resolve(algo, env, overrides=overrides | size), resolve_policy(policy))
+        for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
     ]
     for setup, policy in grid:
         setup.compile(policy, devices)

@@ -15,13 +15,12 @@ class Tick:
     """The state of affairs after a chunk of iterations.
 
     Attributes:
-      step: steps so far, of one member: of environments, or updates if there are none (`Agent.unit`).
+      step: steps so far of one member; `unit` says what a step is.
       iteration: training iterations so far.
       total_steps: steps that the run will take.
-      metrics: the row of the history that the chunk has added: a float per metric, or an array `[M]` for a run of `M`
-        seeds.
+      metrics: the row that the chunk added to the history: a float per metric, or an array `[M]` for a run of `M` seeds.
       get_state: returns the state of the run.
-      unit: what a step is.
+      unit: what a step is, as in `Agent.unit`.
     """
 
     step: int
@@ -37,8 +36,13 @@ class Tick:
         return self.get_state()
 
 
-Callback: TypeAlias = Callable[[Tick], bool | None]
-"""Called once per chunk; the run ends if it returns True."""
+def short_unit(unit: str) -> str:
+    """A unit of steps in one word: `"steps"` for `"environment steps"`."""
+    return unit.removeprefix("environment ")
+
+
+Callback: TypeAlias = Callable[[Tick], object]
+"""Called once per chunk; the run ends if it returns True (of Python, NumPy or JAX)."""
 
 
 def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
