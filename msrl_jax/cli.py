@@ -300,9 +300,9 @@ def _list(args: List, config: dict[str, Any]) -> int:
     from msrl_jax import algorithms, envs, policies
 
     names = {
-        "algorithms": sorted(algorithms.ALGORITHMS),
+        "algorithms": algorithms.names(),
         "environments": sorted(envs.names()),
-        "policies": sorted(policies.POLICIES),
+        "policies": policies.names(),
     }
     if args.json:
         _print_json(names)
