@@ -102,8 +102,8 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
         shift, square = jnp.mean(x, axis=0), jnp.mean(x * x, axis=0)
         batch_var = jnp.maximum(square - shift * shift, 0)
         spread = old * var + new * batch_var + old * new * shift * shift
-        mean, mean_rest = add(mean, mean_rest, mean + new * shift, new * shift)
-        var, var_rest = add(var, var_rest, spread, new * (batch_var - var + old * shift * shift))
+        mean, mean_rest = add(mean, mean_rest, mean + new * shift, shift * size / total)
+        var, var_rest = add(var, var_rest, spread, (batch_var - var + old * shift * shift) * size / total)
         return mean, var, mean_rest, var_rest
 
     parts = [jax.tree.leaves(part) for part in (stats.mean, stats.var, stats.mean_rest, stats.var_rest)]

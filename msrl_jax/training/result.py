@@ -144,11 +144,11 @@ class Result:
         devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
         unit, asked = short_unit(self.behavior.agent.unit), self.description["total_steps"]
         partly = self.status == "finished" and s["total_steps"] < asked
-        steps = f"{s['total_steps']:,}{f' of {asked:,}' * partly} {unit}{' per seed' * (s['seeds'] > 1)}"
-        whole_iterations = f" (whole iterations of {self.behavior.agent.steps_per_iteration:,})" * partly
+        why = f" of {asked:,} asked for (whole iterations of {self.behavior.agent.steps_per_iteration:,})" * partly
+        steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
         lines = [
             f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({s['status']})",
-            f"  {steps}{whole_iterations} in {s['wall_seconds']:.1f} s, {s['steps_per_second']:,.0f} {unit}/s",
+            f"  {steps} in {s['wall_seconds']:.1f} s, {s['steps_per_second']:,.0f} {unit}/s",
             f"  {self._parts()}",
         ]
         if "episode_return" in self.history:

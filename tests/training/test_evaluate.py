@@ -37,6 +37,24 @@ def test_the_cap_cuts_long_episodes_and_says_so(lottery):
     assert f"{int((evaluation.lengths == 10).sum())} cut off" in repr(evaluation)
 
 
+def test_a_truncation_ends_an_episode(tiny):
+    env = Lottery(short=3, long=7, truncates=True)
+    algorithm = algorithms.get("ppo")
+    agent = algorithm.build(env, algorithm.config(**tiny))
+    evaluation = make_evaluator(Behavior(agent, env), 16, max_steps=30)(agent.init(jax.random.key(0)), jax.random.key(1))
+    assert set(evaluation.lengths.tolist()) == {3, 7} and evaluation.finished.all()
+    np.testing.assert_array_equal(evaluation.returns, evaluation.lengths)
+
+
+@pytest.mark.parametrize("member", [-1, 3, 99, 1.0, True])
+def test_a_member_that_does_not_exist_is_refused(members, trained, member):
+    for act in (members.evaluate, members.act_with_carry):
+        with pytest.raises(ValueError, match=f"member={member}: this run has members 0 to 2"):
+            act(np.zeros(4, np.float32) if act == members.act_with_carry else 4, member=member)
+    with pytest.raises(ValueError, match=f"member={member}: this run has only member 0"):
+        trained.evaluate(4, member=member)
+
+
 def test_an_evaluation_reads_well():
     returns = np.float32([100, 150, 142.5, 180])
     one = Evaluation(returns, np.int32([100, 150, 143, 180]), np.ones(4, bool))
@@ -55,7 +73,7 @@ def test_evaluation_repeats_with_its_key(lottery):
 
 @pytest.mark.parametrize("arguments", [{"episodes": 0}, {"episodes": 1, "max_steps": 0}])
 def test_an_evaluation_of_nothing_is_refused(lottery, arguments):
-    with pytest.raises(ValueError, match="at least one episode of one step"):
+    with pytest.raises(ValueError, match="use an integer of at least 1"):
         make_evaluator(lottery[0], **arguments)
 
 
