@@ -14,19 +14,17 @@ FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 
 
 class Episodes(NamedTuple):
-    """The episodes of a data set, in order, also those that are cut.
+    """The episodes of a data set, in order, also those of which it has a part only.
 
     Attributes:
       start: their first rows. shape=(K,), dtype=int64
       length: how many rows each has. shape=(K,), dtype=int64
       returns: undiscounted sums of their rewards. shape=(K,), dtype=float64
-      cut: whether the data stop before the episode ended. shape=(K,), dtype=bool
     """
 
     start: np.ndarray
     length: np.ndarray
     returns: np.ndarray
-    cut: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -101,12 +99,12 @@ class Dataset:
         return len(self.reward)
 
     def __repr__(self) -> str:
-        episodes = self.episodes
-        returns, cut = episodes.returns[~episodes.cut], int(episodes.cut.sum())
+        returns, cut = self._returns()
         of = f" of {self.about['env']}" if "env" in self.about else ""
         mean = f": return {returns.mean():.4g} ± {returns.std():.2g}" if len(returns) else ""
+        noun = "episode" if len(returns) == 1 else "episodes"
         parts = f", and parts of {cut:,} more" if cut else ""
-        return f"Dataset({len(self):,} rows, {len(returns):,} whole episodes{of}{mean}{parts})"
+        return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +116,13 @@ class Dataset:
         """Where episodes start, how long they are, and their returns."""
         end = np.flatnonzero(self.terminated | self.truncated)
         start = np.append(0, end[:-1] + 1)
-        return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start), self.cut[end])
+        return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
+
+    def _returns(self) -> tuple[np.ndarray, int]:
+        """The returns of the whole episodes, and how many others there are."""
+        start, length, returns = self.episodes
+        cut = self.cut[start + length - 1]
+        return returns[~cut], int(cut.sum())
 
     def describe(self) -> dict[str, Any]:
         """The data set in a few numbers, as plain data.
@@ -127,10 +131,9 @@ class Dataset:
           `rows`; `episodes`, how many are whole; `cut_episodes`, how many are not; `mean_return` of the whole ones, nan if
           there are none; and the items of `about`.
         """
-        episodes = self.episodes
-        whole = ~episodes.cut
-        mean = float(episodes.returns[whole].mean()) if whole.any() else float("nan")
-        counts = {"rows": len(self), "episodes": int(whole.sum()), "cut_episodes": int(episodes.cut.sum())}
+        returns, cut = self._returns()
+        mean = float(returns.mean()) if len(returns) else float("nan")
+        counts = {"rows": len(self), "episodes": len(returns), "cut_episodes": cut}
         return counts | {"mean_return": mean} | dict(self.about)
 
     def select(self, rows: np.ndarray | slice) -> "Dataset":
@@ -159,7 +162,7 @@ class Dataset:
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction={fraction!r}: use a number above 0 and below 1")
-        start, length, *_ = self.episodes
+        start, length, _ = self.episodes
         if len(start) < 2:
             raise ValueError("the data set is one episode, which cannot be split; gather more, or hold nothing out")
         count = min(max(round(fraction * len(start)), 1), len(start) - 1)

@@ -24,8 +24,12 @@ def write_parquet(dataset: Dataset, path: Path) -> None:
         flat = pa.array(x.reshape(-1))
         return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
 
-    arrays = {name: getattr(dataset, name) for name in (*FIELDS, "cut")}
-    about = {"shapes": {name: x.shape[1:] for name, x in arrays.items()}, "about": dict(dataset.about)}
+    arrays = {name: getattr(dataset, name) for name in FIELDS}
+    about = {
+        "shapes": {name: x.shape[1:] for name, x in arrays.items()},
+        "about": dict(dataset.about),
+        "cut": np.flatnonzero(dataset.cut).tolist(),
+    }
     table = pa.table({name: column(x) for name, x in arrays.items()})
     parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(about).encode()}), path)
 
@@ -50,10 +54,12 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
         raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
     said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
-    for name in (*FIELDS, "cut"):
+    for name in FIELDS:
         if name in table.column_names:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
-            arrays[name] = x.reshape(len(x), *said["shapes"].get(name, ())) if said else x
+            arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
+    if "cut" in said:
+        arrays["cut"] = np.isin(np.arange(len(table)), said["cut"])
     return arrays, said.get("about", {}), table.column_names
 
 
