@@ -40,7 +40,7 @@ class Lasting:
             self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
 
     def flush(self) -> None:
-        """Writes what is buffered."""
+        """Writes buffered text."""
         try:
             if self._stream is not None and self.error is None:
                 self._stream.flush()

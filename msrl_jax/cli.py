@@ -50,7 +50,7 @@ class Train(Where):
       env: environment, NAME or NAME:param=value,...
       policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
       total_steps: environment steps, per seed.
-      seed: where all randomness starts.
+      seed: the seed of all randomness.
       seeds: how many runs to train at once, from seed, seed + 1, ...
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
       chunk: iterations between two ticks of the host; chosen if not given.
@@ -87,7 +87,7 @@ class Evaluate(Where):
     Attributes:
       run: folder of a run.
       episodes: how many episodes.
-      seed: where the environments' randomness starts.
+      seed: the seed of the environments' randomness.
       member: which seed of a run of several plays; the best one if not given.
       max_steps: cap on the steps of an episode.
       json: print the outcome as one line of JSON, the last on stdout.
@@ -103,18 +103,17 @@ class Evaluate(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(Where):
-    """Let a trained agent act, and write a data set of what happens.
+    """Let a trained agent act, and write its steps to a data set.
 
     Attributes:
       run: folder of a run.
       steps: rows of the data set.
       out: file of the data set, such as medium.npz
-      epsilon: probability of a random action, the most probable one is taken otherwise; actions are sampled from the policy if
-        not given.
-      seed: where all randomness starts.
+      epsilon: probability of a random action, else the most probable one; if not given, actions are sampled from the policy.
+      seed: the seed of all randomness.
       member: which seed of a run of several acts; the best one if not given.
       num_envs: how many environments run side by side.
-      json: print what the data set is as one line of JSON, the last on stdout.
+      json: print the data set in numbers as one line of JSON, the last on stdout.
     """
 
     run: tyro.conf.Positional[Path]
@@ -129,7 +128,7 @@ class Record(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explain(Where):
-    """Print what a distribution policy makes of an algorithm: programs, placements, what crosses between them.
+    """Print the plan of an algorithm under a distribution policy: programs, placements, crossing values.
 
     Attributes:
       algo: name of the algorithm; its config's fields are flags too.
@@ -333,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. A stream that dies (its reader left, its disk is full) does not end it.
 
     Args:
-      argv: the arguments, without the program's name; those of the process if None.
+      argv: the arguments without the program's name; the process's own if None.
 
     Returns:
       The exit code: 0; 1 if a run diverged; 2 on bad input, after one line on stderr, and if the output of a command that
@@ -343,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _streams.lasting() as out:
         code = _run(argv)
         out.flush()
-        lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has what it wanted
+        lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0 and argv[0] not in ("train", "record"):
             code = _complain(f"cannot write to standard output: {out.error}")
         return code

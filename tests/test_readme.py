@@ -124,7 +124,7 @@ def test_from_python(run_section, tmp_path):
     assert (tmp_path / "curve.png").stat().st_size > 0
     result = namespace["result"]
     assert result.seeds == 8 and result.history["episode_return"].shape == (2, 8)
-    assert msrl.Result.load(tmp_path / "run").description["total_steps"] == 4096
+    assert msrl.Result.load(tmp_path / "saved").description["total_steps"] == 4096
 
 
 def test_data(run_section, tmp_path):

@@ -1,7 +1,7 @@
-"""What a data set is: transitions in the order in which they were made, as NumPy arrays.
+"""Data sets: transitions in order, as NumPy arrays.
 
-In the shape descriptions of this package, `N` is the number of transitions (rows), `K` that of episodes and `G` that of the
-shards of a buffer.
+In the shape descriptions of this package, `N` is the number of transitions (rows), `K` the number of episodes and `G` the
+number of shards of a buffer.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 
 
 class Episodes(NamedTuple):
-    """The episodes of a data set, in order, also those of which it has a part only.
+    """The episodes of a data set, in order; one that the data stop in counts as an episode.
 
     Attributes:
       start: their first rows. shape=(K,), dtype=int64
@@ -43,8 +43,8 @@ class Dataset:
       truncated: whether the episode was cut short. shape=(N,), dtype=bool
       next_obs: the true successors, before any reset. shape=(N, ...)
       about: where the rows come from, as plain data.
-      cut: whether `truncated` means only that the data stop there, while the episode went on. None knows no such row but
-        those before gaps. shape=(N,), dtype=bool
+      cut: whether the data stop there while the episode went on; such rows are `truncated` too. None marks the rows before
+        gaps only. shape=(N,), dtype=bool
 
     Raises:
       ValueError: if the arrays do not fit each other, or hold no numbers; the message names the field.

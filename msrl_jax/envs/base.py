@@ -151,7 +151,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def with_statistics(self, state: PyTree, statistics: PyTree) -> PyTree:
-        """The state with the running statistics of another one, such as those of training in an evaluation."""
+        """The state with other running statistics, for example those of training in an evaluation."""
         ...
 
 
@@ -165,7 +165,7 @@ def env_name(env: Environment | VectorEnvironment) -> str:
 
 
 def strong(tree: Any) -> Any:
-    """The same values as arrays without weak types, so that a state keeps its types through a scan."""
+    """The same values as arrays without weak types: a state keeps its types through a scan."""
 
     def convert(x):
         x = jnp.asarray(x)

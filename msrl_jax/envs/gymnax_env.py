@@ -49,7 +49,7 @@ class GymnaxEnvironment:
             if getattr(kind, method) not in known:
                 raise ValueError(
                     f"{kind.__name__} replaces gymnax's {method}, which is not called here: episodes are built of "
-                    "reset_env, step_env and is_truncated; move what it does there"
+                    "reset_env, step_env and is_truncated; move its code there"
                 )
         params = self.env.default_params if self.params is None else self.params
         obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.random.key(0))

@@ -17,14 +17,14 @@ class RunningStatistics:
     """Mean and variance of all values so far, per element.
 
     A batch changes statistics of many values by less than float32 resolves. So from 2**24 values on, `mean_rest` and
-    `var_rest` keep what rounding cuts off, and later batches add it (Kahan, 1965, doi:10.1145/363707.363723).
+    `var_rest` keep the rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
 
     Attributes:
       count: how many values there were.
       mean: their mean; arrays of the values' shapes, float32.
-      var: their population variance, likewise; 1 while there were no values.
-      mean_rest: what is still to be added to `mean`; 0 below 2**24 values. Likewise
-      var_rest: what is still to be added to `var`; 0 below 2**24 values. Likewise
+      var: their population variance, arrays of the same shapes; 1 while there are no values.
+      mean_rest: the part of the mean that `mean` does not hold, arrays of the same shapes; 0 below 2**24 values.
+      var_rest: the part of the variance that `var` does not hold, arrays of the same shapes; 0 below 2**24 values.
     """
 
     count: Counter
@@ -71,8 +71,8 @@ def of_batch(batch: PyTree) -> RunningStatistics:
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     """Merges a batch into the statistics (the parallel rule of Chan, Golub and LeVeque, 1983).
 
-    The batch is reduced in one pass, about the old mean: one round of communication where it is split over devices. The
-    cancellation that this risks in the batch's variance is far below what the shift of the mean adds to the total.
+    The batch is reduced in one pass, about the old mean: one round of communication if it is split over devices. This
+    loses digits of the batch's variance only if the mean shifts by far more, and then the shift dominates the total.
 
     Args:
       stats: statistics of the values before.

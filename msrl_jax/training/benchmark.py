@@ -36,16 +36,15 @@ class Measurement:
       unroll_length: steps of every environment per iteration.
       compile_seconds: time to trace and compile the program of the first chunk.
       steps_per_second: environment steps per second, median of `runs`.
-      updates_per_second: gradient steps per second that go with them; those that a setting such as `target_kl` skips count too.
+      updates_per_second: gradient steps per second at that rate; steps that a setting such as `target_kl` skips count too.
       runs: environment steps per second of every timed run.
-      jit_steps_per_second: the same for the plain `jax.jit(jax.lax.scan(...))`, None if that was not asked for.
-      jit_runs: its timed runs, each beside the one of `runs` at the same place.
+      jit_steps_per_second: environment steps per second of the plain `jax.jit(jax.lax.scan(...))`; None if not measured.
+      jit_runs: its timed runs, each next to the entry of `runs` at the same place.
       ratio: `steps_per_second / jit_steps_per_second`.
-      flops: floating point operations of one iteration, as XLA's cost analysis counts them for the program of a policy
-        that fuses the loop; None if it does not.
-      jit_flops: likewise for the plain one.
-      bytes: bytes accessed by one iteration, likewise.
-      jit_bytes: likewise for the plain one.
+      flops: floating point operations of one iteration in XLA's cost analysis; None if the policy does not fuse the loop.
+      jit_flops: floating point operations of one iteration of the plain program.
+      bytes: bytes accessed by one iteration in XLA's cost analysis; None if the policy does not fuse the loop.
+      jit_bytes: bytes accessed by one iteration of the plain program.
     """
 
     algorithm: str
@@ -84,7 +83,7 @@ class Timed(Protocol):
 
 
 class Runner:
-    """Trains in this process: chunk after chunk of iterations, from where it left off."""
+    """Trains in this process, chunk after chunk of iterations; every call continues the last."""
 
     def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
         """Takes two chunks: one that compiles and warms up, and one that tells how long a chunk is.

@@ -1,4 +1,4 @@
-"""What happens once per chunk of iterations: the tick that callbacks receive, and loggers, which are callbacks."""
+"""Callbacks, called once per chunk of iterations: the tick that they receive, and loggers."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ class Tick:
 
     @property
     def state(self) -> Any:
-        """The state of the run. The next chunk reuses its memory: copy what is to be kept (`jax.device_get`)."""
+        """The state of the run. The next chunk reuses its memory: copy the parts that you keep (`jax.device_get`)."""
         return self.get_state()
 
 
@@ -88,7 +88,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, tick.step)
 
     def close(self) -> None:
-        """Writes what is pending and closes the event file."""
+        """Writes pending entries and closes the event file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -112,5 +112,5 @@ class WandB:
         self._run.log({k: v for k, v in scalars(tick.metrics).items() if np.isfinite(v)}, step=tick.step)
 
     def close(self) -> None:
-        """Uploads what is pending and ends the run."""
+        """Uploads pending entries and ends the run."""
         self._run.finish()

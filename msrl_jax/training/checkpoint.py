@@ -56,7 +56,7 @@ def load_state(path: Path, like: Any, device: Device | None = None) -> Any:
       The saved pytree.
 
     Raises:
-      ValueError: if the checkpoint's entries are not those of `like`; the message names the first that differs.
+      ValueError: if the checkpoint's entries differ from those of `like`; the message names the first that differs.
     """
     import orbax.checkpoint as ocp
 

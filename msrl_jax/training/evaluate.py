@@ -23,8 +23,8 @@ class Evaluation:
     Attributes:
       returns: undiscounted sum of the raw rewards of every episode. shape=[episodes] or [M, episodes], dtype=float32
       lengths: environment steps of every episode. shape=[episodes] or [M, episodes], dtype=int32
-      finished: whether the episode ended by itself (terminated or truncated) before the cap on steps; the return of
-        one that did not is that of its first steps. shape=[episodes] or [M, episodes], dtype=bool
+      finished: whether the episode ended by itself (terminated or truncated) before the cap on steps; otherwise its return
+        is that of its first steps. shape=[episodes] or [M, episodes], dtype=bool
     """
 
     returns: np.ndarray

@@ -1,4 +1,4 @@
-"""What a run leaves: its history, its state, and what can be done with them."""
+"""The result of a run: its history and its state; it acts, is evaluated, plotted, saved and loaded."""
 
 import dataclasses
 import functools
@@ -92,11 +92,11 @@ class Result:
     def best(self) -> int:
         """The member with the highest return: of the last evaluation, else over the last tenth of training.
 
-        A run that learns from data alone is selected by data alone: the best member is that of the least `validation_loss`,
-        over the last tenth of training, whatever evaluations say.
+        In a run that learns from data alone, evaluations do not count: the best member has the least `validation_loss` over
+        the last tenth of training.
 
         Raises:
-          ValueError: if such a run of several members held no data out.
+          ValueError: if a run of several members learns from data alone and held none out for validation.
         """
         last = self.evaluation
         if self.behavior.agent.unit == "updates":
@@ -418,7 +418,7 @@ def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[
     """Reads the registers of stale parameters: `depths` says which leaves of the state have how many."""
     if bool(depths) != (path / folder.REGISTERS).exists():
         raise ValueError(
-            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
+            f"the registers of stale parameters in {path / folder.REGISTERS} differ from those that {folder.CONFIG} lists "
             f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
         )
     leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}

@@ -57,7 +57,7 @@ def chunk_length(iterations: int, ticks: int = TICKS) -> int:
     """Chooses how many iterations run between two ticks.
 
     Args:
-      iterations: those of the whole run.
+      iterations: iterations of the whole run.
       ticks: about how many ticks there should be.
 
     Returns:
@@ -198,10 +198,11 @@ def train(
     Args:
       algo: name of an algorithm, such as `"ppo"`.
       env: an environment, or the name of one; parameters go behind a colon (`"CartPole-v1:max_steps_in_episode=200"`).
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where things
-        run, not what is computed.
-      total_steps: environment steps to take, per seed; whole iterations that fit are done.
-      seed: where all randomness starts.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where the parts run
+        and does not change the computation.
+      total_steps: environment steps per seed, an integer or a float without a fraction; the run does the whole iterations
+        that fit.
+      seed: the seed of all randomness, from 0 to `2**32 - seeds`.
       seeds: how many independent runs to train at once, vectorized. Run `i` is the run that `seed + i` alone gives, to
         float tolerance.
       config: the algorithm's config; its defaults if None. Its `total_steps` is set to that of the run.
@@ -212,7 +213,7 @@ def train(
       eval_every: environment steps between evaluations, which happen at the first tick at or past each multiple. A run
         that finishes ends with one in any case.
       record: a file for the experience of the run, every step of every environment, as `msrl.data.load` reads it. Rows are
-        written after every chunk, which has to fit the devices; what is computed is the same.
+        written after every chunk, which has to fit the devices. Recording does not change the run.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
       progress: "auto", "bar", "lines", "notebook" or False; goes to stderr.
       **overrides: fields of the algorithm's config.
