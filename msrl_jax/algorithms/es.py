@@ -107,10 +107,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     )
     # Frozen, a reset neither starts new statistics of observations nor normalizes by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=False,
-    )  # fmt: skip
+    network = actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.scale_by_adam()
     steps_per_iteration = config.num_envs * config.unroll_length
