@@ -101,12 +101,12 @@ def advantage_loss(
     Returns:
       The loss and its parts, float32 scalars: means over the trajectory.
     """
-    _, _, _, reward, terminated, truncated = trajectory
+    t = trajectory
     log_prob, entropy, value = evaluate(network, params, trajectory)
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(network.value(params, last_obs))
-    next_value = next_values(now, last_value, bootstrap_value, truncated)
-    advantage = gae(reward, now, next_value, terminated, truncated, discount=discount, gae_lambda=gae_lambda)
+    next_value = next_values(now, last_value, bootstrap_value, t.truncated)
+    advantage = gae(t.reward, now, next_value, t.terminated, t.truncated, discount=discount, gae_lambda=gae_lambda)
     target = now + advantage
     if normalize:
         advantage = standardize(advantage)
@@ -145,7 +145,6 @@ def build(env: Environment, config: A2CConfig) -> Agent:
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
-    steps_per_iteration = config.num_envs * config.unroll_length
 
     def init(key: jax.Array) -> A2CState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -210,7 +209,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, trajectory, last_obs, bootstrap_value, version):
-        learning_rate = annealed_learning_rate(config, iteration, steps_per_iteration)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
         age = parameter_age(iteration, version)
@@ -233,7 +232,10 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         params, opt_state, count, metrics = learn(
             state.params, state.opt_state, state.iteration, trajectory, obs, bootstrap_value, version
         )
-        return A2CState(params, opt_state, count, actor_keys, env_state, obs), {**metrics, **episodes}
+        after = state._replace(
+            params=params, opt_state=opt_state, iteration=count, actor_keys=actor_keys, env_state=env_state, obs=obs
+        )
+        return after, {**metrics, **episodes}
 
     def choose_action(state: A2CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         policy = network.policy(state.params, obs)
@@ -244,7 +246,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=steps_per_iteration,
+        steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=1,
         env=venv,
     )

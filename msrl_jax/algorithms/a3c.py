@@ -128,7 +128,6 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
     num_workers = config.num_workers
-    steps_per_iteration = config.num_envs * config.unroll_length
 
     def init(key: jax.Array) -> A3CState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -150,8 +149,8 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         params=P(),
         opt_state=P(),
         iteration=P(),
-        worker_params=P("env"),
-        fetched=P("env"),
+        worker_params=P("worker"),
+        fetched=P("worker"),
         actor_keys=P("env"),
         env_state=venv.axes,
         obs=P("env"),
@@ -209,7 +208,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
 
     @fragment(role="server")
     def apply_updates(params, opt_state, iteration, fetched, grads):
-        learning_rate = annealed_learning_rate(config, iteration, steps_per_iteration)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
 
         def update(carry, worker):
             params, opt_state = carry
@@ -247,7 +246,16 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         params, opt_state, count, worker_params, fetched, metrics = apply_updates(
             state.params, state.opt_state, state.iteration, state.fetched, grads
         )
-        after = A3CState(params, opt_state, count, worker_params, fetched, actor_keys, env_state, obs)
+        after = A3CState(
+            params=params,
+            opt_state=opt_state,
+            iteration=count,
+            worker_params=worker_params,
+            fetched=fetched,
+            actor_keys=actor_keys,
+            env_state=env_state,
+            obs=obs,
+        )
         return after, {**metrics, **summarize(state.iteration, version, stats), **episodes}
 
     def choose_action(state: A3CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -259,7 +267,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=steps_per_iteration,
+        steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=num_workers,
         env=venv,
     )

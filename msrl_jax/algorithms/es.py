@@ -112,7 +112,6 @@ def build(env: Environment, config: ESConfig) -> Agent:
     network = actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.scale_by_adam()
-    steps_per_iteration = config.num_envs * config.unroll_length
 
     def init_params(key, obs):
         params = network.init(key, obs)["params"]
@@ -203,7 +202,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, seeds, fitness, version):
-        learning_rate = annealed_learning_rate(config, iteration, steps_per_iteration)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         grads = gradients(params, seeds, fitness)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
         metrics = {
@@ -228,8 +227,17 @@ def build(env: Environment, config: ESConfig) -> Agent:
         fitness, midway = score(*outcomes)
         params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, seeds, fitness, version)
         env_state, episodes = pop_episodes(env_state)
-        state = ESState(params, opt_state, count, actor_keys, env_key, env_state, obs, midway)
-        return state, {**metrics, **episodes}
+        after = ESState(
+            params=params,
+            opt_state=opt_state,
+            iteration=count,
+            actor_keys=actor_keys,
+            env_key=env_key,
+            env_state=env_state,
+            obs=obs,
+            midway=midway,
+        )
+        return after, {**metrics, **episodes}
 
     def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         del key
@@ -240,7 +248,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=steps_per_iteration,
+        steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=1,
         env=venv,
     )

@@ -148,7 +148,6 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
-    steps_per_iteration = config.num_envs * config.unroll_length
 
     def begin(key: jax.Array) -> IMPALAState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
@@ -230,19 +229,19 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     @fragment(role="learner")
     def gradients(params, trajectory, last_obs, bootstrap_value):
-        _, _, acted_log_prob, reward, terminated, truncated = trajectory
+        t = trajectory
 
         def loss(params):
-            log_prob, entropy, value = evaluate(network, params, trajectory)
-            now, log_ratio = jax.lax.stop_gradient((value, log_prob - acted_log_prob))
+            log_prob, entropy, value = evaluate(network, params, t)
+            now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
             last_value = jax.lax.stop_gradient(network.value(params, last_obs))
             target, advantage = vtrace(
                 log_ratio,
-                reward,
+                t.reward,
                 now,
-                next_values(now, last_value, bootstrap_value, truncated),
-                terminated,
-                truncated,
+                next_values(now, last_value, bootstrap_value, t.truncated),
+                t.terminated,
+                t.truncated,
                 discount=config.discount,
                 lambda_=config.vtrace_lambda,
                 clip_rho=config.clip_rho,
@@ -269,7 +268,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, batches):
-        learning_rate = annealed_learning_rate(config, iteration, steps_per_iteration)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
 
         def update(carry, batch):
             params, opt_state = carry
@@ -302,7 +301,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=steps_per_iteration,
+        steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_updates,
         env=venv,
     )

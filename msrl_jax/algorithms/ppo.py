@@ -121,7 +121,6 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    steps_per_iteration = config.num_envs * config.unroll_length
 
     def init(key: jax.Array) -> PPOState:
         params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -164,11 +163,11 @@ def build(env: Environment, config: PPOConfig) -> Agent:
 
     @fragment(role="learner")
     def estimate_advantages(params, trajectory, last_obs, bootstrap_value):
-        _, _, _, reward, terminated, truncated = trajectory
-        value = values(network, params, trajectory.obs)
-        next_value = next_values(value, network.value(params, last_obs), bootstrap_value, truncated)
+        t = trajectory
+        value = values(network, params, t.obs)
+        next_value = next_values(value, network.value(params, last_obs), bootstrap_value, t.truncated)
         advantage = gae(
-            reward, value, next_value, terminated, truncated, discount=config.discount, gae_lambda=config.gae_lambda
+            t.reward, value, next_value, t.terminated, t.truncated, discount=config.discount, gae_lambda=config.gae_lambda
         )
         target = value + advantage
         if config.normalize_advantage == "batch":
@@ -177,14 +176,22 @@ def build(env: Environment, config: PPOConfig) -> Agent:
 
     @fragment(role="learner")
     def gradients(params, batch, times):
-        (obs, action, log_prob, *_), advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+        minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
         if config.normalize_advantage == "minibatch":
             advantage = standardize(advantage)
 
         def loss(params):
-            policy, value = network.apply(params, obs)
-            old = {"action": action, "log_prob": log_prob, "old_value": old_value}
-            return ppo_loss(policy, value, **old, advantage=advantage, target=target, config=config)
+            policy, value = network.apply(params, minibatch.obs)
+            return ppo_loss(
+                policy,
+                value,
+                action=minibatch.action,
+                log_prob=minibatch.log_prob,
+                advantage=advantage,
+                old_value=old_value,
+                target=target,
+                config=config,
+            )
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -199,7 +206,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, trajectory, last_obs, bootstrap_value, version):
         batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
-        learning_rate = annealed_learning_rate(config, iteration, steps_per_iteration)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
 
@@ -234,7 +241,10 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         params, opt_state, count, key, metrics = learn(
             state.params, state.opt_state, state.iteration, state.key, trajectory, obs, bootstrap_value, version
         )
-        return PPOState(params, opt_state, count, key, actor_keys, env_state, obs), {**metrics, **episodes}
+        after = state._replace(
+            params=params, opt_state=opt_state, iteration=count, key=key, actor_keys=actor_keys, env_state=env_state, obs=obs
+        )
+        return after, {**metrics, **episodes}
 
     def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         policy = network.policy(state.params, obs)
@@ -245,7 +255,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=steps_per_iteration,
+        steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
     )

@@ -132,7 +132,6 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    steps_per_iteration = config.num_envs * config.unroll_length
     groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
 
     def init(key: jax.Array) -> RecurrentPPOState:
@@ -189,12 +188,12 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     @fragment(role="learner")
     def estimate_advantages(experience, bootstrap_value):
-        _, _, _, _, value, reward, terminated, truncated = experience
-        next_value = next_values(value, bootstrap_value[-1], bootstrap_value, truncated)
+        t = experience
+        next_value = next_values(t.value, bootstrap_value[-1], bootstrap_value, t.truncated)
         advantage = gae(
-            reward, value, next_value, terminated, truncated, discount=config.discount, gae_lambda=config.gae_lambda
+            t.reward, t.value, next_value, t.terminated, t.truncated, discount=config.discount, gae_lambda=config.gae_lambda
         )
-        target = value + advantage
+        target = t.value + advantage
         if config.normalize_advantage == "batch":
             advantage = standardize(advantage)
         return advantage, target
@@ -206,15 +205,23 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
             index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
             return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
-        (obs, is_first, action, log_prob, old_value, *_), advantage, target = jax.tree.map(pick, batch)
+        minibatch, advantage, target = jax.tree.map(pick, batch)
         carry = tuple(pick(array[None])[0] for array in carry)
         if config.normalize_advantage == "minibatch":
             advantage = standardize(advantage)
 
         def loss(params):
-            (policy, value), _ = network.unroll(params, obs, is_first, carry)
-            old = {"action": action, "log_prob": log_prob, "old_value": old_value}
-            return ppo_loss(policy, value, **old, advantage=advantage, target=target, config=config)
+            (policy, value), _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
+            return ppo_loss(
+                policy,
+                value,
+                action=minibatch.action,
+                log_prob=minibatch.log_prob,
+                advantage=advantage,
+                old_value=minibatch.value,
+                target=target,
+                config=config,
+            )
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -229,7 +236,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, experience, carry, bootstrap_value, version):
         batch = (experience, *estimate_advantages(experience, bootstrap_value))
-        learning_rate = annealed_learning_rate(config, iteration, steps_per_iteration)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
         shuffled = [jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys]
@@ -265,7 +272,17 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         params, opt_state, count, key, metrics = learn(
             state.params, state.opt_state, state.iteration, state.key, experience, state.carry, bootstrap_value, version
         )
-        after = RecurrentPPOState(params, opt_state, count, key, actor_keys, env_state, obs, is_first, carry)
+        after = RecurrentPPOState(
+            params=params,
+            opt_state=opt_state,
+            iteration=count,
+            key=key,
+            actor_keys=actor_keys,
+            env_state=env_state,
+            obs=obs,
+            is_first=is_first,
+            carry=carry,
+        )
         return after, {**metrics, **episodes}
 
     def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
@@ -278,7 +295,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=steps_per_iteration,
+        steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
         initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
