@@ -174,7 +174,7 @@ def test_noise_belongs_to_the_parameters_that_it_was_added_to():
 def test_statistics_of_observations_outlive_the_episodes():
     agent = build(RandomWalk(), normalize_observations=True)
     state = start(agent, 3)
-    assert state.env_state.running.count == E + 3 * T * E
+    assert counters.to_int(state.env_state.running.count) == E + 3 * T * E
     after, metrics = jax.jit(agent.iteration)(state)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((after.params, metrics)))
     assert 1 <= metrics["episode_length"].mean() <= 5
