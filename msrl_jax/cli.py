@@ -205,20 +205,20 @@ def _values(argv: Sequence[str], flag: str) -> list[str]:
 def _with_config_flags(command: type, algos: Sequence[str]) -> type:
     """`command` with a flag for every field that the configs of all `algos` have and that it does not set itself."""
     from msrl_jax import algorithms
+    from msrl_jax.algorithms.configs.base import field_docs
 
     configs = [algorithms.get(name).config for name in algos]
     taken = {f.name for f in dataclasses.fields(command)} | {"total_steps"}
     shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs))
-    hints = typing.get_type_hints(configs[0])
+    hints, texts = typing.get_type_hints(configs[0]), field_docs(configs[0])
     fields = [
-        (f.name, hints[f.name], dataclasses.field(default=f.default))
+        (f.name, Annotated[hints[f.name], tyro.conf.arg(help=texts.get(f.name))], dataclasses.field(default=f.default))
         for f in dataclasses.fields(configs[0])
         if f.name in shared - taken
     ]
     # Not the config itself: it would be checked before the run fills in what it knows, such as total_steps.
-    flags = dataclasses.make_dataclass(
-        configs[0].__name__, fields, namespace={"__doc__": configs[0].__doc__}, frozen=True
-    )
+    summary = (configs[0].__doc__ or "").partition("Attributes:")[0]
+    flags = dataclasses.make_dataclass(configs[0].__name__, fields, namespace={"__doc__": summary}, frozen=True)
     unprefixed = Annotated[flags, tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(
         command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],

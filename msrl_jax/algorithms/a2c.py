@@ -6,12 +6,15 @@ and `E` is `num_envs`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import Trajectory, evaluate, next_values
 from msrl_jax.algorithms.loops.optimizer import make_optimizer
 from msrl_jax.algorithms.loops.single_update import single_update_agent
@@ -22,58 +25,21 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class A2CConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class A2CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
     """Everything about what A2C computes; where it runs is a distribution policy's concern.
 
     Attributes:
-      num_envs: environments stepped in parallel, `E`. Usual: 8 to 4096.
       unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
-      discount: the factor per step. Usual: 0.99.
       gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
         long as the unroll allows. Usual: 1, or 0.95.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
       normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 16
-    optimizer: str = "rmsprop"
     learning_rate: float = 2e-3
-    anneal_learning_rate: bool = False
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
     max_grad_norm: float = 0.5
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
-    normalize_advantage: str = "none"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
-    total_steps: int | None = None
-
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_choice(self, "normalize_advantage", ("batch", "none"))
+    normalize_advantage: Literal["batch", "none"] = "none"
 
 
 def make_gradients(
@@ -138,7 +104,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,

@@ -12,7 +12,7 @@ delays what acts, not what differentiates. In the shape descriptions, `T` is `un
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import make_gradients
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.configs.checks import check_integers
+from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import make_choose_action, make_unroll, stamp
 from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic
@@ -29,8 +33,8 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class A3CConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
     """Everything about what A3C computes; where it runs is a distribution policy's concern.
 
     Attributes:
@@ -38,57 +42,27 @@ class A3CConfig:
       num_workers: groups of environments with parameters of their own, `W`; they can be split over as many devices.
         Usual: 8 to 16.
       unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
-      discount: the factor per step. Usual: 0.99.
       gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
         long as the unroll allows. Usual: 1, or 0.95.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
       normalize_advantage: over what advantages are standardized: the part of each "worker", or "none". Usual: "none".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
     num_envs: int = 64
     num_workers: int = 8
     unroll_length: int = 16
-    optimizer: str = "rmsprop"
     learning_rate: float = 2e-3
-    anneal_learning_rate: bool = False
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
     max_grad_norm: float = 0.5
-    discount: float = 0.99
-    gae_lambda: float = 0.95
     entropy_coef: float = 0.001
-    value_coef: float = 0.5
-    normalize_advantage: str = "none"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
-    total_steps: int | None = None
+    normalize_advantage: Literal["worker", "none"] = "none"
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "num_workers")
-        check.check_choice(self, "normalize_advantage", ("worker", "none"))
+    def check(self) -> None:
+        """Raises ValueError unless the workers divide the environments."""
+        check_integers(self, 1, "num_workers")
         if self.num_envs % self.num_workers:
             above = -(-self.num_envs // self.num_workers) * self.num_workers
             raise ValueError(
-                f"A3CConfig.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
                 f"num_envs={above}, or a num_workers that divides it"
             )
 
@@ -144,7 +118,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,

@@ -18,51 +18,48 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.configs.checks import check_numbers
+from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.rollout import RolloutConfig
 from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class ESConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ESConfig(NetworkConfig, OptimizerConfig, RolloutConfig):
     """Everything about what the search computes; where it runs is a distribution policy's concern.
 
     Attributes:
       num_envs: size of the population, one environment each, `E`; even. Usual: 64 to 10000.
-      unroll_length: steps of an evaluation, `T`: the return of a longer episode is that of its first `T` steps, and what
-        follows a shorter one does not count. Usual: the longest episode.
+      unroll_length: steps of an evaluation, `T`: the return of a longer episode is the return of its first `T` steps; steps
+        after the end of a shorter one do not count. Usual: the longest episode.
       noise_scale: standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.
       learning_rate: step size of Adam. Usual: 0.01 to 0.05.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
       weight_decay: this times the parameters is added to the gradient of the loss. Usual: 0.005.
       normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
     num_envs: int = 256
     unroll_length: int = 500
     noise_scale: float = 0.1
     learning_rate: float = 0.05
-    anneal_learning_rate: bool = False
     weight_decay: float = 0.005
     normalize_observations: bool = False
     hidden_sizes: tuple[int, ...] = (32, 32)
-    activation: str = "tanh"
-    network: str = "auto"
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_numbers(self, "noise_scale", above=0.0)
-        check.check_numbers(self, "weight_decay", low=0.0)
+    def check(self) -> None:
+        """Raises ValueError unless the population consists of pairs, and the noise is above 0."""
+        check_numbers(self, "noise_scale", above=0.0)
+        check_numbers(self, "weight_decay", low=0.0)
         if self.num_envs % 2:
             raise ValueError(
-                f"ESConfig.num_envs={self.num_envs} cannot be split into pairs of members; use num_envs={self.num_envs + 1}"
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into pairs of members; use "
+                f"num_envs={self.num_envs + 1}"
             )
 
 
@@ -104,7 +101,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
     )

@@ -7,11 +7,16 @@ and `E` is `num_envs`.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 
 from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
+from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import evaluate, next_values
 from msrl_jax.algorithms.loops.optimizer import make_optimizer
 from msrl_jax.algorithms.loops.single_update import single_update_agent
@@ -22,76 +27,45 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class IMPALAConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPolicyConfig):
     """Everything about what IMPALA computes; where it runs, and how stale its actors are, is a distribution policy's concern.
 
     Attributes:
-      num_envs: environments stepped in parallel, `E`. Usual: 16 to 4096.
       unroll_length: steps of every environment per iteration, `T`. Usual: 20 to 100.
-      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
-      discount: the factor per step. Usual: 0.99.
+      entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
       vtrace_lambda: the factor per step by which the traces fall beyond the discount. Usual: 1, or 0.95.
       clip_rho: largest importance weight of an error of the value function. Usual: 1.
       clip_c: largest importance weight of a trace. Usual: 1.
       clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
-      entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
       normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
       replay_batches: batches that are kept for replay, the newest included; 0 keeps none. Usual: 0, or 10 to 1000.
       num_updates: updates per iteration, each from a batch drawn uniformly from those kept. Usual: 1, or 2 to 4 with replay.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 16
-    optimizer: str = "rmsprop"
     learning_rate: float = 2e-3
-    anneal_learning_rate: bool = False
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
     max_grad_norm: float = 0.5
-    discount: float = 0.99
     vtrace_lambda: float = 0.95
     clip_rho: float = 1.0
     clip_c: float = 1.0
     clip_pg_rho: float = 1.0
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
-    normalize_advantage: str = "none"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
+    normalize_advantage: Literal["batch", "none"] = "none"
     replay_batches: int = 0
     num_updates: int = 1
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "num_updates")
-        check.check_integers(self, 0, "replay_batches")
+    def check(self) -> None:
+        """Raises ValueError unless the weights' bounds are positive, and there is a batch for every update."""
+        check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
+        check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
+        check_integers(self, 0, "replay_batches")
+        check_integers(self, 1, "num_updates")
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
-                f"IMPALAConfig.num_updates={self.num_updates}: without replay an iteration has one batch to learn from; "
-                "use num_updates=1, or replay_batches of at least 1"
+                f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
+                "from; use num_updates=1, or replay_batches of at least 1"
             )
-        check.check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
-        check.check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
-        check.check_choice(self, "normalize_advantage", ("batch", "none"))
 
 
 def build(env: Environment, config: IMPALAConfig) -> Agent:
@@ -108,7 +82,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,

@@ -14,19 +14,22 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.configs.loss import ProximalConfig
+from msrl_jax.algorithms.configs.network import RecurrentConfig
+from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops import proximal
 from msrl_jax.algorithms.loops.acting import next_values
 from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.algorithms.networks.recurrent import CELLS, Memory, forget, recurrent_actor_critic
+from msrl_jax.algorithms.networks.recurrent import Memory, forget, recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class RecurrentPPOConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
     """Everything about what recurrent PPO computes; where it runs is a distribution policy's concern.
 
     Attributes:
@@ -34,65 +37,22 @@ class RecurrentPPOConfig:
         devices that they are split over. Usual: 16 to 4096.
       unroll_length: steps of every environment per iteration, `T`, and the most that gradients flow back. Usual: 16 to
         256.
-      num_epochs: passes over the batch per iteration. Usual: 3 to 10.
       num_minibatches: updates per pass. Usual: 1 to 8.
-      learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      discount: the factor per step. Usual: 0.99.
-      gae_lambda: bias (0) against variance (1) of the advantages. Usual: 0.95.
-      clip_ratio: how far from 1 the probability ratio still pays off. Usual: 0.1 to 0.3.
-      clip_value: how far a value may move to its profit, in units of the return; None does not clip. Usual: None.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
-      target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
-        exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: over what advantages are standardized: each "minibatch", the whole "batch" once, or "none".
-        Usual: "minibatch".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      core: "gru" or "lstm". Usual: "gru".
-      memory_size: size of the memory, `H`. Usual: 64 to 512.
-      hidden_sizes: widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 64
-    num_epochs: int = 4
     num_minibatches: int = 4
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = False
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    clip_ratio: float = 0.2
-    clip_value: float | None = None
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
     max_grad_norm: float = 0.5
-    target_kl: float | None = None
-    normalize_advantage: str = "minibatch"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    core: str = "gru"
-    memory_size: int = 64
-    hidden_sizes: tuple[int, ...] = (64,)
-    activation: str = "tanh"
-    network: str = "auto"
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "memory_size")
-        check.check_choice(self, "normalize_advantage", ("minibatch", "batch", "none"))
-        check.check_choice(self, "core", CELLS)
+    def check(self) -> None:
+        """Raises ValueError unless the minibatches divide the environments."""
         if self.num_envs % self.num_minibatches:
             above = self.num_envs + -self.num_envs % self.num_minibatches
             raise ValueError(
-                f"RecurrentPPOConfig.num_envs={self.num_envs} cannot be split into num_minibatches={self.num_minibatches} "
-                f"groups of whole sequences; use num_envs={above}, or a num_minibatches that divides it"
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into "
+                f"num_minibatches={self.num_minibatches} groups of whole sequences; use num_envs={above}, or a "
+                "num_minibatches that divides it"
             )
 
 
@@ -160,7 +120,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,

@@ -10,6 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import TD3Config
+from msrl_jax.algorithms.configs.base import field_docs
 
 from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
 from .random_walk import RandomWalk
@@ -106,6 +107,6 @@ def test_choices_are_refused_with_a_remedy(name):
 @pytest.mark.parametrize("name", ["td3", "ddpg"])
 def test_every_field_is_documented_with_its_usual_value(name):
     config = algorithms.get(name).config
-    for field in dataclasses.fields(config):
-        line = (config.__doc__ or "").split(f"      {field.name}: ")[1].split("\n      " + "n")[0]
-        assert "Usual: " in line or field.name == "total_steps"
+    texts = field_docs(config)
+    assert list(texts) == [field.name for field in dataclasses.fields(config)]
+    assert [field for field, text in texts.items() if "Usual: " not in text] == ["total_steps"]

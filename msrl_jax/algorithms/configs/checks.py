@@ -11,20 +11,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msrl_jax._spelling import nearest
-from msrl_jax.algorithms.loops.optimizer import OPTIMIZERS
-from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, NETWORKS
 from msrl_jax.codecs import CODECS
 from msrl_jax.data import Dataset
 
 
-def _given(config: Any, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def _given(config: object, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
     for field in fields:
         value = getattr(config, field)
         if value is not None or getattr(type(config), field, ...) is not None:
             yield field, value
 
 
-def _reject(config: Any, field: str, remedy: str) -> ValueError:
+def _reject(config: object, field: str, remedy: str) -> ValueError:
     return ValueError(f"{type(config).__name__}.{field}={getattr(config, field)!r}: use {remedy}")
 
 
@@ -32,7 +30,7 @@ def _is_integer(value: Any, minimum: int) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
-def check_integers(config: Any, minimum: int, *fields: str) -> None:
+def check_integers(config: object, minimum: int, *fields: str) -> None:
     """Raises ValueError unless every named field is an integer of at least `minimum`."""
     for field, value in _given(config, fields):
         if not _is_integer(value, minimum):
@@ -40,27 +38,25 @@ def check_integers(config: Any, minimum: int, *fields: str) -> None:
 
 
 def check_numbers(
-    config: Any, *fields: str, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
+    config: object, *fields: str, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
 ) -> None:
     """Raises ValueError unless every named field is a finite number in [low, high], and greater than `above`."""
-    wanted = " and ".join(
-        f"{relation} {bound:g}" for relation, bound in (("above", above), ("at least", low), ("at most", high))
-        if math.isfinite(bound)
-    )  # fmt: skip
+    bounds = {"above": above, "at least": low, "at most": high}
+    wanted = " and ".join(f"{relation} {bound:g}" for relation, bound in bounds.items() if math.isfinite(bound))
     for field, value in _given(config, fields):
         number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
         if not (math.isfinite(number) and low <= number <= high and number > above):
             raise _reject(config, field, f"a finite number {wanted}".rstrip())
 
 
-def check_booleans(config: Any, *fields: str) -> None:
+def check_booleans(config: object, *fields: str) -> None:
     """Raises ValueError unless every named field is True or False."""
     for field in fields:
         if not isinstance(getattr(config, field), bool):
             raise _reject(config, field, "True or False")
 
 
-def check_choice(config: Any, field: str, options: Iterable[str]) -> None:
+def check_choice(config: object, field: str, options: Iterable[str]) -> None:
     """Raises ValueError unless the named field is one of `options`; the message suggests the nearest one."""
     options = sorted(options)
     for _, value in _given(config, [field]):
@@ -69,7 +65,7 @@ def check_choice(config: Any, field: str, options: Iterable[str]) -> None:
             raise _reject(config, field, repr(near) if near else f"one of {options}")
 
 
-def check_sizes(config: Any, field: str) -> None:
+def check_sizes(config: object, field: str) -> None:
     """Raises ValueError unless the named field is a tuple of positive integers."""
     value = getattr(config, field)
     if not isinstance(value, tuple) or not value or not all(_is_integer(size, 1) for size in value):
@@ -98,7 +94,11 @@ def check_common(config: Any) -> None:
     check_numbers(config, *there("data_fraction"), above=0.0, high=1.0)
     if "data" in fields and not isinstance(config.data, str | os.PathLike | Dataset | None):
         raise _reject(config, "data", "the path of a data set, or a msrl_jax.data.Dataset")
-    choices = {"activation": ACTIVATIONS, "network": NETWORKS, "optimizer": OPTIMIZERS, "storage": CODECS}
+    choices = {
+        "activation": ("tanh", "relu", "elu", "gelu", "silu"),
+        "network": ("auto", "mlp", "cnn"),
+        "storage": CODECS,
+    }
     for name in there(*choices):
         check_choice(config, name, choices[name])
 
