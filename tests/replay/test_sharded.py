@@ -47,8 +47,7 @@ def compile_on(buffer, num_devices, count):
         spec = P("devices") if spec == P("env") else spec
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), x)
 
-    state = jax.eval_shape(buffer.init)
-    state = state._make(map(place, buffer.axes, state))
+    state = jax.tree.map(place, buffer.axes, jax.eval_shape(buffer.init), is_leaf=lambda x: isinstance(x, P))
     items = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros((count, UNROLL, NUM_ENVS, *x.shape), x.dtype), EXAMPLE))
     items = place(P(None, None, "devices"), items)
     key = place(P(), jax.eval_shape(jax.random.key, 0))
