@@ -123,10 +123,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,
     )  # fmt: skip
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
-    )  # fmt: skip
+    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )

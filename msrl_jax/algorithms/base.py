@@ -25,13 +25,13 @@ class Agent:
       init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
       iteration: one training iteration, `state -> (state, metrics)`; it calls fragments and knows no placement.
       act: `(state, obs [E, ...], key) -> action [E, ...]`; observations and actions are those of `env`, and the action
-        is the most probable one if `key` is None. If there is an `initial_memory`, it is `(state, obs, key, memory) ->
+        is the most probable one if `key` is None. If there is an `initial_carry`, it is `(state, obs, key, memory) ->
         (action, memory)`: what acting remembers of the earlier observations of an episode.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps that one iteration takes, over all environments.
       updates_per_iteration: gradient steps that one iteration takes at most: how often the optimizer changes the parameters.
       env: the vector environment that `iteration` steps.
-      initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
+      initial_carry: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
       env_group: environments come in groups of this many adjacent ones, and a group has to lie on one device.
       data: for fields of the state that hold data from outside of the run, such as a data set, what stands there: pytrees of
         host arrays. `init` gives `()` for them, `with_data` puts them in, and `iteration` leaves them as they are. So data
@@ -46,7 +46,7 @@ class Agent:
     steps_per_iteration: int
     updates_per_iteration: int
     env: VectorEnvironment
-    initial_memory: Callable[[int], Any] | None = None
+    initial_carry: Callable[[int], Any] | None = None
     env_group: int = 1
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: Literal["environment steps", "updates"] = "environment steps"

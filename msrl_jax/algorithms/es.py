@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.network import NetworkConfig
-from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.optimizer import LearningRateConfig
 from msrl_jax.algorithms.configs.rollout import RolloutConfig
 from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
@@ -29,7 +29,7 @@ from msrl_jax.fragments import fragment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ESConfig(NetworkConfig, OptimizerConfig, RolloutConfig):
+class ESConfig(NetworkConfig, LearningRateConfig, RolloutConfig):
     """Everything about what the search computes; where it runs is a distribution policy's concern.
 
     Attributes:
@@ -107,10 +107,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     )
     # Frozen, a reset neither starts new statistics of observations nor normalizes by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=False,
-    )  # fmt: skip
+    network = actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.scale_by_adam()
     steps_per_iteration = config.num_envs * config.unroll_length

@@ -90,10 +90,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         env, config.num_envs, normalize_observations=config.normalize_observations,
         normalize_rewards=config.normalize_rewards, discount=config.discount,
     )  # fmt: skip
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
-    )  # fmt: skip
+    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
     unroll = make_unroll(venv, network, config.unroll_length)
     steps_per_iteration = config.num_envs * config.unroll_length

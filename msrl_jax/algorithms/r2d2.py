@@ -32,7 +32,7 @@ from msrl_jax.algorithms.loops.optimizer import make_optimizer
 from msrl_jax.algorithms.loops.q_learning import make_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import greedy_target, huber, rescale, sequence_priority, unrescale
-from msrl_jax.algorithms.networks.recurrent import CELLS, Memory, RecurrentNetwork, recurrent_q_network
+from msrl_jax.algorithms.networks.recurrent import CELLS, Carry, RecurrentNetwork, recurrent_q_network
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -143,7 +143,7 @@ class R2D2Config:
         check.check_choice(self, "core", CELLS)
 
 
-def make_buffer(env: Environment, memory: Memory, config: R2D2Config) -> Replay:
+def make_buffer(env: Environment, memory: Carry, config: R2D2Config) -> Replay:
     """Makes the replay buffer, of windows of `RecurrentTransition`.
 
     Args:
@@ -165,7 +165,7 @@ def make_buffer(env: Environment, memory: Memory, config: R2D2Config) -> Replay:
 
 def replay_values(
     network: RecurrentNetwork, params: Any, window: RecurrentTransition, burn_in: int
-) -> tuple[jax.Array, Memory]:
+) -> tuple[jax.Array, Carry]:
     """Values along windows, as they would be if the parameters had acted from the stored memory on.
 
     Args:
@@ -188,7 +188,7 @@ def replay_values(
     return network.unroll(params, window.obs[burn_in:], begins[burn_in:], memory)
 
 
-def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Array, memories: Memory) -> jax.Array:
+def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Array, memories: Carry) -> jax.Array:
     """Values of the true successors, which where an episode ends are not those of the next step.
 
     Args:
@@ -242,8 +242,8 @@ def build(env: Environment, config: R2D2Config) -> Agent:
       TypeError: if a space is not supported.
     """
     venv, action_space = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs)), check_choices("R2D2", env.action_space)
-    network = recurrent_q_network(venv.observation_space, action_space, config)
-    buffer = make_buffer(env, jax.eval_shape(lambda: network.initial_memory(())), config)
+    network = recurrent_q_network(venv.observation_space, action_space, config, dueling=config.dueling)
+    buffer = make_buffer(env, jax.eval_shape(lambda: network.initial_carry(())), config)
     explore = epsilon_greedy(config, action_space.n, buffer.min_size)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
 
@@ -251,11 +251,11 @@ def build(env: Environment, config: R2D2Config) -> Agent:
         params = network.init(key)
         return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
 
-    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, memory: Memory) -> tuple[jax.Array, Memory]:
+    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, memory: Carry) -> tuple[jax.Array, Carry]:
         values, memory = network.step(params, obs, memory)
         return values.argmax(-1).astype(jnp.int32), memory
 
-    def act(params: Any, obs: jax.Array, keys: jax.Array, steps: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+    def act(params: Any, obs: jax.Array, keys: jax.Array, steps: jax.Array, memory: Carry) -> tuple[jax.Array, Carry]:
         greedy, memory = choose_action(params, obs, None, memory)
         return explore(greedy, keys, steps), memory
 
@@ -285,7 +285,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
         choose_action=choose_action, to_env_action=lambda action: jnp.asarray(action, action_space.dtype),
         unroll_length=config.unroll_length, num_updates=config.num_updates, batch_size=config.batch_size,
         beta=importance_exponent(config), actor_period=config.actor_period, report_lost=config.storage is not None,
-        initial_memory=lambda num_envs: network.initial_memory((num_envs,)),
+        initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from msrl_jax.algorithms.loops import proximal
 from msrl_jax.algorithms.loops.acting import next_values
 from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.algorithms.networks.recurrent import Memory, forget, recurrent_actor_critic
+from msrl_jax.algorithms.networks.recurrent import Carry, forget, recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -79,7 +79,7 @@ class RecurrentPPOState(NamedTuple):
     env_state: Any
     obs: jax.Array
     begins: jax.Array
-    memory: Memory
+    memory: Carry
 
 
 class Sequences(NamedTuple):
@@ -137,7 +137,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key)
         actor_keys = jax.random.split(actor_key, config.num_envs)
-        begins, memory = jnp.ones(config.num_envs, bool), network.initial_memory((config.num_envs,))
+        begins, memory = jnp.ones(config.num_envs, bool), network.initial_carry((config.num_envs,))
         return RecurrentPPOState(
             params, optimizer.init(params), jnp.int32(0), learner_key, actor_keys, env_state, obs, begins, memory
         )
@@ -235,7 +235,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         after = RecurrentPPOState(params, opt_state, count, key, actor_keys, env_state, obs, begins, memory)
         return after, metrics | episodes
 
-    def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, memory: Memory):
+    def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, memory: Carry):
         (policy, _), memory = network.step(state.params, obs, memory)
         action = policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
         return to_env_action(action), memory
@@ -244,7 +244,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     return Agent(
         init, iteration, choose_action, axes, steps_per_iteration=steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
-        initial_memory=lambda num_envs: network.initial_memory((num_envs,)), env_group=members,
+        initial_carry=lambda num_envs: network.initial_carry((num_envs,)), env_group=members,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Actor:
         Raises:
           ValueError: if the agent acts with a memory.
         """
-        if self.agent.initial_memory is not None:
+        if self.agent.initial_carry is not None:
             raise ValueError(
                 "this agent remembers earlier observations, so one is not enough to act on; pass a memory from step to "
                 "step with act_with_memory"
@@ -50,7 +50,7 @@ class Actor:
 
     def initial_memory(self, num_envs: int) -> Any:
         """What acting remembers when an episode begins: a pytree of arrays `[E, ...]`, empty for most agents."""
-        return () if self.agent.initial_memory is None else self.agent.initial_memory(num_envs)
+        return () if self.agent.initial_carry is None else self.agent.initial_carry(num_envs)
 
     def act_with_memory(
         self, state: Any, obs: Any, memory: Any, key: jax.Array | None = None
@@ -67,7 +67,7 @@ class Actor:
           Actions `[E, ...]` and the memory for the next step.
         """
         observed = self.agent.env.observe(state.env_state, obs)
-        if self.agent.initial_memory is None:
+        if self.agent.initial_carry is None:
             return self.agent.act(state, observed, key), memory
         return self.agent.act(state, observed, key, memory)
 

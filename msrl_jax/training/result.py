@@ -175,7 +175,7 @@ class Result:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, or if the agent is recurrent,
             which acts with a memory.
         """
-        if self.actor.agent.initial_memory is not None:
+        if self.actor.agent.initial_carry is not None:
             raise ValueError(
                 f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough to act "
                 "on; use action, memory = result.act_with_memory(obs, memory), with memory=None where an episode begins"

@@ -115,8 +115,8 @@ def walk(request):
     config = R2D2Config(**SMALL | OPTIONS[request.param])
     agent = algorithms.get("r2d2").build(RandomWalk(), config)
     env = RandomWalk()
-    network = recurrent_q_network(env.observation_space, env.action_space, config)
-    buffer = r2d2.make_buffer(env, network.initial_memory(()), config)
+    network = recurrent_q_network(env.observation_space, env.action_space, config, dueling=config.dueling)
+    buffer = r2d2.make_buffer(env, network.initial_carry(()), config)
     return agent, config, network, buffer, jax.jit(agent.iteration)
 
 

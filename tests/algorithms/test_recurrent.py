@@ -48,7 +48,7 @@ def unrolled(request):
     shapes = jax.eval_shape(lambda k: core.init(k, INPUTS), jax.random.key(0))
     params = jax.tree.map(lambda x: 0.7 * jax.random.normal(next(keys), x.shape), shapes)
     inputs, begins = jax.random.normal(next(keys), (T, E, INPUTS)), jax.random.bernoulli(next(keys), 0.3, (T, E))
-    memory = tuple(jax.random.normal(next(keys), (E, H)) for _ in core.initial_memory((E,)))
+    memory = tuple(jax.random.normal(next(keys), (E, H)) for _ in core.initial_carry((E,)))
     assert begins.any() and not begins.all() and begins[0].any()
     return request.param, core, params, inputs, begins, memory
 

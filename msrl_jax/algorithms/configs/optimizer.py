@@ -8,24 +8,22 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
-    """Adam, or another optimizer, on gradients of a limited norm.
+class LearningRateConfig(Config):
+    """How long the steps of an optimizer are.
 
     Attributes:
       learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
       total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
     learning_rate: float
     anneal_learning_rate: bool = False
-    max_grad_norm: float | None = None
     total_steps: int | None = None
 
     def check(self) -> None:
-        """Raises ValueError unless rates and norms are above 0."""
-        check_numbers(self, "learning_rate", "max_grad_norm", above=0.0)
+        """Raises ValueError unless the rate is above 0 and the number of steps a positive integer."""
+        check_numbers(self, "learning_rate", above=0.0)
         check_integers(self, 1, "total_steps")
 
     def check_annealing(self) -> None:
@@ -37,6 +35,21 @@ class OptimizerConfig(Config):
             raise ValueError(
                 f"{type(self).__name__}.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(LearningRateConfig):
+    """Adam, or another optimizer, on gradients of a limited norm.
+
+    Attributes:
+      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
+    """
+
+    max_grad_norm: float | None = None
+
+    def check(self) -> None:
+        """Raises ValueError unless the norm is above 0."""
+        check_numbers(self, "max_grad_norm", above=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from msrl_jax.algorithms.base import Agent, Metrics
 from msrl_jax.algorithms.loops.acting import stamp
 from msrl_jax.algorithms.loops.mixing import Mixture
 from msrl_jax.algorithms.loops.optimizer import descend
-from msrl_jax.algorithms.networks.recurrent import Memory, forget
+from msrl_jax.algorithms.networks.recurrent import Carry, forget
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
@@ -60,7 +60,7 @@ class Recall(NamedTuple):
     """
 
     begins: jax.Array
-    memory: Memory
+    memory: Carry
 
 
 class RecurrentTransition(NamedTuple):
@@ -180,7 +180,7 @@ def off_policy_agent(
     actor_period: int = 1,
     report_lost: bool = False,
     mixture: Mixture | None = None,
-    initial_memory: Callable[[int], Memory] | None = None,
+    initial_carry: Callable[[int], Carry] | None = None,
 ) -> Agent:
     """Builds an agent that learns from a replay buffer.
 
@@ -199,7 +199,7 @@ def off_policy_agent(
       actor_period: iterations between two refreshes of the parameters that act.
       report_lost: whether a metric `replay_lost` counts the steps that the buffer's codecs could not hold.
       mixture: what a data set adds to the batches of the buffer, which are smaller by that.
-      initial_memory: `Agent.initial_memory`: the memory, zeros, with which an episode begins; None if acting needs none.
+      initial_carry: `Agent.initial_carry`: the memory, zeros, with which an episode begins; None if acting needs none.
 
     Returns:
       The agent. Its metrics have `parameter_age`, how many iterations old the parameters were that acted, and `replay_size`.
@@ -217,8 +217,8 @@ def off_policy_agent(
         # A copy: a state in which two leaves are one array cannot be donated.
         actor = (jax.tree.map(jnp.copy, learner.params), jnp.int32(0)) if actor_period > 1 else ()
         recall = ()
-        if initial_memory is not None:
-            recall = Recall(jnp.ones(venv.num_envs, bool), initial_memory(venv.num_envs))
+        if initial_carry is not None:
+            recall = Recall(jnp.ones(venv.num_envs, bool), initial_carry(venv.num_envs))
         return OffPolicyState(
             *learner, jnp.int32(0), learner_key, jnp.int32(0), actor_keys, env_state, obs,
             buffer.init(), replay_key, pending, actor, recall,
@@ -313,7 +313,7 @@ def off_policy_agent(
         )
         return after, {**metrics, **held, **episodes}
 
-    def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None, *memory: Memory) -> Any:
+    def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None, *memory: Carry) -> Any:
         if not memory:
             return to_env_action(choose_action(state.params, obs, key))
         action, after = choose_action(state.params, obs, key, *memory)
@@ -325,7 +325,7 @@ def off_policy_agent(
     )  # fmt: skip
     return Agent(
         init_state, iteration, act_in_env, axes, steps_per_iteration, num_updates, venv,
-        initial_memory=initial_memory, env_group=venv.num_envs // buffer.shards,
+        initial_carry=initial_carry, env_group=venv.num_envs // buffer.shards,
         data={} if mixture is None else {"data": mixture.state},
     )  # fmt: skip
 
