@@ -37,6 +37,13 @@ def check_integers(config: object, minimum: int, *fields: str) -> None:
             raise _reject(config, field, f"an integer of at least {minimum}")
 
 
+def check_periods(config: object, *fields: str) -> None:
+    """Raises ValueError unless every named field is an integer from 1 to `2**24`, as `counters.remainder` takes it."""
+    for field, value in _given(config, fields):
+        if not _is_integer(value, 1) or value > 2**24:
+            raise _reject(config, field, f"an integer of at least 1 and at most {2**24}")
+
+
 def check_numbers(
     config: object, *fields: str, low: float = -math.inf, above: float = -math.inf, high: float = math.inf
 ) -> None:
