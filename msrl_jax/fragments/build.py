@@ -121,7 +121,7 @@ class _Builder:
                     f"code outside of fragments makes a mutable reference (`{eqn.primitive.name}`), which programs on several "
                     "placements cannot share; carry its value through the loop instead"
                 )
-            if len(found) > 1 and eqn.primitive is scan_p and scan_parts(eqn).length == 0:
+            if eqn.primitive is scan_p and scan_parts(eqn).length == 0:
                 env.update(zip(eqn.outvars, self.never(eqn, ins, home, out), strict=True))
                 continue
             if len(found) > 1:

@@ -16,7 +16,7 @@ from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.lifetimes import settle
-from msrl_jax.fragments.lower import Programs, lower
+from msrl_jax.fragments.lower import Programs, explained, lower
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, state_bytes
 from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
 from msrl_jax.fragments.parameter_owners import check_owners
@@ -340,7 +340,10 @@ class Program(Generic[State]):
             ]
             out = [shardings[0] for shardings in self._shardings], None
             start = time.perf_counter()
-            self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
+            try:
+                self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
+            except ValueError as error:
+                raise explained(error, "the iteration", len(self.devices)) from error
             self._programs.seconds += time.perf_counter() - start
             self._programs.count += 1
         return self._scans[length]

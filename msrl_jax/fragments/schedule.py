@@ -41,7 +41,8 @@ def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
     pairs = zip(region.next_carry, part.homes, strict=True)
     outputs = tuple(tuple(emit.at(a, p) for p in homes) for a, homes in pairs)
     metrics = tuple(emit.anywhere(a) for a in region.results)
-    checks = tuple((check, (emit.anywhere(ok), emit.anywhere(low), emit.anywhere(high))) for check, (ok, low, high) in graph.checks)
+    at = emit.anywhere
+    checks = tuple((check, (at(ok), at(low), at(high))) for check, (ok, low, high) in graph.checks)
     emit.flush()
     return Schedule(tuple(inputs), tuple(emit.out), outputs, metrics, checks, names.constants)
 
