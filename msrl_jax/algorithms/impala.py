@@ -1,30 +1,42 @@
 """IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic whose actors may lag behind, corrected by V-trace.
 
-Every iteration makes one update from the unrolls of all environments. With replay it makes several, each from a batch drawn
-uniformly from those kept; V-trace corrects for the age of these batches too. How old the parameters are that acted is the
-distribution policy's choice: its staleness, 0 under a synchronous one. In the shape descriptions, `T` is `unroll_length`
-and `E` is `num_envs`.
+Every iteration makes one update from the unrolls of all environments. With replay, whole batches are kept, and every
+iteration makes several updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too. The
+age of the parameters that act is the distribution policy's choice: its staleness, 0 under a synchronous one. In the shape
+descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import evaluate, next_values
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.single_update import single_update_agent
+from msrl_jax.algorithms.loops.acting import (
+    Trajectory,
+    evaluate,
+    next_values,
+    parameter_age,
+    parameter_version,
+    split_keys,
+    values,
+)
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.algorithms.returns import standardize, vtrace
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
+from msrl_jax.replay import FifoState, fifo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +80,46 @@ class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPo
             )
 
 
+class IMPALAState(NamedTuple):
+    """The state of a run.
+
+    Attributes:
+      params: parameters of the `ActorCritic`.
+      opt_state: state of the optimizer.
+      iteration: iterations done.
+      actor_keys: one key per environment, which samples actions. shape=(E,)
+      env_state: state of the vector environment.
+      obs: the observations to act on next. shape=(E, ...)
+      replay: the batches that are kept; `()` without replay.
+      replay_key: the buffer's key, which draws. shape=(); `()` without replay.
+    """
+
+    params: Any
+    opt_state: optax.OptState
+    iteration: Counter
+    actor_keys: jax.Array
+    env_state: Any
+    obs: jax.Array
+    replay: FifoState | tuple[()] = ()
+    replay_key: jax.Array | tuple[()] = ()
+
+
+class Batch(NamedTuple):
+    """What an update learns from.
+
+    Attributes:
+      trajectory: the experience. shape=(T, E, ...)
+      last_obs: the observations after it. shape=(E, ...)
+      bootstrap_value: values of the true successors, read where an episode was truncated. shape=(T, E)
+      version: the version of the parameters that acted. shape=(), dtype=uint32
+    """
+
+    trajectory: Trajectory
+    last_obs: jax.Array
+    bootstrap_value: jax.Array
+    version: jax.Array
+
+
 def build(env: Environment, config: IMPALAConfig) -> Agent:
     """Builds IMPALA for one environment.
 
@@ -76,7 +128,8 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
       config: what to compute.
 
     Returns:
-      The agent.
+      The agent. Its metrics have `parameter_age`: how many iterations old the parameters were that acted, the mean over the
+      batches learned from.
 
     Raises:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
@@ -84,25 +137,117 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     """
     config.check_annealing()
     venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards, discount=config.discount,
-    )  # fmt: skip
+        env,
+        config.num_envs,
+        normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards,
+        discount=config.discount,
+    )
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
 
+    def begin(key: jax.Array) -> IMPALAState:
+        params_key, env_key, actor_key = jax.random.split(key, 3)
+        env_state, obs = venv.reset(env_key)
+        params = network.init(params_key, obs)
+        return IMPALAState(
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_state=env_state,
+            obs=obs,
+        )
+
+    axes = logical_axes(
+        IMPALAState, params=P(), opt_state=P(), iteration=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+    )
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        return split_keys(keys, config.unroll_length)
+
+    @fragment(role="actor")
+    def act(params, obs, keys):
+        policy = network.policy(params, obs)
+        action = policy.sample(keys)
+        return action, policy.log_prob(action)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    @fragment(role="actor")
+    def bootstrap(params, final_obs):
+        return values(network, params, final_obs)
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+
+    def unroll(state: IMPALAState) -> tuple[IMPALAState, Batch, Metrics]:
+        def step(carry, keys):
+            env_state, obs = carry
+            action, log_prob = act(state.params, obs, keys)
+            env_state, t = env_step(env_state, action)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            return (env_state, t.obs), (experience, t.final_obs)
+
+        version = parameter_version(state.iteration)
+        actor_keys, keys = draw_keys(state.actor_keys)
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
+        env_state, episodes = pop_episodes(env_state)
+        return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
+
+    queue = None
+    if config.replay_batches:
+        example = jax.eval_shape(lambda key: unroll(begin(key))[1], jax.random.key(0))
+        batch_axes = logical_axes(
+            Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
+        )
+        queue = fifo(example, capacity=config.replay_batches, axes=batch_axes)
+        axes = axes._replace(replay=queue.axes, replay_key=P())
+
+    def init(key: jax.Array) -> IMPALAState:
+        if queue is None:
+            return begin(key)
+        key, replay_key = jax.random.split(key)
+        return begin(key)._replace(replay=queue.init(), replay_key=replay_key)
+
+    @fragment(role="buffer")
+    def sample_batches(replay, key, batch):
+        assert queue is not None
+        # A full queue would refuse the batch, so the oldest one gives way.
+        full, (popped, _) = queue.size(replay) == config.replay_batches, queue.pop(replay)
+        first, length = jnp.where(full, popped.first, replay.first), jnp.where(full, popped.length, replay.length)
+        replay = queue.insert(replay._replace(first=first, length=length), batch)
+        key, *keys = jax.random.split(key, config.num_updates + 1)
+        return replay, key, jax.vmap(queue.sample, (None, 0))(replay, jnp.stack(keys))
+
     @fragment(role="learner")
-    def gradients(params, trajectory, last_obs, final_value):
+    def gradients(params, trajectory, last_obs, bootstrap_value):
+        t = trajectory
+
         def loss(params):
-            log_prob, entropy, value = evaluate(network, params, trajectory)
-            now, log_ratio = jax.lax.stop_gradient((value, log_prob - trajectory.log_prob))
+            log_prob, entropy, value = evaluate(network, params, t)
+            now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
             last_value = jax.lax.stop_gradient(network.value(params, last_obs))
             target, advantage = vtrace(
-                log_ratio, trajectory.reward, now, next_values(now, last_value, final_value, trajectory.truncated),
-                trajectory.terminated, trajectory.truncated, discount=config.discount, lambda_=config.vtrace_lambda,
-                clip_rho=config.clip_rho, clip_c=config.clip_c, clip_pg_rho=config.clip_pg_rho,
-            )  # fmt: skip
+                log_ratio,
+                t.reward,
+                now,
+                next_values(now, last_value, bootstrap_value, t.truncated),
+                t.terminated,
+                t.truncated,
+                discount=config.discount,
+                lambda_=config.vtrace_lambda,
+                clip_rho=config.clip_rho,
+                clip_c=config.clip_c,
+                clip_pg_rho=config.clip_pg_rho,
+            )
             if config.normalize_advantage == "batch":
                 advantage = standardize(advantage)
             stats = {
@@ -116,11 +261,50 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    return single_update_agent(
-        venv, network, optimizer, gradients, unroll_length=config.unroll_length, learning_rate=config.learning_rate,
-        anneal_over=config.total_steps if config.anneal_learning_rate else None,
-        replay_batches=config.replay_batches, num_updates=config.num_updates,
-    )  # fmt: skip
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+
+    @fragment(role="learner")
+    def learn(params, opt_state, iteration, batches):
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+
+        def update(carry, batch):
+            params, opt_state = carry
+            grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value)
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+            age = parameter_age(iteration, batch.version)
+            return (params, opt_state), {**stats, "grad_norm": grad_norm, "parameter_age": age}
+
+        if queue is None:  # one batch, the newest
+            (params, opt_state), metrics = update((params, opt_state), batches)
+        else:
+            (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
+            metrics = jax.tree.map(lambda x: x.mean(0), metrics)
+        return params, opt_state, advance(iteration), {**metrics, "learning_rate": learning_rate}
+
+    def iteration(state: IMPALAState) -> tuple[IMPALAState, Metrics]:
+        after, batches, episodes = unroll(state)
+        if queue is not None:  # K batches, drawn from those that are kept
+            replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
+            after = after._replace(replay=replay, replay_key=replay_key)
+        params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, batches)
+        return after._replace(params=params, opt_state=opt_state, iteration=count), {**metrics, **episodes}
+
+    def choose_action(state: IMPALAState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        policy = network.policy(state.params, obs)
+        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=config.num_updates,
+        env=venv,
+    )
 
 
 IMPALA = register(Algorithm("impala", IMPALAConfig, build))

@@ -56,9 +56,7 @@ class Torso(nn.Module):
         return x
 
 
-def make_torso(
-    observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str
-) -> Torso:
+def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str) -> Torso:
     """Makes the torso for a space of observations.
 
     Args:

@@ -269,9 +269,7 @@ def recurrent_network(
     return RecurrentNetwork(init, core.initial_carry, step, unroll)
 
 
-def recurrent_actor_critic(
-    observation_space: Space, action_space: Space, config: RecurrentConfig
-) -> RecurrentNetwork:
+def recurrent_actor_critic(observation_space: Space, action_space: Space, config: RecurrentConfig) -> RecurrentNetwork:
     """Makes a recurrent policy and value function: linear heads on a recurrent core.
 
     Args:
