@@ -15,8 +15,7 @@ from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.schedules import learning_rate_schedule
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.envs import Environment
@@ -44,7 +43,7 @@ def build(env: Environment, config: BCConfig) -> Agent:
     """
     policy = make_policy(env.observation_space, check_discrete_or_bounded("bc", env.action_space), config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, steps_per_count=1)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         params = policy.init(key, obs)
@@ -61,7 +60,7 @@ def build(env: Environment, config: BCConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (losses, stats) = gradients(learner.params, batch.experience)
-        rate = learning_rate(progress.update)
+        rate = annealed_learning_rate(config, progress.update, 1)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         return Learner(params, (), opt_state), losses, stats
 

@@ -22,8 +22,7 @@ from msrl_jax.algorithms.configs.targets import TargetConfig
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.schedules import learning_rate_schedule
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
 from msrl_jax.algorithms.losses.q_learning import greedy_target
@@ -121,7 +120,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
     network = q_network(env.observation_space, action_space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, steps_per_count=1)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         params = network.init(key, obs)
@@ -148,7 +147,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        rate = learning_rate(progress.update)
+        rate = annealed_learning_rate(config, progress.update, 1)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
@@ -176,7 +175,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
     target_entropy = -float(size) if config.target_entropy is None else config.target_entropy
     first_weight = 5.0 if config.conservative_weight is None else config.conservative_weight
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, steps_per_count=1)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
@@ -247,7 +246,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, learning_rate(progress.update)
+        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.update, 1)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         share = jnp.where(progress.ready, config.tau, 0.0)

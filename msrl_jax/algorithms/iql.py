@@ -20,8 +20,7 @@ from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.configs.targets import TargetConfig
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.schedules import learning_rate_schedule
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value
@@ -79,7 +78,7 @@ def build(env: Environment, config: IQLConfig) -> Agent:
     critics = make_critics(env.observation_space, action_space, 2, config)
     value = make_value(env.observation_space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, steps_per_count=1)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key, value_key = jax.random.split(key, 3)
@@ -112,7 +111,7 @@ def build(env: Environment, config: IQLConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        params, opt_state, rate = {}, {}, learning_rate(progress.update)
+        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.update, 1)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         share = jnp.where(progress.ready, config.tau, 0.0)

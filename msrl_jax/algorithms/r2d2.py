@@ -34,8 +34,7 @@ from msrl_jax.algorithms.loops.off_policy import (
     off_policy_agent,
     polyak_update,
 )
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.schedules import learning_rate_schedule
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import greedy_target, rescale, sequence_priority, unrescale
 from msrl_jax.algorithms.networks.recurrent import Carry, RecurrentNetwork, recurrent_q_network
@@ -194,7 +193,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
     network = recurrent_q_network(venv.observation_space, action_space, config, dueling=config.dueling)
     buffer = make_buffer(env, jax.eval_shape(lambda: network.initial_carry(())), config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, config.steps_per_iteration)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         params = network.init(key)
@@ -223,7 +222,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = learning_rate(progress.iteration)
+        rate = annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))

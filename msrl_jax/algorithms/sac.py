@@ -29,8 +29,7 @@ from msrl_jax.algorithms.loops.off_policy import (
     off_policy_agent,
     polyak_update,
 )
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.schedules import learning_rate_schedule
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import (
     expected_soft_value,
@@ -96,7 +95,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
         discrete = isinstance(action_space, Discrete)
         target_entropy = 0.5 * math.log(action_space.n) if discrete else -float(math.prod(action_space.shape))
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, config.steps_per_iteration)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
@@ -146,7 +145,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, learning_rate(progress.iteration)
+        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         share = jnp.where(progress.ready, config.tau, 0.0)

@@ -29,8 +29,7 @@ from msrl_jax.algorithms.loops.off_policy import (
     off_policy_agent,
     polyak_update,
 )
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.schedules import learning_rate_schedule
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics
@@ -92,7 +91,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     actor = make_actor(venv.observation_space, size, config)
     critics = make_critics(venv.observation_space, action_space, config.num_critics, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update, learning_rate = make_apply_update(optimizer), learning_rate_schedule(config, config.steps_per_iteration)
+    apply_update = make_apply_update(optimizer)
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
@@ -138,7 +137,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         actor_moves = progress.ready & (remainder(progress.update, config.policy_period) == 0)
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
-        params, opt_state, rate = {}, {}, learning_rate(progress.iteration)
+        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
         for part, due in (("actor", actor_moves), ("critic", progress.ready)):
             params[part], opt_state[part] = apply_update(learner.params[part], learner.opt_state[part], grads[part], rate, due)
         target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, config.tau, 0.0))

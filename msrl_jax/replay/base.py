@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-SHARD_AXIS = "env"
-"""The logical axis of the shards `G`. Shards are groups of adjacent environments, so they are split like these."""
+SHARD_AXIS = "shard"
+"""The logical axis of the shards `G`."""
 
 
 class ReplayState(NamedTuple):

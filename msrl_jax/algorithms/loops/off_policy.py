@@ -22,16 +22,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Metrics
-from msrl_jax.algorithms.loops.acting import stamp
+from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
+from msrl_jax.algorithms.loops.acting import parameter_age
 from msrl_jax.algorithms.loops.optimizer import descend
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.algorithms.networks.recurrent import Carry, forget
-from msrl_jax.counters import Counter, advance, counter, difference, remainder
+from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
-from msrl_jax.replay import Indices, Replay, ReplayState, Transition
+from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Transition
 
 
 class Learner(NamedTuple):
@@ -219,7 +219,7 @@ def off_policy_agent(
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="buffer")
     def insert(replay, pending, items):
@@ -232,7 +232,7 @@ def off_policy_agent(
         return key, sample, buffer.ready(replay), buffer.report(replay)
 
     @fragment(role="learner")
-    def learn(learner, iteration, updates, key, sample, ready):
+    def learn(learner, iteration, updates, version, key, sample, ready):
         key, *keys = jax.random.split(key, num_updates + 1)
 
         def step(learner, inputs):
@@ -246,15 +246,13 @@ def off_policy_agent(
         done = jnp.where(ready, jnp.float32(num_updates), 0.0)
         means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
         # The learner sends indices along with errors: a policy with staleness delays what learners make.
-        return learner, advance(iteration), advance(updates, num_updates), key, Pending(sample.indices, td_error), means
+        pending = Pending(sample.indices, td_error)
+        metrics = {**means, "parameter_age": parameter_age(iteration, version)}
+        return learner, advance(iteration), advance(updates, num_updates), key, pending, metrics
 
     @fragment(role="learner")
     def refresh(acting_params, params, iteration):
         return select(remainder(iteration, refresh_period) == 0, (params, iteration), acting_params)
-
-    @fragment(role="learner")
-    def parameter_age(iteration, acted_at):
-        return difference(iteration, acted_at).astype(jnp.float32)
 
     def iteration(state: OffPolicyState) -> tuple[OffPolicyState, Metrics]:
         acting_params, taken_at = state.acting_params or (state.params, state.iteration)
@@ -277,9 +275,8 @@ def off_policy_agent(
 
         learner = Learner(state.params, state.target_params, state.opt_state)
         learner, count, updates, key, pending, metrics = learn(
-            learner, state.iteration, state.updates, state.key, sample, ready
+            learner, state.iteration, state.updates, parameter_version(taken_at), state.key, sample, ready
         )
-        age = parameter_age(state.iteration, stamp(taken_at))
         after = OffPolicyState(
             **learner._asdict(),
             iteration=count,
@@ -296,13 +293,14 @@ def off_policy_agent(
             pending=pending,
             data=state.data,
         )
-        return after, {**metrics, "parameter_age": age, **report, **episodes}
+        return after, {**metrics, **report, **episodes}
 
     def act_in_env(state: OffPolicyState, obs: jax.Array, key: jax.Array | None, carry: Carry = ()) -> Any:
         action, carry = rule.choose_action(state.params, obs, key, carry)
         return (to_env_action(action), carry) if rule.initial_carry else to_env_action(action)
 
-    axes: Any = OffPolicyState(
+    axes = logical_axes(
+        OffPolicyState,
         params=P(),
         target_params=P(),
         opt_state=P(),
@@ -317,9 +315,9 @@ def off_policy_agent(
         obs=P("env"),
         replay=buffer.axes,
         replay_key=P(),
-        pending=P(None, "env"),
+        pending=P(None, SHARD_AXIS),
         data=buffer.data_axes,
-    )  # pyright: ignore[reportArgumentType]
+    )
     return Agent(
         init=init,
         iteration=iteration,
@@ -329,7 +327,6 @@ def off_policy_agent(
         updates_per_iteration=num_updates,
         env=venv,
         initial_carry=rule.initial_carry,
-        env_group=num_envs // buffer.shards,
         data={"data": buffer.data} if buffer.data else {},
     )
 

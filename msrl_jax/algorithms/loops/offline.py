@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import data, envs
-from msrl_jax.algorithms.base import Agent, Metrics
+from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.loops.buffers import storage_of
 from msrl_jax.algorithms.loops.mixing import load_data
@@ -168,7 +168,8 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
     data_axes: Any = P()
     if source is not None:
         data_axes = Data(source.training.axes, () if source.validation is None else source.validation.axes)
-    axes: Any = OfflineState(
+    axes = logical_axes(
+        OfflineState,
         params=P(),
         target_params=P(),
         opt_state=P(),
@@ -178,7 +179,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         data_key=P(),
         env_state=P(),
         data=data_axes,
-    )  # pyright: ignore[reportArgumentType]
+    )
     return Agent(
         init=init,
         iteration=iteration,
