@@ -12,7 +12,7 @@ import optax
 
 from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 from msrl_jax.counters import Counter, at_least, fraction
-from msrl_jax.envs import Discrete, Space
+from msrl_jax.envs import Box, Discrete, Space
 
 
 def epsilon_greedy(
@@ -62,5 +62,6 @@ def uniform_actions(keys: jax.Array, space: Space) -> jax.Array:
     """
     if isinstance(space, Discrete):
         return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n))(keys)
+    assert isinstance(space, Box)
     size = math.prod(space.shape)
     return jax.vmap(lambda key: jax.random.uniform(key, (size,), minval=-1.0, maxval=1.0))(keys)

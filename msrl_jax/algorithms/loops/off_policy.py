@@ -23,7 +23,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
-from msrl_jax.algorithms.loops.acting import parameter_age
+from msrl_jax.algorithms.loops.acting import parameter_age, parameter_version
 from msrl_jax.algorithms.loops.optimizer import descend
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.algorithms.networks.recurrent import Carry, forget
@@ -178,10 +178,7 @@ def off_policy_agent(
       ready); `parameter_age`, how many iterations old the parameters were that acted; and the report of the buffer.
     """
     num_envs, steps_per_iteration = venv.num_envs, venv.num_envs * unroll_length
-    transform = action_transform(venv.action_space)
-
-    def to_env_action(action: jax.Array) -> jax.Array:
-        return jnp.asarray(transform(action), venv.action_space.dtype)
+    to_env_action = action_transform(venv.action_space)
 
     def init(key: jax.Array) -> OffPolicyState:
         params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
@@ -219,7 +216,7 @@ def off_policy_agent(
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
 
     @fragment(role="buffer")
     def insert(replay, pending, items):
