@@ -16,6 +16,7 @@ class Transition(NamedTuple):
       terminated: whether the episode ended in a terminal state. shape=(), bool
       truncated: whether the episode was cut short. shape=(), bool
       next_obs: the true successor: `TimeStep.final_obs`, which is not what is acted on next where an episode ends.
+      carry: the recurrent state with which the actor saw `obs`, zeros at the first step of an episode; `()` if it has none.
     """
 
     obs: Any
@@ -24,6 +25,7 @@ class Transition(NamedTuple):
     terminated: Any
     truncated: Any
     next_obs: Any
+    carry: Any = ()
 
 
 class NStep(NamedTuple):

@@ -10,7 +10,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
-from msrl_jax.algorithms.dqn import make_buffer
+from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete
 
@@ -116,7 +117,7 @@ def plain_loop(agent, config, buffer, state, iterations, staleness):
         replay_key, *draws = jax.random.split(replay_key, K + 1)
         samples, pending = [sample(held, key) for key in draws], []
         if (i + 1) * T * E >= config.learning_starts:
-            for k, (experience, indices, probability) in enumerate(samples):
+            for k, (experience, indices, probability, _) in enumerate(samples):
                 weight = np.ones(B)
                 if config.prioritised:
                     beta = config.beta + (1 - config.beta) * min(1, i * T * E / config.total_steps)
@@ -139,7 +140,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
     """Act with the parameters there are, tell the buffer of past errors, insert, draw, learn; then the actors refresh."""
     algorithm = algorithms.get(name)
     config = algorithm.config(**SMALL | options)
-    agent, buffer = algorithm.build(RandomWalk(), config), make_buffer(RandomWalk(), config)
+    agent, buffer = algorithm.build(RandomWalk(), config), n_step_buffer(RandomWalk(), config)
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
@@ -162,10 +163,8 @@ def test_training_equals_a_plain_loop(name, options, staleness):
 @pytest.mark.parametrize("hidden_sizes", [(8,), (8, 6)])
 def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
     """The mean over the actions is what the value stream says, whatever is added to all advantages."""
-    network = q_network(
-        Box(0.0, 1.0, obs_shape), Discrete(4), hidden_sizes=hidden_sizes, activation="relu", network="auto",
-        dueling=True, num_atoms=3,
-    )  # fmt: skip
+    config = NetworkConfig(hidden_sizes=hidden_sizes, activation="relu")
+    network = q_network(Box(0.0, 1.0, obs_shape), Discrete(4), config, dueling=True, num_atoms=3)
     obs = jnp.ones((2, *obs_shape))
     params = network.init(jax.random.key(0), obs)
     outputs = network.apply(params, obs)

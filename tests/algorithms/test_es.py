@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, envs
+from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import ESConfig
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
-from msrl_jax.training.acting import Actor
+from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import make_evaluator
 
 from .random_walk import RandomWalk
@@ -235,5 +235,5 @@ def test_defaults_solve_cartpole(seed):
     length = 5_000_000 // agent.steps_per_iteration
     state = jax.jit(agent.init)(jax.random.key(seed))
     state, _ = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=length))(state)
-    evaluate = make_evaluator(Actor(agent, env), 64)
+    evaluate = make_evaluator(Behavior(agent, env), 64)
     assert evaluate(state, jax.random.key(100 + seed)).mean_return >= 475

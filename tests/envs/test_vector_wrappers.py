@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax import envs
+from msrl_jax import counters, envs
 from msrl_jax.envs import running
 from tests.envs.corridor import Corridor
 

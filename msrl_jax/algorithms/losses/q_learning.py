@@ -5,23 +5,7 @@ In the shape descriptions, `A` denotes the number of actions and `N` that of the
 
 import jax
 import jax.numpy as jnp
-
-
-def huber(error: jax.Array, delta: float = 1.0) -> jax.Array:
-    """Half the square of small errors, linear in large ones (Huber, 1964).
-
-    With `delta` 1 its gradient is the error clipped to [-1, 1], as in DQN (Mnih et al., 2015).
-
-    Args:
-      error: errors. `[...]`
-      delta: where it becomes linear.
-
-    Returns:
-      The losses. `[...]`
-    """
-    size = jnp.abs(error)
-    near = jnp.minimum(size, delta)
-    return near * (size - 0.5 * near)
+import optax
 
 
 def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
@@ -91,7 +75,7 @@ def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1
     midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
     error = target[None, :] - quantile[:, None]
     weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
-    return (weight * huber(error, delta) / delta).mean(1).sum(0)
+    return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)
 
 
 def rescale(value: jax.Array, epsilon: float) -> jax.Array:
