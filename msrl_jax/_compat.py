@@ -48,6 +48,7 @@ __all__ = [
     "drop_unused",
     "fresh",
     "is_dropped",
+    "is_reference",
     "is_traced_here",
     "jaxpr_as_fun",
     "jit_p",
@@ -132,6 +133,11 @@ def fresh(var: Var) -> Var:
 def is_dropped(var: Var) -> bool:
     """Whether `var` is the placeholder `_` that JAX binds results nobody reads to."""
     return type(var) is not Var
+
+
+def is_reference(var: Var) -> bool:
+    """Whether `var` is a mutable reference, not an array."""
+    return not isinstance(var.aval, ShapedArray)
 
 
 def is_traced_here(x: Any) -> bool:

@@ -42,7 +42,10 @@ class Programs:
         if key not in self._cache:
             start = time.perf_counter()
             jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out)
-            self._cache[key] = jitted.lower(*args).compile()
+            try:
+                self._cache[key] = jitted.lower(*args).compile()
+            except ValueError as error:
+                raise explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
             self.seconds += time.perf_counter() - start
             self.count += 1
         return self._cache[key]
@@ -74,6 +77,16 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs)
         outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
     programs.shardings.update({v: s or _whole(v) for v, s in known.items()})
     return replace(schedule, body=tuple(body), outputs=tuple(outputs))
+
+
+def explained(error: ValueError, name: str, num_devices: int) -> ValueError:
+    """What to do about a program that JAX refuses to compile; the same error if that is unknown."""
+    if "ordered effects are not supported" in str(error):
+        return ValueError(
+            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
+            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+        )
+    return error
 
 
 def _whole(value: Value) -> NamedSharding:

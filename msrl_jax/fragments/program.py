@@ -9,15 +9,17 @@ import jax
 import numpy as np
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.explain import explain
-from msrl_jax.fragments.graph import Region, build
+from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
-from msrl_jax.fragments.lower import Programs, lower
+from msrl_jax.fragments.lifetimes import settle
+from msrl_jax.fragments.lower import Programs, explained, lower
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, state_bytes
-from msrl_jax.fragments.packing import Packing, compress
-from msrl_jax.fragments.parameter_owners import check_claims
+from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
+from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
@@ -78,19 +80,22 @@ def compile(
     layout = fit.layout()
     closed, metrics = trace(iteration, state)
     _, paths = state_avals(state)
-    region = build(closed, layout, paths, specs)
-    check_claims(region)
+    graph = build(closed, layout, paths, specs)
+    check_owners(graph)
     if layout.staleness:
-        delay(region, layout.staleness, layout)
-    used = {p for node in region.nodes for p in node.placements}
-    default = used.pop() if len(used) == 1 else layout.placement("learner", "the training state")
-    packing = compress(region, layout, default)
-    plan = schedule(partition(region, default), default, packing.packed)
+        delay(graph, layout.staleness, layout)
+    used = graph.placements
+    default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
+    check_codecs(layout)
+    parts = partition(graph, default)
+    while pack(parts, graph, layout):
+        parts = partition(graph, default)
+    instructions = settle(schedule(parts, graph, default))
     # If one placement holds every fragment, whole runs of iterations are one program.
-    fused = jaxpr_as_fun(closed) if not used and not layout.staleness else None
+    fused = jaxpr_as_fun(closed) if len(used) <= 1 and not layout.staleness else None
     trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
-    return Program(layout, region, plan, fused, trees, costs, packing, fit, time.perf_counter() - start)
+    return Program(layout, graph, instructions, fused, trees, costs, fit, time.perf_counter() - start)
 
 
 class Program(Generic[State]):
@@ -105,24 +110,23 @@ class Program(Generic[State]):
     def __init__(
         self,
         layout: Layout,
-        graph: Region,
-        plan: Schedule,
+        graph: Graph,
+        schedule: Schedule,
         fused: Callable | None,
         trees: tuple[Any, Any],
         costs: tuple[FragmentCost, ...],
-        packing: Packing,
         fit: Fit,
         seconds: float,
     ):
-        self.layout, self.graph, self.schedule = layout, graph, plan
-        self._costs, self._checks, self._unused_codecs, self._fit = costs, packing.checks, packing.unused, fit
+        self.layout, self.graph, self.schedule = layout, graph, schedule
+        self._costs, self._fit = costs, fit
         self._fused, (self._tree, self._metrics_tree) = fused, trees
         self._programs = Programs(seconds=seconds)
         self._scans: dict[int, jax.stages.Compiled] = {}
         self._executor: Executor | None = None
         self._shardings = [
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
-            for copies, spec in zip(plan.inputs, graph.axes, strict=True)
+            for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
         ]
 
     @property
@@ -154,7 +158,7 @@ class Program(Generic[State]):
     @property
     def registers(self) -> dict[str, int]:
         """The delayed leaves by their pytree path in the state, and how many values of each a `Delayed` holds, in its order."""
-        labels = (self.graph.labels[self.graph.carry[i]] for i in self.graph.delayed)
+        labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
     def check_memory(self) -> None:
@@ -291,7 +295,7 @@ class Program(Generic[State]):
         compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._programs.compiled
         return explain(
             self.layout, self._costs, self.instructions, compiled, self._programs.shardings, self.is_fused, self._fit,
-            self._unused_codecs,
+            unused_codecs(self.graph, self.layout),
         )  # fmt: skip
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
@@ -300,20 +304,21 @@ class Program(Generic[State]):
             return [(x,) for x in flat], jax.device_get(metrics)
         execute = self._ready()
         rows: list[list[jax.Array]] = []
+        measured: list[list[tuple[jax.Array, ...]]] = []
         in_flight: deque[Any] = deque()
         for _ in range(length):
-            leaves, row = execute(leaves)
+            leaves, row, scalars = execute(leaves)
             rows.append(row)
-            in_flight.append(row)
-            if not row:
+            measured.append(scalars)
+            in_flight.append((row, scalars))
+            if not row and not scalars:
                 jax.block_until_ready(leaves)
             elif len(in_flight) > _AHEAD + self.layout.staleness:
                 jax.block_until_ready(in_flight.popleft())
-        columns = [np.stack(column) for column in zip(*jax.device_get(rows), strict=True)]
-        num_metrics = len(columns) - 3 * len(self._checks)
-        for k, check in enumerate(self._checks):
-            check.raise_if_lost(*columns[num_metrics + 3 * k : num_metrics + 3 * k + 3])
-        return leaves, columns[:num_metrics]
+        rows, measured = jax.device_get((rows, measured))
+        for (check, _), columns in zip(self.schedule.checks, zip(*measured, strict=True), strict=True):
+            check.raise_if_lost(*(np.stack(column) for column in zip(*columns, strict=True)))
+        return leaves, [np.stack(column) for column in zip(*rows, strict=True)]
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""
@@ -335,7 +340,10 @@ class Program(Generic[State]):
             ]
             out = [shardings[0] for shardings in self._shardings], None
             start = time.perf_counter()
-            self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
+            try:
+                self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
+            except ValueError as error:
+                raise explained(error, "the iteration", len(self.devices)) from error
             self._programs.seconds += time.perf_counter() - start
             self._programs.count += 1
         return self._scans[length]
