@@ -25,7 +25,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 # Where `-n auto` stops: what one process needs at most, and the number from which on waiting for the longest test is all.
-BYTES_PER_PROCESS, MOST_PROCESSES = 2 * 2**30, 16
+BYTES_PER_PROCESS, MOST_PROCESSES = 3 * 2**30, 16
 
 # Programs compiled by one worker serve the others, for as long as this run lasts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
