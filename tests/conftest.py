@@ -24,7 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Where `-n auto` stops: what one process needs at most, and the number from which on waiting for the longest test is all.
+# Limits of `-n auto`: a process takes up to 3 GiB, and more than 16 would only wait for the longest test.
 BYTES_PER_PROCESS, MOST_PROCESSES = 3 * 2**30, 16
 
 # Programs compiled by one worker serve the others, for as long as this run lasts.
