@@ -167,7 +167,7 @@ def test_explain_prints_the_plan(capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert main(arguments) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines)) <= columns and any(line.startswith("  learn ") for line in lines)
+        assert max(map(len, lines)) <= columns and any(line.startswith("  learn") for line in lines)
 
 
 def test_bench_measures_a_grid(capsys):
