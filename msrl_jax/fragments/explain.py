@@ -9,6 +9,7 @@ from msrl_jax.fragments.advice import advise
 from msrl_jax.fragments.collectives import collectives
 from msrl_jax.fragments.cost import FragmentCost
 from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.idle_devices import warn_of_idle
 from msrl_jax.fragments.instructions import Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
 from msrl_jax.fragments.plan import Crossing, FragmentPlan, LoopPlan, Plan, ProgramPlan
@@ -46,7 +47,7 @@ def explain(
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
     warnings = advise(layout, instructions, programs, shardings, unused)
-    if idle := fit.warn_of_idle():
+    if idle := warn_of_idle(fit):
         warnings.append(idle)
     if not sure:
         warnings.append("a program holds collectives in a loop of unknown length; their bytes are counted once")
@@ -54,7 +55,7 @@ def explain(
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
         layout.policy,
-        {p.name: _names(p.devices) for p in layout.placements}, _names(fit.idle()),
+        {p.name: _names(p.devices) for p in layout.placements}, _names(fit.idle),
         layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
     )  # fmt: skip
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from jax.ref import AbstractRef
 
 from msrl_jax._compat import (
+    AbstractRef,
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,

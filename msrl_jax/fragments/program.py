@@ -9,22 +9,26 @@ import jax
 import numpy as np
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax._device_memory import array_bytes
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
-from msrl_jax.fragments.lower import Programs, lower
-from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, state_bytes
+from msrl_jax.fragments.lower import lower, lower_fused
+from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
+from msrl_jax.fragments.own_meshes import check_meshes
 from msrl_jax.fragments.packing import Packing, compress
 from msrl_jax.fragments.parameter_owners import check_claims
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
+from msrl_jax.fragments.readings import join, stack
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.staleness import delay
-from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
+from msrl_jax.fragments.trace import Traced, axis_leaves, leaf_aval, leaf_axes, state_avals, trace
 
 State = TypeVar("State")
 
@@ -72,11 +76,13 @@ def compile(
       ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
+    _check_jit_is_on()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
     fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs))
-    layout = fit.layout()
-    closed, metrics = trace(iteration, state)
+    layout = fit.layout
+    traced = trace(iteration, state)
+    closed = traced.jaxpr
     _, paths = state_avals(state)
     region = build(closed, layout, paths, specs)
     check_claims(region)
@@ -86,11 +92,20 @@ def compile(
     default = used.pop() if len(used) == 1 else layout.placement("learner", "the training state")
     packing = compress(region, layout, default)
     plan = schedule(partition(region, default), default, packing.packed)
+    check_meshes(plan.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fused = jaxpr_as_fun(closed) if not used and not layout.staleness else None
-    trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
-    return Program(layout, region, plan, fused, trees, costs, packing, fit, time.perf_counter() - start)
+    tree = jax.tree.structure(state)
+    return Program(layout, region, plan, fused, tree, traced, costs, packing, fit, time.perf_counter() - start)
+
+
+def _check_jit_is_on() -> None:
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise RuntimeError(
+            "jax.disable_jit is on, but a program consists of compiled code. Leave the context, or call the iteration itself "
+            "to debug it line by line"
+        )
 
 
 class Program(Generic[State]):
@@ -108,7 +123,8 @@ class Program(Generic[State]):
         graph: Region,
         plan: Schedule,
         fused: Callable | None,
-        trees: tuple[Any, Any],
+        tree: Any,
+        traced: Traced,
         costs: tuple[FragmentCost, ...],
         packing: Packing,
         fit: Fit,
@@ -116,9 +132,9 @@ class Program(Generic[State]):
     ):
         self.layout, self.graph, self.schedule = layout, graph, plan
         self._costs, self._checks, self._unused_codecs, self._fit = costs, packing.checks, packing.unused, fit
-        self._fused, (self._tree, self._metrics_tree) = fused, trees
-        self._programs = Programs(seconds=seconds)
-        self._scans: dict[int, jax.stages.Compiled] = {}
+        self._fused, self._tree, self._traced = fused, tree, traced
+        self._executables = Executables(seconds=seconds)
+        self._weak_types = {tuple(a.weak_type for a in traced.jaxpr.in_avals[: tree.num_leaves])}
         self._executor: Executor | None = None
         self._shardings = [
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
@@ -144,12 +160,12 @@ class Program(Generic[State]):
     @property
     def compile_seconds(self) -> float:
         """Seconds spent tracing, partitioning and compiling so far."""
-        return self._programs.seconds
+        return self._executables.seconds
 
     @property
     def num_compilations(self) -> int:
         """XLA compilations so far."""
-        return self._programs.count
+        return self._executables.count
 
     @property
     def registers(self) -> dict[str, int]:
@@ -160,7 +176,7 @@ class Program(Generic[State]):
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; says bytes, and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
-        largest = max(range(len(avals)), key=lambda i: nbytes(avals[i]))
+        largest = max(range(len(avals)), key=lambda i: array_bytes(avals[i]))
         aval, label = avals[largest], self.schedule.inputs[largest][0].label
         check_state_fits(state_bytes(avals, self._shardings), f"{label}, {aval.dtype}{list(aval.shape)}")
 
@@ -185,22 +201,20 @@ class Program(Generic[State]):
         Returns:
           What `place` would return of that state.
         """
-        state, registers = self._shardings[: self._tree.num_leaves], self._shardings[self._tree.num_leaves :]
-        sizes = [nbytes(copies[0].aval) for copies in self.schedule.inputs]
-        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed}
-        given: dict[int, np.ndarray] = {}
-
-        def small(args):
-            flat = dict(enumerate(jax.tree.leaves(init(*args))))
-            given.update((i, x) for i, x in flat.items() if isinstance(x, np.ndarray))
-            return {i: x for i, x in flat.items() if i not in given and i not in large}
-
-        flat = jax.jit(small)(args) | given
-        large = {i: s for i, s in large.items() if i not in given}
+        num_leaves = self._tree.num_leaves
+        closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
+        self._check_tree(jax.tree.structure(shapes))
+        state, registers = self._shardings[:num_leaves], self._shardings[num_leaves:]
+        sizes = [array_bytes(copies[0].aval) for copies in self.schedule.inputs]
+        given = constants(closed)
+        large = {i for i in range(num_leaves) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
+        small = [i for i in range(num_leaves) if i not in large and i not in given]
+        leaves = jax.tree.leaves(args)
+        flat = given | dict(zip(small, jax.jit(lambda *xs: select(closed, xs, small))(*leaves), strict=True))
         newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
         placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
-        leaves = compute(init, args, large) | dict(zip(flat, placed, strict=False))
-        return self._wrap([*(leaves[i] for i in range(len(state))), *placed[len(flat) :]])
+        found = compute(closed, leaves, {i: state[i] for i in large}) | dict(zip(flat, placed, strict=False))
+        return self._wrap([*(found[i] for i in range(num_leaves)), *placed[len(flat) :]])
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.
@@ -241,19 +255,21 @@ class Program(Generic[State]):
           The state after the last iteration and the metrics as NumPy arrays, with a leading axis of length `iterations`.
 
         Raises:
-          ValueError: if `iterations` or `chunk` is not a positive integer.
+          ValueError: if `iterations` or `chunk` is not a positive integer, or the state is not like the one that the
+            program was compiled for.
+          RuntimeError: if an array of the state was given away by an earlier run, or under `jax.disable_jit`.
         """
+        _check_jit_is_on()
         chunk = min(iterations, 100) if chunk is None else chunk
         for name, number in (("iterations", iterations), ("chunk", chunk)):
-            if not isinstance(number, int | np.integer) or number < 1:
+            if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an integer of at least 1")
         leaves = self._fill(state, copy=not donate)
         parts = []
         for start in range(0, iterations, chunk):
             leaves, metrics = self._chunk(leaves, min(chunk, iterations - start))
             parts.append(metrics)
-        stacked = parts[0] if len(parts) == 1 else [np.concatenate(m) for m in zip(*parts, strict=True)]
-        return self._wrap(leaves), jax.tree.unflatten(self._metrics_tree, stacked)
+        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, join(parts))
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk needs, without running it.
@@ -279,7 +295,7 @@ class Program(Generic[State]):
         if self.is_fused:
             return [self._scan(chunk)]
         runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
-        return list(dict.fromkeys(self._programs.compiled[i] for i in runs))
+        return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
         """The plan: fragments, what crosses, collectives, dispatches and warnings. Compiles, but runs nothing.
@@ -288,16 +304,16 @@ class Program(Generic[State]):
           The plan; print it, or take `to_dict()`.
         """
         self.warm_up()
-        compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._programs.compiled
+        compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._executables.compiled
         return explain(
-            self.layout, self._costs, self.instructions, compiled, self._programs.shardings, self.is_fused, self._fit,
+            self.layout, self._costs, self.instructions, compiled, self._executables.shardings, self.is_fused, self._fit,
             self._unused_codecs,
         )  # fmt: skip
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
-            flat, metrics = self._scan(length)([copies[0] for copies in leaves])
-            return [(x,) for x in flat], jax.device_get(metrics)
+            flat = self._scan(length)(*[copies[0] for copies in leaves])
+            return [(x,) for x in flat[: len(leaves)]], jax.device_get(list(flat[len(leaves) :]))
         execute = self._ready()
         rows: list[list[jax.Array]] = []
         in_flight: deque[Any] = deque()
@@ -309,7 +325,7 @@ class Program(Generic[State]):
                 jax.block_until_ready(leaves)
             elif len(in_flight) > _AHEAD + self.layout.staleness:
                 jax.block_until_ready(in_flight.popleft())
-        columns = [np.stack(column) for column in zip(*jax.device_get(rows), strict=True)]
+        columns = stack(rows)
         num_metrics = len(columns) - 3 * len(self._checks)
         for k, check in enumerate(self._checks):
             check.raise_if_lost(*columns[num_metrics + 3 * k : num_metrics + 3 * k + 3])
@@ -317,57 +333,63 @@ class Program(Generic[State]):
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""
-        if length not in self._scans:
-            body = self._fused
-            assert body is not None
-            num_state = len(self.schedule.inputs)
-
-            def iterations(leaves):
-                def step(leaves, _):
-                    results = body(*leaves)
-                    return results[:num_state], results[num_state:]
-
-                return jax.lax.scan(step, leaves, None, length=length)
-
-            args = [
-                jax.ShapeDtypeStruct(copies[0].aval.shape, copies[0].aval.dtype, sharding=shardings[0])
-                for copies, shardings in zip(self.schedule.inputs, self._shardings, strict=True)
-            ]
-            out = [shardings[0] for shardings in self._shardings], None
-            start = time.perf_counter()
-            self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
-            self._programs.seconds += time.perf_counter() - start
-            self._programs.count += 1
-        return self._scans[length]
+        assert self._fused is not None
+        leaves = [copies[0] for copies in self.schedule.inputs]
+        shardings = [copies[0] for copies in self._shardings]
+        return lower_fused(self._fused, length, leaves, shardings, self.schedule.metrics, self._executables)
 
     def _ready(self) -> Executor:
         if self._executor is None:
-            self.schedule = lower(self.schedule, self.graph.axes, self._programs)
-            self._executor = Executor(self.schedule, self._programs)
+            self.schedule = lower(self.schedule, self.graph.axes, self._executables)
+            self._executor = Executor(self.schedule, self._executables)
         return self._executor
 
     def _fill(self, state: State | Delayed, *, copy: bool) -> Leaves:
         """The copies of every leaf where the program wants them; fresh memory if `copy`."""
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
-        if tree != self._tree:
-            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+        self._check_tree(tree)
         depth, extra = self.layout.staleness, len(self.schedule.inputs) - len(flat)
         if delayed and len(state.registers) != extra:
             raise ValueError(
                 f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
                 f"(staleness={depth}); pass program.unwrap(state) to start from its newest parameters"
             )
-        for x, copies in zip(flat, self.schedule.inputs, strict=False):
-            aval = copies[0].aval
-            if x.shape != aval.shape or x.dtype != aval.dtype:
-                raise ValueError(
-                    f"{copies[0].label} is {x.dtype}{list(x.shape)}, but the program was compiled for "
-                    f"{aval.dtype}{list(aval.shape)}"
-                )
+        self._check_leaves(flat)
         if extra:
             flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
         return put(flat, self._shardings, copy)
+
+    def _check_tree(self, tree: Any) -> None:
+        if tree != self._tree:
+            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+
+    def _check_leaves(self, flat: Sequence[Any]) -> None:
+        values = [copies[0] for copies in self.schedule.inputs[: len(flat)]]
+        avals = [leaf_aval(x, v.label) for x, v in zip(flat, values, strict=True)]
+        for x, found, value in zip(flat, avals, values, strict=True):
+            want = value.aval
+            if found.shape != want.shape or found.dtype != want.dtype:
+                raise ValueError(
+                    f"{value.label} is {found.dtype}{list(found.shape)}, but the program was compiled for "
+                    f"{want.dtype}{list(want.shape)}"
+                )
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise RuntimeError(
+                    f"{value.label} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this "
+                    "run returned, or run with donate=False"
+                )
+        weak = tuple(bool(a.weak_type) for a in avals)
+        if weak not in self._weak_types:
+            if not self._traced.computes_the_same(weak):
+                i = next(i for i, v in enumerate(values) if weak[i] != v.aval.weak_type)
+                kinds = [f"{'weak' if w else 'strong'} {avals[i].dtype}" for w in (weak[i], not weak[i])]
+                raise ValueError(
+                    f"{values[i].label} is a {kinds[0]}, but the program was compiled for a {kinds[1]}, and jax.jit would "
+                    "promote dtypes differently for the two. Convert it, or compile the program for it (a Python number, and "
+                    "what jnp.asarray makes of one, has a weak type; an array whose dtype was written down has a strong one)"
+                )
+            self._weak_types.add(weak)
 
     def _wrap(self, leaves: Leaves) -> Any:
         flat = [copies[0] for copies in leaves]

@@ -1,0 +1,87 @@
+"""Executables: the compiled programs of a schedule, equal ones shared, and the shardings between them."""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.instructions import Instruction, Value
+
+
+@dataclass(eq=False)
+class Executables:
+    """Compiled programs and the shardings between them.
+
+    Attributes:
+      compiled: the executable of every Run, of every copy and of every Alloc.
+      shardings: where each value lies.
+      seconds: time spent tracing, lowering and compiling.
+      count: number of XLA compilations.
+    """
+
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
+    shardings: dict[Value, NamedSharding] = field(default_factory=dict)
+    seconds: float = 0.0
+    count: int = 0
+    _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
+
+    def compile(
+        self,
+        key: Hashable,
+        fn: Callable[..., Any],
+        args: Sequence[jax.ShapeDtypeStruct],
+        donate: Sequence[int],
+        out: Sequence[NamedSharding | None] | None,
+    ) -> jax.stages.Compiled:
+        """Compiles a function ahead of time, unless an equal one with equal shardings has been compiled before.
+
+        Args:
+          key: equal for equal functions only.
+          fn: the function, which returns a tuple of arrays.
+          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses where a sharding is None.
+          donate: positions of arguments whose memory the results may reuse.
+          out: shardings of the results; XLA chooses where one is None, and all if this is None.
+
+        Returns:
+          The executable.
+        """
+        shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in args)
+        key = (key, shapes, tuple(donate), out if out is None else tuple(out))
+        if key not in self._cache:
+            start = time.perf_counter()
+            jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+            self._cache[key] = jitted.lower(*args).compile()
+            self.seconds += time.perf_counter() - start
+            self.count += 1
+        return self._cache[key]
+
+
+def understood(sharding: object, value: Value) -> NamedSharding | None:
+    """A sharding that XLA chose, in terms of the placement's own mesh.
+
+    Args:
+      sharding: the sharding; None of an argument that the program does not read.
+      value: the value that has it.
+
+    Returns:
+      An equal sharding; None if there is no telling what XLA chose, as for the result of a host callback, which is on one
+      device alone. Such a program has to be compiled again with a prescribed sharding.
+    """
+    mesh, rank = value.placement.mesh, len(value.aval.shape)
+    if sharding is None or mesh.size == 1:
+        return whole(value)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if sharding.mesh == mesh:
+        return NamedSharding(mesh, sharding.spec)
+    specs = [PartitionSpec(*[None] * d, axis) for d in range(rank) for axis in mesh.axis_names]
+    candidates = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), *specs))
+    return next((c for c in candidates if c.is_equivalent_to(sharding, rank)), None)
+
+
+def whole(value: Value) -> NamedSharding:
+    """The sharding of a value that every device of its placement holds whole."""
+    return NamedSharding(value.placement.mesh, PartitionSpec())
