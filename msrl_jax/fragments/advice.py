@@ -139,9 +139,9 @@ def _callback_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str
     for i, _ in steps:
         if isinstance(i, Run) and i.placement.mesh.size > 1 and _calls_host(i.jaxpr.jaxpr):
             yield (
-                f"program {i.name!r} @ {i.placement.name} makes a host callback on {i.placement.mesh.size} devices: if it raises "
-                "an exception, the other devices wait for this one until XLA ends the process. Catch exceptions inside the "
-                "callback, or place this fragment on one device"
+                f"program {i.name!r} @ {i.placement.name} makes a host callback on {i.placement.mesh.size} devices: if it "
+                "raises an exception, the other devices wait for this one until XLA ends the process. Catch exceptions inside "
+                "the callback, or place this fragment on one device"
             )
 
 

@@ -10,6 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.instructions import Instruction, Value
 
+# JAX's executables refuse arrays of elements smaller than a byte, whose layouts it spells in two ways; `jax.jit` takes them.
+_SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+
 
 @dataclass(eq=False)
 class Executables:
@@ -27,6 +30,11 @@ class Executables:
     seconds: float = 0.0
     count: int = 0
     _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
+    _by_jit: dict[jax.stages.Compiled, Callable[..., Any]] = field(default_factory=dict)
+
+    def call(self, compiled: jax.stages.Compiled) -> Callable[..., Any]:
+        """The function to call for running an executable."""
+        return self._by_jit.get(compiled, compiled)
 
     def compile(
         self,
@@ -53,7 +61,9 @@ class Executables:
         if key not in self._cache:
             start = time.perf_counter()
             jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
-            self._cache[key] = jitted.lower(*args).compile()
+            self._cache[key] = compiled = jitted.lower(*args).compile()
+            if any(a.dtype.name in _SMALLER_THAN_A_BYTE for a in args):
+                self._by_jit[compiled] = jitted
             self.seconds += time.perf_counter() - start
             self.count += 1
         return self._cache[key]

@@ -312,7 +312,7 @@ class Program(Generic[State]):
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
-            flat = self._scan(length)(*[copies[0] for copies in leaves])
+            flat = self._executables.call(self._scan(length))(*[copies[0] for copies in leaves])
             return [(x,) for x in flat[: len(leaves)]], jax.device_get(list(flat[len(leaves) :]))
         execute = self._ready()
         rows: list[list[jax.Array]] = []

@@ -74,12 +74,12 @@ class Executor:
         return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes())
 
     def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value]) -> Step:
-        compiled = self._executables.compiled[i]
+        call = self._executables.call(self._executables.compiled[i])
         ins, outs = [v.index for v in reads], [v.index for v in makes]
         mesh = makes[0].placement.mesh if makes else None
 
         def step(slots: Slots) -> None:
-            for o, x in zip(outs, compiled(*[slots[k] for k in ins]), strict=True):
+            for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
                 slots[o] = x
 
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
@@ -99,7 +99,8 @@ class Executor:
         if i.is_copy:
             return self._call(i, i.sources, i.results)
         shardings = [self._executables.shardings[v] for v in i.results]
-        copy = self._executables.compiled.get(i)
+        copied = self._executables.compiled.get(i)
+        copy = self._executables.call(copied) if copied else None
 
         def step(slots: Slots) -> None:
             arrays = jax.device_put([slots[k] for k in ins], shardings)

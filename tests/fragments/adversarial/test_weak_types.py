@@ -20,7 +20,8 @@ def promotion():
 
     def iteration(s):
         h, w = learn(s["h"], s["w"])
-        return {"s": s["s"] + 1, "b": act(s["b"], s["s"]), "h": h, "w": w}, {"sum": act(s["b"], s["s"]), "glue": s["b"] + s["s"]}
+        b = act(s["b"], s["s"])
+        return {"s": s["s"] + 1, "b": b, "h": h, "w": w}, {"sum": b, "glue": s["b"] + s["s"]}
 
     def init():
         return {
@@ -65,7 +66,8 @@ def harmless():
     def iteration(s):
         n = s["n"] + jnp.int32(1)
         best = jnp.maximum(s["best"], s["x"].sum())
-        return {"n": n, "best": best, "x": act(s["x"], best)}, {"n": n, "scan": jax.lax.fori_loop(0, 3, lambda i, c: c + n, s["n"])}
+        total = jax.lax.fori_loop(0, 3, lambda i, c: c + n, s["n"])
+        return {"n": n, "best": best, "x": act(s["x"], best)}, {"n": n, "total": total}
 
     return Case(iteration, lambda: {"n": jnp.asarray(0), "best": jnp.asarray(-1.5), "x": jnp.ones(ENVS)}, None, 3)
 
@@ -125,8 +127,8 @@ def test_python_numbers_and_wide_numpy_arrays_are_what_jit_makes_of_them(where):
 
 def numbers():
     def iteration(s):
-        x = act(s["x"], s["rate"])
-        return s | {"x": x, "wide": learn(s["wide"], s["rate"])[0], "n": s["n"] + 1, "b": ~s["b"]}, {"m": s["b"], "h": s["h"] + s["n"]}
+        x, (wide, _) = act(s["x"], s["rate"]), learn(s["wide"], s["rate"])
+        return s | {"x": x, "wide": wide, "n": s["n"] + 1, "b": ~s["b"]}, {"m": s["b"], "h": s["h"] + s["n"]}
 
     def init():
         return {
