@@ -51,7 +51,8 @@ def computation_key(closed: ClosedJaxpr) -> Hashable:
     """A key that two traces of one function share exactly if they compute the same values.
 
     Weak types decide over dtypes while a function is traced, and over nothing afterwards. So they are left out, and so are
-    conversions that change nothing else. Functions in it count as equal, since each trace makes new ones.
+    conversions that change nothing else. Functions count as equal, and so do literals of one dtype: each trace makes new
+    functions, and may number what it traces, as checkify does with its errors.
 
     Args:
       closed: a trace of the function.
@@ -75,7 +76,7 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
 
     def atom(a: Any) -> Hashable:
         if isinstance(a, Literal):
-            return "literal", kind(a.aval), _literal_key(a)
+            return "literal", kind(a.aval), None if resolved else _literal_key(a)
         if is_dropped(a):
             return "dropped", kind(a.aval)
         if a not in numbers:

@@ -75,12 +75,12 @@ class Traced:
     Attributes:
       jaxpr: its inputs are the state's leaves, its outputs the next state's and the metrics'.
       metrics: the metrics' structure.
-      trace_again: traces the iteration for leaves of other weak types.
+      trace_again: traces the iteration for leaves of other weak types; the jaxpr and the metrics' structure.
     """
 
     jaxpr: ClosedJaxpr
     metrics: Any
-    trace_again: Callable[[Sequence[bool]], ClosedJaxpr] = field(repr=False)
+    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:
         """Whether iterations that start from leaves of these weak types are the ones that were traced.
@@ -96,7 +96,7 @@ class Traced:
         wanted, seen = computation_key(self.jaxpr), {_weak(self.jaxpr.in_avals)}
         while tuple(weak) not in seen:
             seen.add(tuple(weak))
-            closed = self.trace_again(weak)
+            closed, _ = self.trace_again(weak)
             if computation_key(closed) != wanted or len(seen) > _MOST_CHANGES:
                 return False
             weak = _weak(closed.out_avals[: len(weak)])
@@ -131,9 +131,10 @@ def trace(iteration: Callable, state: PyTree) -> Traced:
             )
         return result
 
-    def trace_again(weak: Sequence[bool]) -> ClosedJaxpr:
+    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, Any]:
         typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=w) for a, w in zip(avals, weak, strict=True)]
-        return jax.make_jaxpr(flat)(*typed)
+        closed, (_, metrics) = jax.make_jaxpr(flat, return_shape=True)(*typed)
+        return closed, jax.tree.structure(metrics)
 
     closed, (after, metrics) = jax.make_jaxpr(flat, return_shape=True)(*avals)
     _check_same_structure(state, tree, after)
@@ -144,30 +145,28 @@ def trace(iteration: Callable, state: PyTree) -> Traced:
                 f"the iteration changes {path} from {_short(before)} to {_short(now)}; the next state must have the "
                 "shapes and dtypes of the state it was given"
             )
-    return Traced(_with_steady_weak_types(closed, trace_again, paths), jax.tree.structure(metrics), trace_again)
+    return _steady(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
 
 
 def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(bool(a.weak_type) for a in avals)
 
 
-def _with_steady_weak_types(
-    closed: ClosedJaxpr, trace_again: Callable[[Sequence[bool]], ClosedJaxpr], paths: Sequence[str]
-) -> ClosedJaxpr:
+def _steady(traced: Traced, paths: Sequence[str]) -> Traced:
     """The trace for the weak types that the state keeps from some iteration on, if all iterations compute the same."""
     seen: set[tuple[bool, ...]] = set()
     while True:  # ends, since weak types come back or differ from all before, and the number of those is bounded
-        before, after = _weak(closed.in_avals), _weak(closed.out_avals[: len(paths)])
+        before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
         seen.add(before)
         if after in seen:
-            return closed
-        later = trace_again(after)
-        if len(seen) > _MOST_CHANGES or computation_key(later) != computation_key(closed):
+            return traced
+        closed, metrics = traced.trace_again(after)
+        if len(seen) > _MOST_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
             break
-        closed = later
+        traced = Traced(closed, metrics, traced.trace_again)
     i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
     was, becomes = ("weak", "strong") if before[i] else ("strong", "weak")
-    aval = closed.in_avals[i]
+    aval = traced.jaxpr.in_avals[i]
     raise TypeError(
         f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes something else for the other: "
         "jax.jit would promote dtypes differently in the first iteration than in the next. Write the dtype down where the "
