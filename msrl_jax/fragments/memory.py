@@ -1,6 +1,7 @@
 """Where a state lies: putting it there, computing it there, and how much memory it takes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,21 +39,27 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
         shared = on_host or bool(x.sharding.device_set & s.device_set)
         fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
         seen.add(id(x))
-    arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
+    arrays = [flat[i] for i, _ in targets]
+    elsewhere = [k for k, (_, s) in enumerate(targets) if not isinstance(arrays[k], jax.Array) or arrays[k].sharding != s]
+    if elsewhere:
+        moved = jax.device_put([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
+        for k, x in zip(elsewhere, moved, strict=True):
+            arrays[k] = x
     by_mesh: dict[Any, list[int]] = {}
     for k, (_, s) in enumerate(targets):
         if fresh[k]:
             by_mesh.setdefault(s.mesh, []).append(k)
     for ks in by_mesh.values():
         out = [targets[k][1] for k in ks]
-        for k, x in zip(ks, jax.jit(_copies, out_shardings=out)([arrays[k] for k in ks]), strict=True):
+        for k, x in zip(ks, _copier(tuple(out))([arrays[k] for k in ks]), strict=True):
             arrays[k] = x
     it = iter(arrays)
     return [tuple(next(it) for _ in copies) for copies in shardings]
 
 
-def _copies(xs: list[jax.Array]) -> list[jax.Array]:
-    return [x.copy() for x in xs]
+@functools.lru_cache(maxsize=128)  # making a new jitted function costs more than copying a small state
+def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
 
 
 def constants(init: ClosedJaxpr) -> dict[int, Any]:

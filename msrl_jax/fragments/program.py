@@ -16,7 +16,7 @@ from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.graph import Region, build
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
-from msrl_jax.fragments.lower import lower, lower_fused
+from msrl_jax.fragments.lower import lower, lower_fused, lower_once
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
 from msrl_jax.fragments.own_meshes import check_meshes
 from msrl_jax.fragments.packing import Packing, compress
@@ -34,6 +34,11 @@ State = TypeVar("State")
 
 # Iterations that the host may be ahead of the devices, beyond the staleness: enough to hide dispatch, and bounded memory.
 _AHEAD = 2
+
+_GIVEN_AWAY = (
+    "{} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this run returned, or run with "
+    "donate=False"
+)
 
 
 class Delayed(NamedTuple):
@@ -136,6 +141,7 @@ class Program(Generic[State]):
         self._executables = Executables(seconds=seconds)
         self._weak_types = {tuple(a.weak_type for a in traced.jaxpr.in_avals[: tree.num_leaves])}
         self._executor: Executor | None = None
+        self._once: Callable[..., Sequence[jax.Array]] | None = None
         self._shardings = [
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
             for copies, spec in zip(plan.inputs, graph.axes, strict=True)
@@ -234,10 +240,22 @@ class Program(Generic[State]):
           state: the state. It stays valid.
 
         Returns:
-          The next state and the metrics, as `jax.Array` or NumPy arrays.
+          The next state and the metrics, as arrays that may still be on their way.
         """
-        state, metrics = self.run(state, 1)
-        return state, jax.tree.map(lambda x: x[0], metrics)
+        _check_jit_is_on()
+        if not self.is_fused:
+            leaves, row = self._ready()(self._fill(state, copy=True))
+            if self._checks:
+                row = [x[0] for x in self._checked(stack([row]))]
+        else:
+            if self._once is None:
+                self._once = self._executables.call(lower_once(*self._fused_parts()))
+            flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
+            count = len(self.schedule.inputs)
+            leaves, row = [(x,) for x in flat[:count]], flat[count:]
+        if len(self.devices) > 1 and self.devices[0].platform == "cpu":
+            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices: see the runtime
+        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, row)
 
     def run(
         self, state: State | Delayed, iterations: int, *, chunk: int | None = None, donate: bool = False
@@ -325,18 +343,26 @@ class Program(Generic[State]):
                 jax.block_until_ready(leaves)
             elif len(in_flight) > _AHEAD + self.layout.staleness:
                 jax.block_until_ready(in_flight.popleft())
-        columns = stack(rows)
+        return leaves, self._checked(stack(rows))
+
+    def _checked(self, columns: list[Any]) -> list[Any]:
+        """The metrics, without what checks of codecs follow them with; raises if a codec lost something."""
         num_metrics = len(columns) - 3 * len(self._checks)
         for k, check in enumerate(self._checks):
             check.raise_if_lost(*columns[num_metrics + 3 * k : num_metrics + 3 * k + 3])
-        return leaves, columns[:num_metrics]
+        return columns[:num_metrics]
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""
+        iteration, *parts = self._fused_parts()
+        return lower_fused(iteration, length, *parts)
+
+    def _fused_parts(self):
+        """What the programs of the fused loop are made of: the iteration, its leaves, their shardings, the metrics."""
         assert self._fused is not None
         leaves = [copies[0] for copies in self.schedule.inputs]
         shardings = [copies[0] for copies in self._shardings]
-        return lower_fused(self._fused, length, leaves, shardings, self.schedule.metrics, self._executables)
+        return self._fused, leaves, shardings, self.schedule.metrics, self._executables
 
     def _ready(self) -> Executor:
         if self._executor is None:
@@ -356,6 +382,8 @@ class Program(Generic[State]):
                 f"(staleness={depth}); pass program.unwrap(state) to start from its newest parameters"
             )
         self._check_leaves(flat)
+        if delayed and any(isinstance(x, jax.Array) and x.is_deleted() for x in state.registers):
+            raise RuntimeError(_GIVEN_AWAY.format("a register of stale parameters"))
         if extra:
             flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
         return put(flat, self._shardings, copy)
@@ -375,10 +403,7 @@ class Program(Generic[State]):
                     f"{want.dtype}{list(want.shape)}"
                 )
             if isinstance(x, jax.Array) and x.is_deleted():
-                raise RuntimeError(
-                    f"{value.label} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this "
-                    "run returned, or run with donate=False"
-                )
+                raise RuntimeError(_GIVEN_AWAY.format(value.label))
         weak = tuple(bool(a.weak_type) for a in avals)
         if weak not in self._weak_types:
             if not self._traced.computes_the_same(weak):
