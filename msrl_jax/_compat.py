@@ -42,6 +42,7 @@ __all__ = [
     "Primitive",
     "Scan",
     "ShapedArray",
+    "Tracer",
     "Var",
     "ad",
     "aval",

@@ -69,8 +69,8 @@ def lower_fused(
     """
 
     def iterations(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        def step(leaves: list[jax.Array], _: None):
-            results = iteration(*leaves)
+        def step(leaves: list[jax.Array], _: None) -> tuple[list[jax.Array], list[jax.Array]]:
+            results = list(iteration(*leaves))
             return results[: len(leaves)], results[len(leaves) :]
 
         after, rows = jax.lax.scan(step, list(leaves), None, length=length)

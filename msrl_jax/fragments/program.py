@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax._device_memory import array_bytes
@@ -15,7 +16,7 @@ from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.graph import Region, build
-from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
+from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
 from msrl_jax.fragments.lower import lower, lower_fused, lower_once
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
 from msrl_jax.fragments.own_meshes import check_meshes
@@ -243,13 +244,14 @@ class Program(Generic[State]):
           The next state and the metrics, as arrays that may still be on their way.
         """
         _check_jit_is_on()
-        if not self.is_fused:
+        if self._fused is None:
             leaves, row = self._ready()(self._fill(state, copy=True))
             if self._checks:
                 row = [x[0] for x in self._checked(stack([row]))]
         else:
             if self._once is None:
-                self._once = self._executables.call(lower_once(*self._fused_parts()))
+                parts = (*self._first_copies(), self.schedule.metrics, self._executables)
+                self._once = self._executables.call(lower_once(self._fused, *parts))
             flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
@@ -354,15 +356,13 @@ class Program(Generic[State]):
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""
-        iteration, *parts = self._fused_parts()
-        return lower_fused(iteration, length, *parts)
-
-    def _fused_parts(self):
-        """What the programs of the fused loop are made of: the iteration, its leaves, their shardings, the metrics."""
         assert self._fused is not None
-        leaves = [copies[0] for copies in self.schedule.inputs]
-        shardings = [copies[0] for copies in self._shardings]
-        return self._fused, leaves, shardings, self.schedule.metrics, self._executables
+        leaves, shardings = self._first_copies()
+        return lower_fused(self._fused, length, leaves, shardings, self.schedule.metrics, self._executables)
+
+    def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
+        """Of each leaf of the state the canonical copy, and its sharding."""
+        return [copies[0] for copies in self.schedule.inputs], [copies[0] for copies in self._shardings]
 
     def _ready(self) -> Executor:
         if self._executor is None:

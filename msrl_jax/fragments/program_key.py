@@ -13,9 +13,23 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, aval, call_labels, context, is_conversion, is_dropped
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Tracer,
+    Var,
+    aval,
+    call_labels,
+    context,
+    is_conversion,
+    is_dropped,
+)
 from msrl_jax.fragments.marker import is_fragment
 
 # Contents longer than this many bytes are represented by their digest.
@@ -74,14 +88,17 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
     def kind(of: Any) -> Hashable:
         return of.update(weak_type=False) if resolved and getattr(of, "weak_type", False) else of
 
-    def atom(a: Any) -> Hashable:
+    def number(a: Atom) -> Hashable:
         if isinstance(a, Literal):
-            return "literal", kind(a.aval), None if resolved else _literal_key(a)
+            return "literal", None if resolved else _literal_key(a)
         if is_dropped(a):
-            return "dropped", kind(a.aval)
+            return "dropped"
         if a not in numbers:
             numbers[a] = next(unused)
-        return numbers[a], kind(a.aval)
+        return numbers[a]
+
+    def atom(a: Atom) -> Hashable:
+        return number(a), kind(a.aval)
 
     def equation(e: JaxprEqn) -> Hashable:
         labels = {"name", "role"} if is_fragment(e) else {*call_labels(e)}
@@ -102,9 +119,8 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
     inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
     equations: list[Hashable] = []
     for e in jaxpr.eqns:
-        if resolved and is_conversion(e) and e.invars[0].aval.dtype == e.outvars[0].aval.dtype:
-            found = atom(e.invars[0])
-            numbers[e.outvars[0]] = found[0] if not isinstance(e.invars[0], Literal) else found
+        if resolved and is_conversion(e) and aval(e.invars[0]).dtype == aval(e.outvars[0]).dtype:
+            numbers[e.outvars[0]] = number(e.invars[0])
         else:
             equations.append(equation(e))
     return len(jaxpr.constvars), inputs, tuple(equations), tuple(map(atom, jaxpr.outvars))
@@ -162,9 +178,9 @@ def _hashable(value: object) -> Hashable:
 
 def _array_key(x: Any) -> Hashable:
     if isinstance(x, jax.Array):
-        if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable:
+        if isinstance(x, Tracer) or not x.is_fully_addressable:
             return _Same(x)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return "key", x.dtype, _array_key(jax.random.key_data(x))
         return "array", x.dtype, x.shape, x.weak_type, _content(np.asarray(x))
     if x.dtype.hasobject:

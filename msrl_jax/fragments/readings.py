@@ -36,5 +36,5 @@ def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _together(on_host: Any, on_device: Any, arrays: Sequence[Any]) -> Any:
     """NumPy has no typed keys, so those stay arrays of JAX."""
-    is_key = jax.dtypes.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
     return on_device(arrays) if is_key else on_host(arrays)

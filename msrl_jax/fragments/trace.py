@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
@@ -31,7 +32,7 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
       OverflowError: if it is a Python integer that does not fit.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        extended = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=bool(leaf.weak_type))
     try:
