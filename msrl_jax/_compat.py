@@ -55,6 +55,7 @@ __all__ = [
     "fresh",
     "is_conversion",
     "is_dropped",
+    "is_reference",
     "is_traced_here",
     "jaxpr_as_fun",
     "jit_p",
@@ -156,6 +157,11 @@ def fresh(var: Var) -> Var:
 def is_dropped(var: Var) -> bool:
     """Whether `var` is the placeholder `_` that JAX binds results nobody reads to."""
     return type(var) is not Var
+
+
+def is_reference(var: Var) -> bool:
+    """Whether `var` is a mutable reference, not an array."""
+    return not isinstance(var.aval, ShapedArray)
 
 
 def is_traced_here(x: Any) -> bool:

@@ -61,12 +61,25 @@ class Executables:
         if key not in self._cache:
             start = time.perf_counter()
             jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
-            self._cache[key] = compiled = jitted.lower(*args).compile()
+            try:
+                self._cache[key] = compiled = jitted.lower(*args).compile()
+            except ValueError as error:
+                raise _explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
             if any(a.dtype.name in _SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.seconds += time.perf_counter() - start
             self.count += 1
         return self._cache[key]
+
+
+def _explained(error: ValueError, name: str, num_devices: int) -> ValueError:
+    """What to do about a program that JAX refuses to compile; the same error if that is unknown."""
+    if "ordered effects are not supported" in str(error):
+        return ValueError(
+            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
+            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+        )
+    return error
 
 
 def understood(sharding: object, value: Value) -> NamedSharding | None:

@@ -1,29 +1,15 @@
-"""The fragmented dataflow graph: a traced loop as nodes at one placement each, glue at none, and opened loops."""
+"""The fragmented dataflow graph: nodes with a placement each, unmarked glue between them, and opened loops."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-import jax
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import (
-    Atom,
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    call_body,
-    cond_p,
-    drop_unused,
-    fresh,
-    scan_p,
-    scan_parts,
-    sub_jaxprs,
-    while_p,
-)
+from msrl_jax._compat import Atom, JaxprEqn, Var, sub_jaxprs
+from msrl_jax.fragments.instructions import Check, Packed
 from msrl_jax.fragments.marker import is_fragment
-from msrl_jax.fragments.placement import Layout, Placement
+from msrl_jax.fragments.placement import Placement
 
 
 @dataclass(eq=False)
@@ -50,6 +36,11 @@ class Node:
         return self.placement is None and self.loop is None
 
     @property
+    def has_effects(self) -> bool:
+        """Whether it does more than compute its results, such as call the host: it then runs exactly once, in order."""
+        return bool(self.eqn.effects)
+
+    @property
     def kinds(self) -> set[str]:
         """The roles without their suffixes."""
         return {role.partition(":")[0] for role in self.roles}
@@ -64,7 +55,7 @@ class Node:
     @property
     def title(self) -> str:
         """The fragments in it that no other fragment holds."""
-        return "+".join(_names(self.eqn, nested=False)[0])
+        return "+".join(fragments_in(self.eqn, nested=False)[0])
 
     def __str__(self) -> str:
         what = self.title or self.eqn.primitive.name
@@ -79,29 +70,33 @@ class Region:
 
     Attributes:
       consts: variables that hold the same value every time.
-      carry: variables that hold what the previous time left in the first outputs.
+      carry: variables that hold what the previous time left in `next_carry`.
       xs: variables that hold one row of a stacked array each time.
       nodes: the nodes, in program order.
-      outputs: the next carry, then what each time adds to the stacked results (metrics, for the iteration itself).
-      constants: values of those `consts` that the traced function had captured.
-      labels: readable names of variables, as pytree paths where there is one.
-      axes: logical axes of the carry, where declared.
-      homes: the placements of carried variables that are told where to live (registers), not found.
-      delayed: positions of the carried variables that have registers.
+      next_carry: what each time leaves to the next, one for each variable of `carry`.
+      results: what each time adds to the stacked results; the metrics, for the iteration itself.
+      length: how many times.
+      reverse: whether the rows of `xs` and `results` are visited from the last to the first.
     """
 
     consts: list[Var]
     carry: list[Var]
     xs: list[Var]
     nodes: list[Node]
-    outputs: list[Atom]
+    next_carry: list[Atom]
+    results: list[Atom]
     length: int = 1
     reverse: bool = False
-    constants: dict[Var, object] = field(default_factory=dict)
-    labels: dict[Var, str] = field(default_factory=dict)
-    axes: list[PartitionSpec] = field(default_factory=list)
-    homes: dict[Var, list[Placement]] = field(default_factory=dict)
-    delayed: list[int] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Var]:
+        """The variables that the surroundings define, in the order of a scan's operands."""
+        return [*self.consts, *self.carry, *self.xs]
+
+    @property
+    def producers(self) -> dict[Var, Node]:
+        """The node that makes each variable."""
+        return {v: node for node in self.nodes for v in node.eqn.outvars}
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -116,179 +111,56 @@ class Region:
         return "\n".join(lines(self, ""))
 
 
-def producers(region: Region) -> dict[Var, Node]:
-    """The node of the region that makes each variable."""
-    return {v: node for node in region.nodes for v in node.eqn.outvars}
+Measured: TypeAlias = tuple[Var, Var, Var]
+"""Whether a codec holds a value, the value's least element and its greatest: scalars."""
 
 
-def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Region:
-    """Builds the graph of a traced training iteration.
+@dataclass(eq=False)
+class Graph:
+    """The fragmented dataflow graph of a training iteration.
+
+    Attributes:
+      region: the iteration. Its carry is the training state, followed by the registers of delayed leaves.
+      constants: values of those `region.consts` that the traced function had captured.
+      labels: readable names of variables, in loops too: pytree paths where there is one.
+      axes: logical axes of the carry.
+      delayed: positions in the carry of the leaves that have registers.
+      registers: where the registers are kept.
+      checks: the checks of values that codecs may not hold, each with the three scalars that it reads.
+      packed: the variables that carry packed values.
+    """
+
+    region: Region
+    constants: dict[Var, object]
+    labels: dict[Var, str]
+    axes: list[PartitionSpec]
+    delayed: list[int] = field(default_factory=list)
+    registers: dict[Var, list[Placement]] = field(default_factory=dict)
+    checks: list[tuple[Check, Measured]] = field(default_factory=list)
+    packed: dict[Var, Packed] = field(default_factory=dict)
+
+    @property
+    def placements(self) -> set[Placement]:
+        """The placements that the fragments use."""
+        return {p for node in self.region.nodes for p in node.placements}
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.region)
+
+    def __str__(self) -> str:
+        return str(self.region)
+
+
+def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The fragments in an equation.
 
     Args:
-      closed: the jaxpr of `state -> (state, metrics)`, flattened.
-      layout: where each role runs.
-      labels: readable names of the state's leaves, one for each input of the jaxpr.
-      axes: their logical axes.
+      eqn: the equation.
+      nested: whether to count fragments that other fragments hold.
 
     Returns:
-      The region of one iteration. Calls that span placements (a fragment that holds fragments of another placement, a
-      `jit`) are inlined; scans that span placements are opened.
-
-    Raises:
-      ValueError: if a role has no placement, or a `cond`, a `while` or another primitive spans placements.
+      Their names, in order of appearance, and their roles.
     """
-    builder = _Builder(layout)
-    jaxpr = drop_unused(closed.jaxpr)
-    consts = [builder.captured(c) for c in closed.consts]
-    state = [fresh(v) for v in jaxpr.invars]
-    builder.labels.update(zip(state, labels, strict=True))
-    nodes: list[Node] = []
-    outputs = builder.inline(jaxpr, [*consts, *state], None, nodes)
-    return Region(
-        list(builder.constants), state, [], nodes, outputs,
-        constants=builder.constants, labels=builder.labels, axes=list(axes),
-    )  # fmt: skip
-
-
-def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
-    """Appends code without fragments as nodes at a placement.
-
-    Args:
-      closed: the code; it captures nothing.
-      args: its arguments.
-      placement: where it runs.
-      out: receives the nodes.
-
-    Returns:
-      Variables of its results.
-    """
-    assert not closed.consts, "captured arrays have no place here"
-    builder = _Builder(Layout({}))
-    results = builder.inline(closed.jaxpr, args, placement, out)
-    assert all(isinstance(a, Var) and a not in args for a in results)
-    return [a for a in results if isinstance(a, Var)]
-
-
-class _Builder:
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        self.constants: dict[Var, object] = {}
-        self.labels: dict[Var, str] = {}
-        self._found: dict[int, tuple[Jaxpr, dict[Placement, str]]] = {}
-
-    def captured(self, value: object) -> Var:
-        var = Var(jax.typeof(value))
-        self.constants[var] = value
-        self.labels[var] = "captured constant"
-        return var
-
-    def placements(self, eqn: JaxprEqn) -> dict[Placement, str]:
-        """The placements that an equation's fragments need, each with the name of one such fragment."""
-        found: dict[Placement, str] = {}
-        if is_fragment(eqn):
-            name, role = eqn.params["name"], eqn.params["role"]
-            found[self.layout.placement(role, name)] = f"{name!r} (role {role!r})"
-        for sub in sub_jaxprs(eqn):
-            if id(sub) not in self._found:
-                inner: dict[Placement, str] = {}
-                for e in sub.eqns:
-                    for p, f in self.placements(e).items():
-                        inner.setdefault(p, f)
-                self._found[id(sub)] = sub, inner
-            for p, f in self._found[id(sub)][1].items():
-                found.setdefault(p, f)
-        return found
-
-    def inline(
-        self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
-    ) -> list[Atom]:
-        """Appends the nodes of `jaxpr`, applied to `args`, to `out`; returns its outputs.
-
-        `home` and `role` are those of the opened fragment around it, to which unmarked code in it belongs.
-        """
-        env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-        for eqn in jaxpr.eqns:
-            found = self.placements(eqn)
-            ins = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
-            if len(found) > 1:
-                body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
-                if body is not None:
-                    own, its = home, role
-                    if is_fragment(eqn):
-                        its = eqn.params["role"]
-                        own = self.layout.placement(its, eqn.params["name"])
-                    captured = [self.captured(c) for c in body.consts]
-                    env.update(zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], own, out, its), strict=True))
-                    continue
-            outs = [fresh(v) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, outs, strict=True))
-            placed = eqn.replace(invars=ins, outvars=outs)
-            names, roles = _names(eqn)
-            if role is not None and len(found) != 1:
-                roles |= {role}
-            if len(found) > 1:
-                node = Node(placed, None, names, roles, self.open(placed, found, home, role))
-            else:
-                node = Node(placed, next(iter(found), home), names, roles)
-            out.append(node)
-            self.label(node)
-        return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
-
-    def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
-        """The body of a scan that spans placements, as a region."""
-        if eqn.primitive is not scan_p:
-            raise ValueError(_cannot_span(eqn, found))
-        closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
-        jaxpr = drop_unused(closed.jaxpr)
-        args = [fresh(v) for v in jaxpr.invars]
-        captured = [self.captured(c) for c in closed.consts]
-        outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
-        self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})
-        nodes: list[Node] = []
-        outputs = self.inline(jaxpr, [*captured, *args], home, nodes, role)
-        return Region(
-            args[:num_consts],
-            args[num_consts : num_consts + num_carry],
-            args[num_consts + num_carry :],
-            nodes,
-            outputs,
-            length,
-            reverse,
-            labels=self.labels,
-        )
-
-    def label(self, node: Node) -> None:
-        if node.loop is not None:
-            found = [_label(a, self.labels) for a in node.loop.outputs]
-        else:
-            found = _output_labels(node.eqn, self.labels)
-        self.labels.update(zip(node.eqn.outvars, found, strict=True))
-
-
-def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
-    return labels.get(atom, "") if isinstance(atom, Var) else f"{atom.val}"
-
-
-def _output_labels(eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
-    """A readable name for each result of an equation: the result path of the fragment that makes it, if one does.
-
-    What no fragment makes is called after the first thing that it is made of.
-    """
-    if is_fragment(eqn):
-        paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
-        return [f"{eqn.params['name']}(){path}" for path in paths]
-    body = scan_parts(eqn).body if eqn.primitive is scan_p else call_body(eqn)
-    if body is None:
-        first = next((label for a in eqn.invars if (label := _label(a, labels))), eqn.primitive.name)
-        return [first] * len(eqn.outvars)
-    inner = {v: _label(a, labels) for v, a in zip(body.jaxpr.invars, eqn.invars, strict=True)}
-    for e in body.jaxpr.eqns:
-        inner.update(zip(e.outvars, _output_labels(e, inner), strict=True))
-    return [_label(a, inner) for a in body.jaxpr.outvars]
-
-
-def _names(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names and roles of the fragments in an equation."""
     names: dict[str, None] = {}
     roles: set[str] = set()
 
@@ -304,19 +176,3 @@ def _names(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozens
 
     visit(eqn)
     return tuple(names), frozenset(roles)
-
-
-def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
-    places = "; ".join(f"fragment {f} runs at {p}" for p, f in found.items())
-    kind = {cond_p: "`cond`", while_p: "`while` loop"}.get(eqn.primitive, f"`{eqn.primitive.name}`")
-    remedy = (
-        "compute both branches and select with jnp.where"
-        if eqn.primitive is cond_p
-        else "use jax.lax.scan or fori_loop with a fixed length"
-        if eqn.primitive is while_p
-        else "call the fragments outside of it"
-    )
-    return (
-        f"a {kind} spans placements: {places}. The host would have to read the device at every step. "
-        f"Either {remedy}, or choose a policy that places these roles together, such as GPUOnly()"
-    )

@@ -4,8 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.fragments.placement import Placement
+from msrl_jax.codecs import Codec
+from msrl_jax.fragments.placement import Edge, Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,11 +19,47 @@ class Packed:
       label: the value.
       aval: its shape and dtype, unpacked.
       codec: the name of the codec.
+      edge: the layout's entry that asks for it.
     """
 
     label: str
     aval: ShapedArray
     codec: str
+    edge: Edge
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """Stops a run that sends a value which its codec cannot hold.
+
+    Attributes:
+      label: the value.
+      codec: packs it.
+      edge: the placements that it crosses between, in words.
+    """
+
+    label: str
+    codec: Codec
+    edge: str
+
+    def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+        """Raises if a value was lost.
+
+        Args:
+          ok: whether the codec held the values of each iteration. `[N]`
+          low: their least. `[N]`
+          high: their greatest. `[N]`
+
+        Raises:
+          ValueError: naming the value, its range and the codec's promise.
+        """
+        if not ok.all():
+            lost = ~ok
+            raise ValueError(
+                f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
+                f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
+                "Pack it with another codec, or pack others only, by their names: {'state.obs': 'uint8'} instead of 'uint8'"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +270,8 @@ class Schedule:
       body: the instructions.
       outputs: the next state, laid out as `inputs`.
       metrics: the metrics' leaves.
+      checks: the checks of packed values, each with three scalars: whether the codec held the value, its least element and
+        its greatest.
       constants: the arrays that the program holds on to (what the traced function had captured, and literals).
     """
 
@@ -238,6 +279,7 @@ class Schedule:
     body: tuple[Instruction, ...]
     outputs: tuple[tuple[Value, ...], ...]
     metrics: tuple[Value, ...]
+    checks: tuple[tuple[Check, tuple[Value, Value, Value]], ...] = ()
     constants: dict[Value, object] = field(default_factory=dict)
 
     def __str__(self) -> str:

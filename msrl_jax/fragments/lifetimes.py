@@ -1,56 +1,81 @@
-"""Ownership: which instruction reads a value last, so that its memory is reused or freed, and where a copy is needed first."""
+"""Lifetimes: which instruction reads a value last, so that its memory is reused or freed, and where a copy is needed first."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from msrl_jax.fragments.instructions import Carry, Free, Instruction, Loop, Move, Run, Value
+from msrl_jax.fragments.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value, walk
 
 
-def settle(
-    instructions: Sequence[Instruction],
-    carried: set[Value],
-    leaves: Sequence[Value],
-    read_later: Sequence[Value],
-    new: Callable[..., Value],
-) -> tuple[tuple[Instruction, ...], list[Value]]:
-    """Adds donations, copies and frees to a straight line of instructions.
+def settle(schedule: Schedule) -> Schedule:
+    """Adds donations, copies and frees.
 
     A buffer belongs to one carried value at a time; that is what lets a program overwrite it. Where an instruction list
     would give one buffer to two carried values, or give away a buffer of its surroundings, a copy is made.
 
     Args:
-      instructions: the instructions, in order.
-      carried: values that this line may consume: what the previous time left to it.
-      leaves: what it leaves to the next time.
-      read_later: what somebody reads after it.
-      new: makes a value from aval, placement and label.
+      schedule: the instructions, without any of these.
 
     Returns:
-      The instructions, and `leaves` followed by `read_later` with the copies in place of what had to be copied.
+      The schedule with them. Copies stand in place of the next state's values and metrics that had to be copied.
     """
+    made = [v for i, _ in walk(schedule.body) for v in i.makes()]
+    loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]
+    inside = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.enter, c.leave)))]
+    known = [*made, *inside, *schedule.constants, *(v for copies in schedule.inputs for v in copies)]
+    numbers = itertools.count(1 + max((v.index for v in known), default=0))
+
+    def copy_of(v: Value) -> Value:
+        return Value(next(numbers), v.aval, v.placement, v.label)
+
+    carried = {v for copies in schedule.inputs for v in copies}
+    leaves = [v for copies in schedule.outputs for v in copies]
+    measured = [v for _, scalars in schedule.checks for v in scalars]
+    body, leaves, later = _settle(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
+    leaf, rest = iter(leaves), iter(later)
+    outputs = tuple(tuple(next(leaf) for _ in copies) for copies in schedule.outputs)
+    metrics = tuple(next(rest) for _ in schedule.metrics)
+    checks = tuple((check, (next(rest), next(rest), next(rest))) for check, _ in schedule.checks)
+    return replace(schedule, body=body, outputs=outputs, metrics=metrics, checks=checks)
+
+
+def _settle(
+    instructions: Sequence[Instruction],
+    carried: set[Value],
+    leaves: Sequence[Value],
+    read_later: Sequence[Value],
+    copy_of: Callable[[Value], Value],
+) -> tuple[tuple[Instruction, ...], list[Value], list[Value]]:
+    """Settles a straight line of instructions, and the bodies of its loops.
+
+    `carried` are the values that the line may consume: what the previous time left to it. `leaves` is what it leaves to the
+    next time, and `read_later` what somebody reads after it; both come back with copies in place of what was copied.
+    """
+    instructions = [_settle_loop(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
     owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
     tail: list[Instruction] = []
 
     def copied(values: Sequence[Value], into: list[Instruction]) -> list[Value]:
-        results = [new(v.aval, v.placement, v.label) for v in values]
+        results = [copy_of(v) for v in values]
         for source, result in zip(values, results, strict=True):
             into.append(Move((source,), (result,)))
         return results
 
     taken: set[Value] = set()
-    finals: list[Value] = []
+    left: list[Value] = []
     for v in leaves:
         if v in taken or v not in owned:
             (v,) = copied([v], tail)
         taken.add(v)
-        finals.append(v)
+        left.append(v)
+    later: list[Value] = []
     for v in read_later:
         if v in taken:
             (v,) = copied([v], tail)
-        finals.append(v)
+        later.append(v)
 
-    live = set(finals)
+    live = {*left, *later}
     done: list[Instruction] = []
     for i in reversed([*instructions, *tail]):
         consumed: set[Value] = set()
@@ -71,7 +96,14 @@ def settle(
             done.append(c)
             live -= set(c.makes())
             live |= set(c.reads())
-    return tuple(reversed(done)), finals
+    return tuple(reversed(done)), left, later
+
+
+def _settle_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
+    leaves = [c.leave for c in loop.carry]
+    body, leaves, _ = _settle(loop.body, {c.enter for c in loop.carry}, leaves, [], copy_of)
+    carry = tuple(replace(c, leave=leave) for c, leave in zip(loop.carry, leaves, strict=True))
+    return replace(loop, body=body, carry=carry)
 
 
 def _give(

@@ -6,13 +6,16 @@ Two rules keep placements from waiting for each other needlessly:
   computes it for itself. Other glue runs where its inputs are made.
 - A node joins an earlier program of its placement only if that makes the program wait for nothing new. Glue that only
   one later program of its placement reads joins that one.
+
+A third keeps effects what they are under `jax.jit`: a node with effects (a callback, a print) has one home, though nobody
+reads its results, and programs with effects keep their order.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from msrl_jax._compat import Atom, Literal, Var
-from msrl_jax.fragments.graph import Node, Region, producers
+from msrl_jax.fragments.graph import Graph, Node, Region
 from msrl_jax.fragments.placement import Placement
 
 
@@ -25,9 +28,9 @@ class Group:
     waits_for: set["Group"] = field(default_factory=set)
 
     @property
-    def has_fragment(self) -> bool:
-        """Whether any node is more than glue."""
-        return any(n.fragments for n in self.nodes)
+    def is_pure_glue(self) -> bool:
+        """Whether no node is a fragment or has effects."""
+        return not any(n.fragments or n.has_effects for n in self.nodes)
 
 
 @dataclass(eq=False)
@@ -52,19 +55,24 @@ class Partition:
     loops: dict[Node, "Partition"]
 
 
-def partition(region: Region, default: Placement) -> Partition:
-    """Decides where everything in a region runs.
+def partition(graph: Graph, default: Placement) -> Partition:
+    """Decides where everything runs.
 
     Args:
-      region: the graph.
+      graph: the iteration.
       default: where values live that no fragment touches.
 
     Returns:
       The partition.
     """
-    loops = {n: partition(n.loop, default) for n in region.nodes if n.loop is not None}
-    free = _free(region)
-    places, homes = _place(region, loops, free, default)
+    return _partition(graph.region, graph.registers, default)
+
+
+def _partition(region: Region, registers: Mapping[Var, list[Placement]], default: Placement) -> Partition:
+    """The partition of a region; `registers` are carried variables whose homes are told, not found."""
+    loops = {n: _partition(n.loop, {}, default) for n in region.nodes if n.loop is not None}
+    free = _free(region, registers)
+    places, homes = _place(region, registers, loops, free, default)
     homes = [list({p.mesh: p for p in reversed(at)}.values())[::-1] for at in homes]
     groups = _sink(region, _group(region, places), homes)
     made_at: dict[Var, list[Placement]] = dict(zip(region.carry, homes, strict=True))
@@ -72,11 +80,10 @@ def partition(region: Region, default: Placement) -> Partition:
         for i, var in enumerate(node.eqn.outvars):
             made_at[var] = _results_at(loops[node], i) if node in loops else places[node]
     needed = _needed(region, loops, places, homes)
-    for out in region.outputs[len(homes) :]:
+    for out in region.results:
         if out in region.consts or out in region.xs:
             needed.setdefault(out, {default: None})
-    outer = [*region.consts, *region.carry, *region.xs]
-    return Partition(region, groups, made_at, {v: list(needed.get(v, ())) for v in outer}, homes, loops)
+    return Partition(region, groups, made_at, {v: list(needed.get(v, ())) for v in region.inputs}, homes, loops)
 
 
 def _results_at(loop: Partition, i: int) -> list[Placement]:
@@ -86,7 +93,7 @@ def _results_at(loop: Partition, i: int) -> list[Placement]:
     """
     if i < len(loop.homes):
         return loop.homes[i]
-    out = loop.region.outputs[i]
+    out = loop.region.results[i - len(loop.homes)]
     if not isinstance(out, Var):
         return [next(g.placement for g in _programs(loop) if g.placement is not None)]
     readers = (g.placement for g in loop.groups for n in g.nodes if out in n.eqn.invars)
@@ -102,18 +109,17 @@ def _programs(part: Partition) -> Iterable[Group]:
             yield from _programs(part.loops[group.nodes[0]])
 
 
-def _free(region: Region) -> set[Var]:
-    """Variables that depend on no placed fragment, from one time to the next (a greatest fixed point)."""
-    carried = set(region.carry) - set(region.homes)
-    while True:
+def _free(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
+    """Variables that depend on no placed fragment and no effect, from one time to the next (a greatest fixed point)."""
+    carried = set(region.carry) - set(registers)
+    while True:  # ends: `carried` shrinks every time
         free: set[Var] = {*region.consts, *region.xs, *carried}
         for node in region.nodes:
-            if node.is_glue and all(isinstance(a, Literal) or a in free for a in node.eqn.invars):
+            pure = node.is_glue and not node.has_effects
+            if pure and all(isinstance(a, Literal) or a in free for a in node.eqn.invars):
                 free.update(node.eqn.outvars)
-        stays = {
-            v for v, out in zip(region.carry, region.outputs, strict=False)
-            if v in carried and (isinstance(out, Literal) or out in free)
-        }  # fmt: skip
+        pairs = zip(region.carry, region.next_carry, strict=True)
+        stays = {v for v, out in pairs if v in carried and (isinstance(out, Literal) or out in free)}
         if stays == carried:
             return free
         carried = stays
@@ -129,50 +135,27 @@ def _depth(region: Region) -> dict[Atom, int]:
 
 
 def _place(
-    region: Region, loops: dict[Node, Partition], free: set[Var], default: Placement
+    region: Region,
+    registers: Mapping[Var, list[Placement]],
+    loops: dict[Node, Partition],
+    free: set[Var],
+    default: Placement,
 ) -> tuple[dict[Node, list[Placement]], list[list[Placement]]]:
     """The placements of every node (several for free glue), and the homes of the carry."""
-    made_by = producers(region)
-    depth = _depth(region)
     places: dict[Node, list[Placement]] = {n: [n.placement] for n in region.nodes if n.placement is not None}
-    home: dict[Var, list[Placement]] = dict(region.homes)
+    home: dict[Var, list[Placement]] = dict(registers)
+    _place_dependents(region, loops, free, places, home)
+    for node in region.nodes:
+        if node.is_glue and node.has_effects and node not in places:
+            places[node] = [_first_reader(region, node, places) or default]
+            _place_dependents(region, loops, free, places, home)
 
-    def located(atom: Atom) -> list[Placement]:
-        if isinstance(atom, Literal) or atom in free:
-            return []
-        node = made_by.get(atom)
-        if node is None:
-            return home.get(atom, [])
-        if node in loops:
-            return _results_at(loops[node], node.eqn.outvars.index(atom))
-        return places.get(node, [])
-
-    # Glue that depends on a placed fragment runs where its inputs are made. Of several placements it takes the one that
-    # waits for the others anyway: on any other, what runs there next would be queued behind it.
-    changed = True
-    while changed:
-        changed = False
-        for node in region.nodes:
-            if not node.is_glue or node in places or all(v in free for v in node.eqn.outvars):
-                continue
-            sources = [a for a in node.eqn.invars if located(a)]
-            if sources:
-                deepest = max(sources, key=lambda a: depth.get(a, 0))
-                places[node] = located(deepest)[:1]
-                changed = True
-        for var, out in zip(region.carry, region.outputs, strict=False):
-            if var not in home and var not in free and (at := located(out)):
-                home[var] = at
-                changed = True
-
-    # Free glue and free carry: wherever they are needed, found backwards.
+    # Free glue and free carry: wherever they are needed, found backwards. All loops end because sets of placements grow.
     free_glue = [n for n in region.nodes if n.is_glue and n not in places]
     for node in free_glue:
         places[node] = []
-    homes: list[list[Placement]] = []
     while True:
-        homes = [home.get(v, []) for v in region.carry]
-        needed = _needed(region, loops, places, homes)
+        needed = _needed(region, loops, places, [home.get(v, []) for v in region.carry])
         grown = {v: list(needed[v]) for v in region.carry if v in free and needed.get(v)}
         before = ({n: list(places[n]) for n in free_glue}, dict(home))
         for node in free_glue:
@@ -183,10 +166,10 @@ def _place(
     for var in region.carry:
         home.setdefault(var, [default])
     # What only a counter or a metric needs runs at the default placement.
+    wanted = {a for a in [*region.next_carry, *region.results] if isinstance(a, Var)}
     while True:
         homes = [home[v] for v in region.carry]
         needed = _needed(region, loops, places, homes)
-        wanted = {a for a in region.outputs if isinstance(a, Var)}
         grew = False
         for node in reversed(free_glue):
             at = list(dict.fromkeys([*places[node], *(p for v in node.eqn.outvars for p in needed.get(v, ()))]))
@@ -200,6 +183,59 @@ def _place(
                 home[var], grew = at, True
         if not grew:
             return places, homes
+
+
+def _place_dependents(
+    region: Region,
+    loops: dict[Node, Partition],
+    free: set[Var],
+    places: dict[Node, list[Placement]],
+    home: dict[Var, list[Placement]],
+) -> None:
+    """Fills in `places` and `home`: glue that depends on a placed node runs where its inputs are made.
+
+    Of several placements it takes the one that waits for the others anyway: on any other, the next program there would be
+    queued behind it.
+    """
+    producers, depth = region.producers, _depth(region)
+
+    def located(atom: Atom) -> list[Placement]:
+        if isinstance(atom, Literal) or atom in free:
+            return []
+        node = producers.get(atom)
+        if node is None:
+            return home.get(atom, [])
+        if node in loops:
+            return _results_at(loops[node], node.eqn.outvars.index(atom))
+        return places.get(node, [])
+
+    changed = True
+    while changed:
+        changed = False
+        for node in region.nodes:
+            if not node.is_glue or node in places:
+                continue
+            sources = [a for a in node.eqn.invars if located(a)]
+            if sources:
+                deepest = max(sources, key=lambda a: depth.get(a, 0))
+                places[node] = located(deepest)[:1]
+                changed = True
+        for var, out in zip(region.carry, region.next_carry, strict=True):
+            if var not in home and var not in free and (at := located(out)):
+                home[var] = at
+                changed = True
+
+
+def _first_reader(region: Region, node: Node, places: dict[Node, list[Placement]]) -> Placement | None:
+    """The placement of the first placed node that reads what a node makes, directly or through glue; None without one."""
+    reached = set(node.eqn.outvars)
+    for reader in region.nodes:
+        if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
+            continue
+        if reader in places:
+            return places[reader][0]
+        reached.update(reader.eqn.outvars)
+    return None
 
 
 def _needed(
@@ -218,15 +254,14 @@ def _needed(
     for node in region.nodes:
         if node in loops:
             body = loops[node]
-            inner = [*body.region.consts, *body.region.carry, *body.region.xs]
             num_consts, num_carry = len(body.region.consts), len(body.region.carry)
-            for i, (atom, var) in enumerate(zip(node.eqn.invars, inner, strict=True)):
+            for i, (atom, var) in enumerate(zip(node.eqn.invars, body.region.inputs, strict=True)):
                 carried = num_consts <= i < num_consts + num_carry
                 need(atom, body.homes[i - num_consts] if carried else body.needed_at[var])
         else:
             for atom in node.eqn.invars:
                 need(atom, places.get(node, ()))
-    for atom, at in zip(region.outputs, homes, strict=False):
+    for atom, at in zip(region.next_carry, homes, strict=True):
         need(atom, at)
     return needed
 
@@ -235,6 +270,7 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     """Nodes as programs: each joins the earliest program of its placement that then waits for nothing new."""
     groups: list[Group] = []
     made_in: dict[tuple[Var, Placement | None], Group] = {}
+    last_effect: set[Group] = set()
 
     def sources(node: Node, at: Placement | None) -> set[Group]:
         found = set()
@@ -247,7 +283,7 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
 
     for node in region.nodes:
         for at in [None] if node.loop is not None else places[node]:
-            direct = sources(node, at)
+            direct = sources(node, at) | (last_effect if node.has_effects else set())
             waits_for = direct.union(*(g.waits_for for g in direct))
             group = next(
                 (g for g in groups if at is not None and g.placement == at and waits_for - {g} <= g.waits_for), None
@@ -256,6 +292,8 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
                 group = Group(at, [], waits_for)
                 groups.append(group)
             group.nodes.append(node)
+            if node.has_effects:
+                last_effect = {group}
             for var in node.eqn.outvars:
                 made_in[var, at] = group
                 made_in.setdefault((var, None), group)
@@ -264,9 +302,9 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
 
 def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> list[Group]:
     """Moves glue programs into the one later program of their placement that alone reads them."""
-    carried = {a: at for a, at in zip(region.outputs, homes, strict=False) if isinstance(a, Var)}
+    carried = {a: at for a, at in zip(region.next_carry, homes, strict=True) if isinstance(a, Var)}
     for group in list(groups):
-        if group.placement is None or group.has_fragment:
+        if group.placement is None or not group.is_pure_glue:
             continue
         made = {v for n in group.nodes for v in n.eqn.outvars}
         elsewhere = any(v in carried and set(carried[v]) != {group.placement} for v in made)

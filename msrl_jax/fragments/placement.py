@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Rules = tuple[tuple[str, str], ...]
 
+AXES = ("env", "worker", "shard", "agent", "member")
+"""The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
+
 ROLES = ("env", "actor", "learner", "buffer", "server", "evaluator")
 
 # Where a role lives when a layout does not say: next to the role that feeds or reads it.
@@ -62,7 +65,7 @@ class Placement:
         name: str,
         devices: Sequence[Device],
         *,
-        split: Sequence[str] = ("env", "agent", "member"),
+        split: Sequence[str] = AXES,
         scatter: bool = False,
     ) -> "Placement":
         """A placement on a line of devices, a mesh with the one axis "devices".

@@ -11,17 +11,19 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax._device_memory import array_bytes
+from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
-from msrl_jax.fragments.graph import Region, build
+from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
+from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.lower import lower, lower_fused, lower_once
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
 from msrl_jax.fragments.own_meshes import check_meshes
-from msrl_jax.fragments.packing import Packing, compress
-from msrl_jax.fragments.parameter_owners import check_claims
+from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
+from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
@@ -90,20 +92,23 @@ def compile(
     traced = trace(iteration, state)
     closed = traced.jaxpr
     _, paths = state_avals(state)
-    region = build(closed, layout, paths, specs)
-    check_claims(region)
+    graph = build(closed, layout, paths, specs)
+    check_owners(graph)
     if layout.staleness:
-        delay(region, layout.staleness, layout)
-    used = {p for node in region.nodes for p in node.placements}
-    default = used.pop() if len(used) == 1 else layout.placement("learner", "the training state")
-    packing = compress(region, layout, default)
-    plan = schedule(partition(region, default), default, packing.packed)
-    check_meshes(plan.body)
+        delay(graph, layout.staleness, layout)
+    used = graph.placements
+    default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
+    check_codecs(layout)
+    parts = partition(graph, default)
+    while pack(parts, graph, layout):
+        parts = partition(graph, default)
+    instructions = settle(schedule(parts, graph, default))
+    check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
-    fused = jaxpr_as_fun(closed) if not used and not layout.staleness else None
+    fused = jaxpr_as_fun(closed) if len(used) <= 1 and not layout.staleness else None
     costs = tuple(fragment_costs(closed.jaxpr))
     tree = jax.tree.structure(state)
-    return Program(layout, region, plan, fused, tree, traced, costs, packing, fit, time.perf_counter() - start)
+    return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)
 
 
 def _check_jit_is_on() -> None:
@@ -126,18 +131,17 @@ class Program(Generic[State]):
     def __init__(
         self,
         layout: Layout,
-        graph: Region,
-        plan: Schedule,
+        graph: Graph,
+        schedule: Schedule,
         fused: Callable | None,
         tree: Any,
         traced: Traced,
         costs: tuple[FragmentCost, ...],
-        packing: Packing,
         fit: Fit,
         seconds: float,
     ):
-        self.layout, self.graph, self.schedule = layout, graph, plan
-        self._costs, self._checks, self._unused_codecs, self._fit = costs, packing.checks, packing.unused, fit
+        self.layout, self.graph, self.schedule = layout, graph, schedule
+        self._costs, self._fit = costs, fit
         self._fused, self._tree, self._traced = fused, tree, traced
         self._executables = Executables(seconds=seconds)
         self._weak_types = {tuple(a.weak_type for a in traced.jaxpr.in_avals[: tree.num_leaves])}
@@ -145,7 +149,7 @@ class Program(Generic[State]):
         self._once: Callable[..., Sequence[jax.Array]] | None = None
         self._shardings = [
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
-            for copies, spec in zip(plan.inputs, graph.axes, strict=True)
+            for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
         ]
 
     @property
@@ -177,7 +181,7 @@ class Program(Generic[State]):
     @property
     def registers(self) -> dict[str, int]:
         """The delayed leaves by their pytree path in the state, and how many values of each a `Delayed` holds, in its order."""
-        labels = (self.graph.labels[self.graph.carry[i]] for i in self.graph.delayed)
+        labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
     def check_memory(self) -> None:
@@ -245,9 +249,8 @@ class Program(Generic[State]):
         """
         _check_jit_is_on()
         if self._fused is None:
-            leaves, row = self._ready()(self._fill(state, copy=True))
-            if self._checks:
-                row = [x[0] for x in self._checked(stack([row]))]
+            leaves, row, measured = self._ready()(self._fill(state, copy=True))
+            self._check_measured([measured])
         else:
             if self._once is None:
                 parts = (*self._first_copies(), self.schedule.metrics, self._executables)
@@ -327,7 +330,7 @@ class Program(Generic[State]):
         compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._executables.compiled
         return explain(
             self.layout, self._costs, self.instructions, compiled, self._executables.shardings, self.is_fused, self._fit,
-            self._unused_codecs,
+            unused_codecs(self.graph, self.layout),
         )  # fmt: skip
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
@@ -336,23 +339,25 @@ class Program(Generic[State]):
             return [(x,) for x in flat[: len(leaves)]], jax.device_get(list(flat[len(leaves) :]))
         execute = self._ready()
         rows: list[list[jax.Array]] = []
+        measured: list[list[tuple[jax.Array, ...]]] = []
         in_flight: deque[Any] = deque()
         for _ in range(length):
-            leaves, row = execute(leaves)
+            leaves, row, scalars = execute(leaves)
             rows.append(row)
-            in_flight.append(row)
-            if not row:
+            measured.append(scalars)
+            in_flight.append((row, scalars))
+            if not row and not scalars:
                 jax.block_until_ready(leaves)
             elif len(in_flight) > _AHEAD + self.layout.staleness:
                 jax.block_until_ready(in_flight.popleft())
-        return leaves, self._checked(stack(rows))
+        self._check_measured(measured)
+        return leaves, stack(rows)
 
-    def _checked(self, columns: list[Any]) -> list[Any]:
-        """The metrics, without what checks of codecs follow them with; raises if a codec lost something."""
-        num_metrics = len(columns) - 3 * len(self._checks)
-        for k, check in enumerate(self._checks):
-            check.raise_if_lost(*columns[num_metrics + 3 * k : num_metrics + 3 * k + 3])
-        return columns[:num_metrics]
+    def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
+        """Raises if a codec lost something, by what its check measured in each iteration."""
+        columns = zip(*jax.device_get(measured), strict=True)
+        for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
+            check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""

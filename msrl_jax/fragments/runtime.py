@@ -37,14 +37,16 @@ class Executor:
         ]
         self._steps = [self._step(i) for i in schedule.body]
 
-    def __call__(self, state: Sequence[tuple[jax.Array, ...]]) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array]]:
+    def __call__(
+        self, state: Sequence[tuple[jax.Array, ...]]
+    ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array], list[tuple[jax.Array, ...]]]:
         """Dispatches one iteration.
 
         Args:
           state: the copies of every leaf. Their memory is consumed.
 
         Returns:
-          The next state and the metrics' leaves, neither of them waited for.
+          The next state, the metrics' leaves and what each check measures; nothing of it is waited for.
         """
         slots: Slots = [None] * self._size
         for index, array in self._constants:
@@ -55,7 +57,8 @@ class Executor:
         for step in self._steps:
             step(slots)
         after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
-        return after, [slots[v.index] for v in self._schedule.metrics]
+        measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
+        return after, [slots[v.index] for v in self._schedule.metrics], measured
 
     def _step(self, i: Instruction) -> Step:
         match i:

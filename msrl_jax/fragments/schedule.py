@@ -9,46 +9,42 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, Var, aval, make_jaxpr_of
-from msrl_jax.fragments.graph import Node
+from msrl_jax.fragments.graph import Graph, Node
 from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Packed, Run, Schedule, Value
-from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.partition import Group, Partition
 from msrl_jax.fragments.placement import Placement
 
 
-def schedule(part: Partition, default: Placement, packed: Mapping[Var, Packed]) -> Schedule:
-    """Turns the partition of a training iteration into instructions.
+def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
+    """Turns the partition of a training iteration into instructions, as yet without donations, copies and frees.
 
     Args:
-      part: the partition.
+      part: the graph's partition.
+      graph: the iteration.
       default: where literals go that nothing else touches.
-      packed: the variables that carry packed values.
 
     Returns:
       The schedule.
     """
-    names = _Names(part.region.labels, packed)
-    region = part.region
+    region, names = graph.region, _Names(graph.labels, graph.packed)
     emit = _Emitter(part, names, default)
-    emit.read_later(region.outputs[len(region.carry) :])
+    scalars = [v for _, measured in graph.checks for v in measured]
+    emit.read_later([*region.results, *scalars])
     inputs = []
     for var, homes in zip(region.carry, part.homes, strict=True):
         inputs.append(tuple(emit.define(var, p) for p in homes))
     for var in region.consts:
         for p in part.needed_at[var]:
             if (var, p.mesh) not in emit.table:
-                names.constants[emit.define(var, p)] = region.constants[var]
+                names.constants[emit.define(var, p)] = graph.constants[var]
     emit.groups()
-    outputs = tuple(
-        tuple(emit.at(a, p) for p in homes) for a, homes in zip(region.outputs, part.homes, strict=False)
-    )
-    metrics = tuple(emit.anywhere(a) for a in region.outputs[len(region.carry) :])
+    pairs = zip(region.next_carry, part.homes, strict=True)
+    outputs = tuple(tuple(emit.at(a, p) for p in homes) for a, homes in pairs)
+    metrics = tuple(emit.anywhere(a) for a in region.results)
+    at = emit.anywhere
+    checks = tuple((check, (at(ok), at(low), at(high))) for check, (ok, low, high) in graph.checks)
     emit.flush()
-    owned = {v for copies in inputs for v in copies}
-    body, flat = settle(emit.out, owned, [v for copies in outputs for v in copies], list(metrics), names.new)
-    it = iter(flat)
-    outputs = tuple(tuple(next(it) for _ in copies) for copies in outputs)
-    return Schedule(tuple(inputs), body, outputs, tuple(it), names.constants)
+    return Schedule(tuple(inputs), tuple(emit.out), outputs, metrics, checks, names.constants)
 
 
 class _Names:
@@ -219,23 +215,17 @@ class _Emitter:
         for _, enter, leave, atom, placement, _ in buffers:
             if not isinstance(atom, Var) or (enter, leave) in body.writes.get((atom, placement.mesh), ()):
                 body.write(atom, placement, enter, leave)
-        leaves = [
-            body.at(a, p) for a, homes in zip(region.outputs, inner.homes, strict=False) for p in homes
-        ]
+        pairs = zip(region.next_carry, inner.homes, strict=True)
+        leaves = [body.at(a, p) for a, homes in pairs for p in homes]
         body.flush()
-        enters = [e for _, e, _ in pending] + [e for _, e, *_ in buffers]
-        outs = leaves + [leave for _, _, leave, *_ in buffers]
-        instructions, outs = settle(body.out, set(enters), outs, [], self.names.new)
-        inits = [i for i, *_ in pending] + [i for i, *_ in buffers]
-        results = [r for *_, r in pending] + [r for *_, r in buffers]
-        carry = tuple(Carry(*c) for c in zip(inits, enters, outs, results, strict=True))
+        carry = [Carry(init, enter, leave, result) for (init, enter, result), leave in zip(pending, leaves, strict=True)]
+        carry += [Carry(init, enter, leave, result) for init, enter, leave, _, _, result in buffers]
         indices = tuple(body.indices.values())
-        self.out.append(Loop(region.length, region.reverse, carry, tuple(outer), indices, instructions))
+        self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
 
     def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
         """The stacked results of a loop that somebody reads: result, row in the body, where."""
-        first = len(inner.region.carry)
-        pairs = zip(node.eqn.outvars[first:], inner.region.outputs[first:], strict=True)
+        pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in _per_mesh(p for v, p in self._read_from if v is var)]
 
     def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter"):
@@ -265,7 +255,7 @@ class _Emitter:
                 self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
 
     def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[Group | None]]:
-        """For each variable and placement it is had from, the groups that read it (None: what comes after)."""
+        """For each variable and the placement that supplies it, the groups that read it (None: whatever comes after)."""
         part = self.part
         found: dict[tuple[Var, Placement], set[Group | None]] = {}
 
@@ -280,17 +270,16 @@ class _Emitter:
                         read(atom, group.placement, group)
                     continue
                 inner = part.loops[node]
-                first, last = len(inner.region.consts), len(inner.region.consts) + len(inner.homes)
-                variables = [*inner.region.consts, *inner.region.carry, *inner.region.xs]
-                for i, (atom, var) in enumerate(zip(node.eqn.invars, variables, strict=True)):
-                    for p in inner.homes[i - first] if first <= i < last else inner.needed_at[var]:
+                carried = dict(zip(inner.region.carry, inner.homes, strict=True))
+                for atom, var in zip(node.eqn.invars, inner.region.inputs, strict=True):
+                    for p in carried[var] if var in carried else inner.needed_at[var]:
                         read(atom, p, group)
-        for atom, homes in zip(part.region.outputs, part.homes, strict=False):
+        for atom, homes in zip(part.region.next_carry, part.homes, strict=True):
             for p in homes:
                 read(atom, p, None)
         looped = {v for node in part.loops for v in node.eqn.outvars}
         for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes are results to be read
-            if atom in looped:
+            if isinstance(atom, Var) and atom in looped:
                 read(atom, p, None)
         return found
 

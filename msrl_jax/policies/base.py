@@ -1,6 +1,7 @@
 """What the distribution policies share: how to divide a list of devices."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -33,18 +34,30 @@ def described(policy: object) -> str:
     return f"{type(policy).__name__}({', '.join(given)})"
 
 
-def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ("env",)) -> int:
-    """The largest number of devices, at most `available`, that divides a logical axis.
+ACTING = ("env", "worker")
+"""The logical axes whose sizes the devices of environments, actors and learners divide."""
+
+BUFFERING = (*ACTING, "shard")
+"""The logical axes whose sizes the devices of replay buffers divide."""
+
+
+def splitting(axes: Sequence[str]) -> tuple[str, ...]:
+    """The logical axes that a placement splits whose devices divide `axes`: agents and members too, where they divide."""
+    return (*axes, *(axis for axis in ("agent", "member") if axis not in axes))
+
+
+def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
+    """The largest number of devices, at most `available`, that divides logical axes.
 
     Args:
       available: how many devices there are.
       sizes: the size of each logical axis.
-      axes: the axis to split: the first of these that there is; all devices fit if there is none.
+      axes: the axes to divide; those without a size do not count.
 
     Returns:
       A number between 1 and `available`.
     """
-    size = next((sizes[a] for a in axes if a in sizes), 0)
+    size = math.gcd(*(sizes[a] for a in axes if a in sizes))
     return max((n for n in range(1, available + 1) if size % n == 0), default=1)
 
 
@@ -53,16 +66,16 @@ def take(
     wanted: Mapping[str, int | None],
     sizes: Mapping[str, int],
     policy: object,
-    axes: Sequence[str] = ("env",),
+    axes: Sequence[str] = ACTING,
 ) -> dict[str, list[Device]]:
     """Divides devices between parts of a deployment, in order; parts share all devices if there is just one.
 
     Args:
       devices: the devices.
-      wanted: how many each part takes. None, for one of them, is the largest number that is left and divides the axis.
+      wanted: how many each part takes. None, for one of them, is the largest number that is left and divides the axes.
       sizes: the size of each logical axis.
       policy: the policy, for errors.
-      axes: the axis that a None divides: the first of these that there is.
+      axes: the logical axes that the part with None divides.
 
     Returns:
       The devices of each part.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import CodecChoice, Device, Layout, Placement, described, edges, take
+from msrl_jax.policies.base import BUFFERING, CodecChoice, Device, Layout, Placement, described, edges, take
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Central:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on devices of its own."""
-        parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self)
+        parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
         workers = Placement.over("workers", parts["workers"])
         server = Placement.over("server", parts["shards"], split=(), scatter=True)
         roles = {"env": workers, "actor": workers, "learner": workers, "server": server}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, described, on_platform, take
+from msrl_jax.policies.base import ACTING, BUFFERING, Device, Layout, Placement, described, on_platform, splitting, take
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,17 @@ class Environments:
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments on one sub-mesh and agents on another."""
         wanted = {"agents": self.agents}
+        axes = ("agent",) if "agent" in sizes else BUFFERING
         if self.env_platform is not None:
             envs = take(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices, wanted, sizes, self, ("agent", "env"))["agents"]
+            agents = take(devices, wanted, sizes, self, axes)["agents"]
         elif len(devices) == 1:
             envs, agents = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
         else:
             half = len(devices) - self.agents if self.agents else max(1, len(devices) // 2)
             envs = take(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
-            agents = take(devices[len(envs) :], wanted, sizes, self, ("agent", "env"))["agents"]
-        env_mesh = Placement.over("envs", envs)
-        agent_mesh = Placement.over("agents", agents, split=("agent", "env", "member"))
+            agents = take(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
+        env_mesh = Placement.over("envs", envs, split=splitting(ACTING))
+        agent_mesh = Placement.over("agents", agents, split=("agent", *BUFFERING, "member"))
         roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
         return Layout(roles, policy=described(self))

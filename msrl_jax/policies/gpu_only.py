@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, described, take
+from msrl_jax.policies.base import BUFFERING, Device, Layout, Placement, described, take
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,6 @@ class GPUOnly:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places all roles on one mesh."""
-        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self).values()
+        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
         all_devices = Placement.over("all", used)
         return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=described(self))

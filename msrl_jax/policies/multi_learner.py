@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import Device, Layout, Placement, described, take
+from msrl_jax.policies.base import BUFFERING, Device, Layout, Placement, described, take
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MultiLearner:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors and learners side by side on one mesh."""
-        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self).values()
+        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
         actors, learners = Placement.over("actors", used), Placement.over("learners", used)
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
         return Layout(roles, policy=described(self))

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from msrl_jax.fragments.placement import check_staleness
-from msrl_jax.policies.base import CodecChoice, Device, Layout, Placement, described, edges, on_platform, take
+from msrl_jax.policies.base import (
+    ACTING,
+    BUFFERING,
+    CodecChoice,
+    Device,
+    Layout,
+    Placement,
+    described,
+    edges,
+    on_platform,
+    splitting,
+    take,
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,11 @@ class SingleLearnerCoarse:
         """Places actors, learners and, if they have devices of their own, buffers on disjoint sub-meshes."""
         own = {} if self.buffers in (None, "actors") else {"buffers": cast(int, self.buffers)}
         others = {"learners": self.learners, **own}
-        parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self)
-        placed = {name: Placement.over(name, part) for name, part in parts.items()}
-        actors, learners = placed["actors"], placed["learners"]
-        buffers = placed["buffers"] if own else actors if self.buffers == "actors" else learners
+        buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
+        axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *others)}
+        parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self, axes["actors"])
+        placed = {name: Placement.over(name, part, split=splitting(axes[name])) for name, part in parts.items()}
+        actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
         roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
         upward = [("actors", "buffers"), ("buffers", "learners")] if own else [("actors", "learners")]
         up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
@@ -77,7 +90,8 @@ class SingleLearnerFine:
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""
         parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
-        envs, learners = Placement.over("envs", parts["envs"]), Placement.over("learners", parts["learners"])
+        envs = Placement.over("envs", parts["envs"], split=splitting(ACTING))
+        learners = Placement.over("learners", parts["learners"])
         roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
         return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=described(self))
 
@@ -90,8 +104,10 @@ def _parts(
     platform: str | None,
     sizes: Mapping[str, int],
     policy: object,
+    axes: Sequence[str] = ACTING,
 ) -> dict[str, list[Device]]:
+    """The devices of the first part, which may be on a platform of their own, and those of the others."""
     if platform is None:
-        return take(devices, {first: num_first, **others}, sizes, policy)
-    there = take(on_platform(platform, devices), {first: num_first}, sizes, policy)
+        return take(devices, {first: num_first, **others}, sizes, policy, axes)
+    there = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
     return there | take(devices, others, sizes, policy)

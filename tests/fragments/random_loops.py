@@ -1,16 +1,28 @@
-"""Random training loops: fragments, glue, nested loops and nested fragments, wired at random from a seed."""
+"""Random training loops, wired at random from a seed.
+
+They hold fragments (nested ones too), glue, nested loops of any length, none included, constants that are stacked, numbers
+of weak type, callbacks, and effects whose order is logged.
+"""
 
 import random
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 
 ENVS, LENGTH = 8, 3
 ROLES = ("env", "actor", "learner", "server")
+LOG: list[tuple] = []
+"""What the effects of the loops logged: a name and numbers each."""
+
+
+def log(name, *values):
+    LOG.append((name, *(float(v) for v in values)))
 
 
 class Pool(NamedTuple):
@@ -22,7 +34,8 @@ class Pool(NamedTuple):
 
 
 def axes():
-    return {"env": [P("env"), P("env")], "vector": [P(), P()], "scalar": [P(), P()], "keys": P("env"), "count": P()}
+    pairs = {"env": [P("env"), P("env")], "vector": [P(), P()], "scalar": [P(), P()]}
+    return pairs | {"keys": P("env"), "count": P(), "weak": P()}
 
 
 def initial_state():
@@ -34,6 +47,7 @@ def initial_state():
         "scalar": [jnp.float32(0.5), jnp.float32(-1.0)],
         "keys": jax.random.split(ks[3], ENVS),
         "count": jnp.int32(0),
+        "weak": jnp.asarray(1.5),
     }
 
 
@@ -42,7 +56,7 @@ def make_iteration(seed: int):
 
     def iteration(state):
         rng = random.Random(seed)
-        pool = Pool(list(state["env"]), list(state["vector"]), list(state["scalar"]))
+        pool = Pool(list(state["env"]), list(state["vector"]), [*state["scalar"], jnp.float32(1) * state["weak"]])
         keys = state["keys"]
         for _ in range(rng.randint(3, 7)):
             pool, keys = add_part(rng, pool, keys, depth=0)
@@ -53,6 +67,7 @@ def make_iteration(seed: int):
             "scalar": [rng.choice(pool.scalar), pool.scalar[-1] * 0.5 + count * 0.01],
             "keys": keys,
             "count": count,
+            "weak": state["weak"] * 0.75,
         }
         metrics = {"a": rng.choice(pool.scalar), "b": jnp.tanh(rng.choice(pool.scalar))}
         return new, metrics | {"n": state["count"], "c": new["scalar"][0]}
@@ -61,8 +76,31 @@ def make_iteration(seed: int):
 
 
 def add_part(rng, pool, keys, depth):
-    kind = rng.choice(["fragment"] * 4 + ["glue"] * 3 + ["scan"] * (3 if depth < 2 else 0) + ["keys", "nested", "twice"])
-    if kind == "glue":
+    special = ["keys", "nested", "twice", "constant", "weak", "callback", "effect"]
+    kind = rng.choice(["fragment"] * 4 + ["glue"] * 3 + ["scan"] * (3 if depth < 2 else 0) + special)
+    if kind == "constant":
+        table = np.linspace(rng.uniform(-1, 0), 1, ENVS, dtype=np.float32)
+        pool.env.append(rng.choice(pool.env) * table + np.float32(rng.random()))
+        pool.scalar.append(jnp.float32(rng.random()))
+    elif kind == "weak":
+        half = (rng.choice(pool.env) * 8).astype(jnp.bfloat16) * jnp.asarray(0.5)  # bfloat16, since the factor is weak
+        pool.env.append(half.astype(jnp.float32) * rng.random())
+    elif kind == "callback":
+        role = rng.choice([None, *ROLES])
+        call = host_add if role is None else msrl.fragment(role=role)(host_add)
+        pool.env.append(call(rng.choice(pool.env)))
+    elif kind == "effect":
+        name, value = f"effect {rng.random():.3f}", rng.choice(pool.scalar)
+        if rng.random() < 0.5:
+            io_callback(lambda v: log(name, v), None, value, ordered=True)
+        else:
+
+            def tick(v):
+                log(name, v)
+                return np.float32(v) / 2
+
+            pool.scalar.append(io_callback(tick, jax.ShapeDtypeStruct((), jnp.float32), value, ordered=True))
+    elif kind == "glue":
         pool.env.append(jnp.tanh(rng.choice(pool.env) + rng.choice(pool.scalar)))
         pool.scalar.append(jnp.sin(rng.choice(pool.scalar) + rng.choice(pool.scalar)))
         if rng.random() < 0.5:
@@ -90,6 +128,10 @@ def add_part(rng, pool, keys, depth):
     return pool, keys
 
 
+def host_add(x):
+    return jax.pure_callback(lambda v: np.asarray(v) + np.float32(0.25), jax.ShapeDtypeStruct((ENVS,), jnp.float32), x)
+
+
 def make_fragment(rng, nested):
     role, factor = rng.choice(ROLES), rng.uniform(0.5, 1.0)
     inner = make_fragment(rng, False) if nested else None
@@ -105,7 +147,10 @@ def make_fragment(rng, nested):
 
 
 def add_scan(rng, pool, keys, depth):
-    xs = (jnp.stack([rng.choice(pool.env)] * LENGTH) if rng.random() < 0.5 else None, jnp.arange(LENGTH, dtype=jnp.float32))
+    length = 0 if rng.random() < 0.1 else LENGTH
+    rows = jnp.stack([rng.choice(pool.env)] * LENGTH)[:length] if rng.random() < 0.5 else None
+    xs = (rows, jnp.arange(length, dtype=jnp.float32))
+    stacked = rng.random() < 0.5
     constant = rng.choice(pool.env), rng.choice(pool.vector), rng.choice(pool.scalar)
     seed = rng.random()
     reverse = rng.random() < 0.4
@@ -120,10 +165,11 @@ def add_scan(rng, pool, keys, depth):
         for _ in range(inner.randint(1, 4)):
             here, keys = add_part(inner, here, keys, depth + 1)
         carry = (here.env[-1], here.vector[-1], inner.choice(here.scalar), keys, acc + inner.choice(here.env), n + 1)
-        return carry, (inner.choice(here.env), inner.choice(here.scalar), x, row[1], n)
+        constants = (1.0, False, np.ones(2, np.float32)) if stacked else ()
+        return carry, (inner.choice(here.env), inner.choice(here.scalar), x, row[1], n, constants)
 
     (x, v, s, keys, acc, n), ys = jax.lax.scan(body, carry, xs, reverse=reverse)
-    pool.env.extend([x, acc, ys[0].sum(0), ys[2].mean(0)])
+    pool.env.extend([x, acc, ys[0].sum(0), ys[2].sum(0) / LENGTH])
     pool.vector.append(v)
-    pool.scalar.extend([s, ys[1].sum(), ys[3].sum() + n + ys[4].sum()])
+    pool.scalar.extend([s, ys[1].sum(), ys[3].sum() + n + ys[4].sum() + sum(jnp.sum(y) for y in ys[5])])
     return pool, keys

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -109,14 +110,41 @@ class Apart:
         return Layout({role: Placement.over(role, part) for role, part in parts.items()}, policy="Apart()")
 
 
-@pytest.mark.parametrize("policy", [Scattered(), Apart(), msrl.policies.Central(shards=2)], ids=lambda p: type(p).__name__)
+RANDOM_POLICIES = [Scattered(), Apart(), msrl.policies.Central(shards=2)]
+by_name = pytest.mark.parametrize("policy", RANDOM_POLICIES, ids=lambda p: type(p).__name__)
+
+
+def assert_same_run(seed, policy):
+    """A random loop computes and logs what it does under plain `jax.jit`."""
+    iteration, state = random_loops.make_iteration(seed), random_loops.initial_state()
+    random_loops.LOG.clear()
+    expected = run_plain(iteration, state, 3)
+    jax.effects_barrier()
+    reference = list(random_loops.LOG)
+    program = msrl.compile(iteration, state, policy=policy, axes=random_loops.axes())
+    random_loops.LOG.clear()
+    after = program.run(state, 3)
+    jax.effects_barrier()
+    assert_close(after, expected, rtol=2e-5, atol=2e-5)
+    assert [entry[0] for entry in random_loops.LOG] == [entry[0] for entry in reference]
+    ours, theirs = ([v for entry in log for v in entry[1:]] for log in (random_loops.LOG, reference))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@by_name
 @pytest.mark.parametrize("seed", [0, 2, 6, 12, 16])
 def test_random_loops_are_the_same_run(seed, policy):
-    iteration, state = random_loops.make_iteration(seed), random_loops.initial_state()
-    program = msrl.compile(iteration, state, policy=policy, axes=random_loops.axes())
-    after = program.run(state, 3)
-    assert_close(after, run_plain(iteration, state, 3), rtol=2e-5, atol=2e-5)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    assert_same_run(seed, policy)
+
+
+@pytest.mark.slow
+@by_name
+@pytest.mark.parametrize("first", range(100, 1100, 50))
+def test_a_thousand_random_loops_are_the_same_run(first, policy):
+    for seed in range(first, first + 50):
+        assert_same_run(seed, policy)
+        jax.clear_caches()
 
 
 def test_undeclared_axes_cost_speed_but_not_results():

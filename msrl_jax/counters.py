@@ -1,0 +1,147 @@
+"""Counters that do not wrap: two 32-bit words, since JAX has no 64-bit integers unless asked for them.
+
+A run of 1e13 environment steps is far beyond 2^31. Schedules read a counter through `fraction`, periods through `remainder`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_WORD = 2**32
+_BYTES = tuple(range(24, -1, -8))
+
+
+class Counter(NamedTuple):
+    """The number `high * 2**32 + low`, right up to 1.8e19.
+
+    Attributes:
+      high: the upper word. shape=(...), dtype=uint32
+      low: the lower word. shape=(...), dtype=uint32
+    """
+
+    high: jax.Array
+    low: jax.Array
+
+
+def counter(value: int = 0) -> Counter:
+    """A counter that starts from a number.
+
+    Args:
+      value: from 0 to `2**64 - 1`.
+
+    Returns:
+      The counter, of scalars.
+
+    Raises:
+      ValueError: if the number is out of range.
+    """
+    if not 0 <= value < _WORD**2:
+        raise ValueError(f"a counter starts from a number in [0, 2**64), not from {value}")
+    return Counter(jnp.uint32(value // _WORD), jnp.uint32(value % _WORD))
+
+
+def advance(count: Counter, by: jax.Array | int = 1) -> Counter:
+    """Adds to a counter.
+
+    Args:
+      count: the counter.
+      by: what to add, a Python integer below 2**64 or an array of integers that are not negative; it broadcasts.
+
+    Returns:
+      The sum.
+    """
+    upper, lower = divmod(by, _WORD) if isinstance(by, int) else (0, by)
+    added = jnp.asarray(lower).astype(jnp.uint32) if not isinstance(lower, int) else jnp.uint32(lower)
+    low = count.low + added
+    return Counter(count.high + jnp.uint32(upper) + (low < added).astype(jnp.uint32), low)
+
+
+def difference(later: Counter, earlier: Counter) -> jax.Array:
+    """How far two counters are apart.
+
+    Args:
+      later: a counter.
+      earlier: another one, less than 2**31 away.
+
+    Returns:
+      `later - earlier`. int32
+    """
+    return (later.low - earlier.low).astype(jnp.int32)
+
+
+def fraction(count: Counter, scale: int, total: int) -> jax.Array:
+    """How much of a total a counter has reached.
+
+    Args:
+      count: the counter.
+      scale: how much one count stands for, such as the environment steps of an iteration.
+      total: the whole, in the same unit; at least 1.
+
+    Returns:
+      `min(1, count * scale / total)`, with a relative error of at most 2**-22. float32
+    """
+    high, low = np.float32(_WORD * scale / total), np.float32(scale / total)
+    reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
+    return jnp.minimum(reached, 1.0)
+
+
+def remainder(count: Counter, period: int) -> jax.Array:
+    """The remainder of a counter after division.
+
+    Args:
+      count: the counter.
+      period: what to divide by, from 1 to 2**24.
+
+    Returns:
+      `count % period`. int32
+
+    Raises:
+      ValueError: if the period is out of range.
+    """
+    if not 1 <= period <= 2**24:
+        raise ValueError(f"a period of {period} is not in [1, 2**24]; use one that is")
+    rest = jnp.zeros_like(count.low)
+    for word in count:
+        for shift in _BYTES:  # long division: a rest below 2**24, shifted by a byte, stays below 2**32
+            rest = (rest * 256 + ((word >> shift) & 255)) % jnp.uint32(period)
+    return rest.astype(jnp.int32)
+
+
+def at_least(count: Counter, number: int) -> jax.Array:
+    """Whether a counter has reached a number.
+
+    Args:
+      count: the counter.
+      number: the number; negative ones have been reached always.
+
+    Returns:
+      `count >= number`. bool
+    """
+    limit = counter(max(number, 0))
+    return (count.high > limit.high) | ((count.high == limit.high) & (count.low >= limit.low))
+
+
+def to_float(count: Counter) -> jax.Array:
+    """The nearest number of 32 bits, for metrics and weights.
+
+    Args:
+      count: the counter.
+
+    Returns:
+      The number, with a relative error of at most 2**-22. float32
+    """
+    return count.high.astype(jnp.float32) * jnp.float32(_WORD) + count.low.astype(jnp.float32)
+
+
+def to_int(count: Counter) -> int:
+    """The exact number, on the host.
+
+    Args:
+      count: a counter of scalars, with values that are known.
+
+    Returns:
+      The number.
+    """
+    return int(count.high) * _WORD + int(count.low)
