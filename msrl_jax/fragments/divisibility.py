@@ -10,7 +10,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout, Pla
 
 @dataclass(frozen=True)
 class Fit:
-    """A policy's layout, and what it was made from.
+    """A policy with the devices and sizes that it divides.
 
     Attributes:
       policy: the distribution policy.
@@ -59,7 +59,7 @@ class Fit:
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """What to call the size of an axis that does not divide: leaves may have it in several, as batches and groups do."""
+        """Names the size of an axis that does not divide; leaves may have several sizes along one axis, as groups do."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:
             return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"

@@ -88,7 +88,7 @@ def _program(run: Run, times: int, compiled: jax.stages.Compiled, found: Found) 
 
 
 def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
-    """What a Move carries; the arrays that a value is packed in are one entry."""
+    """The values that a Move carries; the arrays of one packed value are one entry."""
     values: dict[object, list[Value]] = {}
     for result in move.results:
         values.setdefault(result.packed or result, []).append(result)

@@ -1,4 +1,4 @@
-"""Where a state lies: putting it there, computing it there, and how much memory it takes."""
+"""Puts a state where a program keeps it, computes it there, and counts the memory that it takes."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ Leaves = list[tuple[jax.Array, ...]]
 """The leaves of a state, each with its copies on the placements that keep one."""
 
 LARGE = 2**24
-"""Bytes from which on a leaf is computed where it is kept: fewer are not worth compiling for."""
+"""Leaves of at least this many bytes are computed where they are kept; smaller ones are not worth a compilation."""
 
 
 def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
@@ -119,7 +119,7 @@ def compute(
 
 
 def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:
-    """What a state takes of every device.
+    """Counts the bytes that a state takes on every device.
 
     Args:
       avals: shapes and dtypes of the leaves.

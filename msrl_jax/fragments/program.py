@@ -16,10 +16,12 @@ from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
+from msrl_jax.fragments.fused import lower_fused, lower_once
+from msrl_jax.fragments.given_state import GivenState, check_not_given_away
 from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
 from msrl_jax.fragments.lifetimes import settle
-from msrl_jax.fragments.lower import lower, lower_fused, lower_once
+from msrl_jax.fragments.lower import lower
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
 from msrl_jax.fragments.own_meshes import check_meshes
 from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
@@ -31,17 +33,12 @@ from msrl_jax.fragments.readings import join, stack
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.staleness import delay
-from msrl_jax.fragments.trace import Traced, axis_leaves, leaf_aval, leaf_axes, state_avals, trace
+from msrl_jax.fragments.trace import Traced, axis_leaves, leaf_axes, state_avals, trace
 
 State = TypeVar("State")
 
 # Iterations that the host may be ahead of the devices, beyond the staleness: enough to hide dispatch, and bounded memory.
 _AHEAD = 2
-
-_GIVEN_AWAY = (
-    "{} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this run returned, or run with "
-    "donate=False"
-)
 
 
 class Delayed(NamedTuple):
@@ -144,7 +141,7 @@ class Program(Generic[State]):
         self._costs, self._fit = costs, fit
         self._fused, self._tree, self._traced = fused, tree, traced
         self._executables = Executables(seconds=seconds)
-        self._weak_types = {tuple(a.weak_type for a in traced.jaxpr.in_avals[: tree.num_leaves])}
+        self._given = GivenState(tree, [copies[0] for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
         self._once: Callable[..., Sequence[jax.Array]] | None = None
         self._shardings = [
@@ -214,7 +211,7 @@ class Program(Generic[State]):
         """
         num_leaves = self._tree.num_leaves
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
-        self._check_tree(jax.tree.structure(shapes))
+        self._given.check_tree(jax.tree.structure(shapes))
         state, registers = self._shardings[:num_leaves], self._shardings[num_leaves:]
         sizes = [array_bytes(copies[0].aval) for copies in self.schedule.inputs]
         given = constants(closed)
@@ -379,47 +376,19 @@ class Program(Generic[State]):
         """The copies of every leaf where the program wants them; fresh memory if `copy`."""
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
-        self._check_tree(tree)
+        self._given.check_tree(tree)
         depth, extra = self.layout.staleness, len(self.schedule.inputs) - len(flat)
         if delayed and len(state.registers) != extra:
             raise ValueError(
                 f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
                 f"(staleness={depth}); pass program.unwrap(state) to start from its newest parameters"
             )
-        self._check_leaves(flat)
-        if delayed and any(isinstance(x, jax.Array) and x.is_deleted() for x in state.registers):
-            raise RuntimeError(_GIVEN_AWAY.format("a register of stale parameters"))
+        self._given.check_leaves(flat)
+        for x in state.registers if delayed else ():
+            check_not_given_away(x, "a register of stale parameters")
         if extra:
             flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
         return put(flat, self._shardings, copy)
-
-    def _check_tree(self, tree: Any) -> None:
-        if tree != self._tree:
-            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
-
-    def _check_leaves(self, flat: Sequence[Any]) -> None:
-        values = [copies[0] for copies in self.schedule.inputs[: len(flat)]]
-        avals = [leaf_aval(x, v.label) for x, v in zip(flat, values, strict=True)]
-        for x, found, value in zip(flat, avals, values, strict=True):
-            want = value.aval
-            if found.shape != want.shape or found.dtype != want.dtype:
-                raise ValueError(
-                    f"{value.label} is {found.dtype}{list(found.shape)}, but the program was compiled for "
-                    f"{want.dtype}{list(want.shape)}"
-                )
-            if isinstance(x, jax.Array) and x.is_deleted():
-                raise RuntimeError(_GIVEN_AWAY.format(value.label))
-        weak = tuple(bool(a.weak_type) for a in avals)
-        if weak not in self._weak_types:
-            if not self._traced.computes_the_same(weak):
-                i = next(i for i, v in enumerate(values) if weak[i] != v.aval.weak_type)
-                kinds = [f"{'weak' if w else 'strong'} {avals[i].dtype}" for w in (weak[i], not weak[i])]
-                raise ValueError(
-                    f"{values[i].label} is a {kinds[0]}, but the program was compiled for a {kinds[1]}, and jax.jit would "
-                    "promote dtypes differently for the two. Convert it, or compile the program for it (a Python number, and "
-                    "what jnp.asarray makes of one, has a weak type; an array whose dtype was written down has a strong one)"
-                )
-            self._weak_types.add(weak)
 
     def _wrap(self, leaves: Leaves) -> Any:
         flat = [copies[0] for copies in leaves]

@@ -105,7 +105,7 @@ class Traced:
 
 
 def trace(iteration: Callable, state: PyTree) -> Traced:
-    """Traces an iteration and checks that it returns the state it was given, but for the values.
+    """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
 
     The trace is the one that `jax.jit` comes to use: for the weak types that the state's leaves keep.
 
