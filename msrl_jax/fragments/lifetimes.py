@@ -107,12 +107,12 @@ def _settle_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
 
 
 def _give(
-    loop: Loop, live: set[Value], owned: set[Value], copied: Callable
+    loop: Loop, live: set[Value], owned: set[Value], copied: Callable[[Sequence[Value], list[Instruction]], list[Value]]
 ) -> tuple[Loop, list[Instruction], set[Value]]:
     """Makes sure that a loop owns what it starts from."""
     before: list[Instruction] = []
     given: set[Value] = set()
-    carry = []
+    carry: list[Carry] = []
     for c in loop.carry:
         init = c.init
         if init in live or init not in owned or init in loop.consts or init in given:

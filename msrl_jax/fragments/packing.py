@@ -119,14 +119,14 @@ class _Packer:
         if codec.holds is not None:
             holds = codec.holds
 
-            def measure(x):
+            def measure(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
                 return holds(x), x.min().astype(jnp.float32), x.max().astype(jnp.float32)
 
             (ok, low, high), _ = self.call(measure, [var], source, f"range of {label}")
             self.checks.append((Check(label, codec, f"from {source.name!r} to {to.name!r}"), (ok, low, high)))
         return result
 
-    def call(self, fn: Callable, args: Sequence[Var], at: Placement, label: str) -> tuple[list[Var], Any]:
+    def call(self, fn: Callable[..., Any], args: Sequence[Var], at: Placement, label: str) -> tuple[list[Var], Any]:
         """Appends a function as nodes at a placement; returns its result variables and their tree."""
         kinds = [jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in args]
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*kinds)

@@ -273,7 +273,7 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     last_effect: set[Group] = set()
 
     def sources(node: Node, at: Placement | None) -> set[Group]:
-        found = set()
+        found: set[Group] = set()
         for atom in node.eqn.invars:
             if isinstance(atom, Var):
                 local = made_in.get((atom, at)) or made_in.get((atom, None))

@@ -4,11 +4,10 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax._compat import Atom, Literal, Var, aval, make_jaxpr_of
+from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
 from msrl_jax.fragments.graph import Graph, Node
 from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Packed, Run, Schedule, Value
 from msrl_jax.fragments.partition import Group, Partition
@@ -30,7 +29,7 @@ def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
     emit = _Emitter(part, names, default)
     scalars = [v for _, measured in graph.checks for v in measured]
     emit.read_later([*region.results, *scalars])
-    inputs = []
+    inputs: list[tuple[Value, ...]] = []
     for var, homes in zip(region.carry, part.homes, strict=True):
         inputs.append(tuple(emit.define(var, p) for p in homes))
     for var in region.consts:
@@ -53,16 +52,16 @@ class _Names:
     def __init__(self, labels: Mapping[Var, str], packed: Mapping[Var, Packed]):
         self.labels, self.packed = labels, packed
         self.constants: dict[Value, object] = {}
-        self._literals: dict[tuple, Value] = {}
+        self._literals: dict[tuple[bytes, str, Mesh], Value] = {}
         self._count = itertools.count()
 
-    def new(self, aval, placement: Placement, label: str, packed: Packed | None = None) -> Value:
-        return Value(next(self._count), aval, placement, label, packed)
+    def new(self, kind: ShapedArray, placement: Placement, label: str, packed: Packed | None = None) -> Value:
+        return Value(next(self._count), kind, placement, label, packed)
 
     def literal(self, literal: Literal, placement: Placement) -> Value:
         key = (np.asarray(literal.val).tobytes(), str(literal.aval), placement.mesh)
         if key not in self._literals:
-            value = self.new(literal.aval, placement, f"literal {literal.val}")
+            value = self.new(aval(literal), placement, f"literal {literal.val}")
             self.constants[value] = np.asarray(literal.val, aval(literal).dtype)
             self._literals[key] = value
         return self._literals[key]
@@ -90,7 +89,7 @@ class _Emitter:
 
     def define(self, var: Var, placement: Placement) -> Value:
         """Names a variable's value at a placement."""
-        value = self.names.new(var.aval, placement, self.names.labels.get(var, ""), self.names.packed.get(var))
+        value = self.names.new(aval(var), placement, self.names.labels.get(var, ""), self.names.packed.get(var))
         self.table[var, placement.mesh] = value
         return value
 
@@ -131,13 +130,13 @@ class _Emitter:
 
     def index(self, placement: Placement) -> Value:
         if placement.mesh not in self.indices:
-            self.indices[placement.mesh] = self.names.new(jax.typeof(np.int32(0)), placement, "row number")
+            self.indices[placement.mesh] = self.names.new(ShapedArray((), np.dtype(np.int32)), placement, "row number")
         return self.indices[placement.mesh]
 
     def row(self, row: _Row, placement: Placement) -> Value:
         """Emits a program of its own that reads the current row: for readers that cannot do it themselves."""
         var = Var(row.stacked.aval.update(shape=row.stacked.aval.shape[1:]))
-        value = self.names.new(var.aval, placement, row.stacked.label)
+        value = self.names.new(aval(var), placement, row.stacked.label)
         self.flush()
         self.out.append(
             Run("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
@@ -231,7 +230,7 @@ class _Emitter:
     def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter"):
         """What a stacked result is written to: (init, enter, leave, row, placement, result)."""
         label = self.names.labels.get(var, "")
-        init, enter, leave = (self.names.new(var.aval, placement, label) for _ in range(3))
+        init, enter, leave = (self.names.new(aval(var), placement, label) for _ in range(3))
         if isinstance(atom, Var):
             body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
         return init, enter, leave, atom, placement, self.define(var, placement)

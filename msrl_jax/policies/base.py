@@ -99,7 +99,8 @@ def take(
         )
     left = len(devices) - explicit
     counts = {part: fitting(left, sizes, axes) if count is None else count for part, count in wanted.items()}
-    taken, start = {}, 0
+    taken: dict[str, list[Device]] = {}
+    start = 0
     for part, count in counts.items():
         taken[part] = list(devices[start : start + count])
         start += count
