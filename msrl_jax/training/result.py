@@ -330,7 +330,8 @@ class Result:
                 "Result.load(path, env=...)"
             )
         tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in description["config"].items()}
-        tuples |= {"data": None} if "data" in tuples else {}
+        for name in ("data", "data_fraction"):  # a run comes back without its data
+            tuples.pop(name, None)
         setup = resolve(
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], overrides=tuples,

@@ -72,7 +72,8 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
       An instance of `algorithm.config`.
 
     Raises:
-      ValueError: on a config of another type and on a field that it does not have (the nearest one is suggested).
+      ValueError: on a config of another type, on a field that it does not have (the nearest one is suggested), and on a field
+        that has no effect beside the others.
     """
     config = config or algorithm.config()
     if not isinstance(config, algorithm.config):
@@ -85,7 +86,9 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
             raise ValueError(
                 f"{type(config).__name__} has no field {name!r}{suggestion(name, fields)}; its fields are {', '.join(fields)}"
             )
-    return dataclasses.replace(config, **overrides)
+    config = dataclasses.replace(config, **overrides)
+    config.check_given(overrides)
+    return config
 
 
 @dataclasses.dataclass(frozen=True)

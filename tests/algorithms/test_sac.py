@@ -70,10 +70,11 @@ def plain_losses(state, batch, noises, continuous, target_entropy, learn_tempera
 @pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "discrete"])
 def test_one_update_equals_an_independent_implementation(continuous):
     options = {"target_entropy": -1.5, "max_grad_norm": 0.7} if continuous else {"learn_temperature": False}
-    agent, config = build("sac", RandomWalk(continuous), num_updates=1, initial_temperature=0.3, n_step=2, **options)
+    env = RandomWalk(continuous)
+    agent, config = build("sac", env, num_updates=1, initial_temperature=0.3, n_step=2, **options)
     state = start(agent, 6)
     after, metrics = jax.jit(agent.iteration)(state)
-    batch, key = drawn(agent, config, state, after)
+    batch, key = drawn(env, config, state, after)
     assert (batch.discount == 0).any() and len(np.unique(batch.discount)) == 3
     keys = jax.random.split(key, (2, B))
     noises = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys))

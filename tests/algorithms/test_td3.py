@@ -28,10 +28,11 @@ def plain_target(state, batch, noise, num_critics):
 @pytest.mark.parametrize(("name", "moves"), [("td3", True), ("td3", False), ("ddpg", True)])
 def test_one_update_equals_an_independent_implementation(name, moves):
     options = {"policy_noise": 0.4, "noise_clip": 0.3, "policy_period": 3} if name == "td3" else {"max_grad_norm": 0.2}
-    agent, config = build(name, RandomWalk(True), num_updates=1, **options)
+    env = RandomWalk(True)
+    agent, config = build(name, env, num_updates=1, **options)
     state = start(agent, 6 if moves else 7)
     after, metrics = jax.jit(agent.iteration)(state)
-    batch, key = drawn(agent, config, state, after)
+    batch, key = drawn(env, config, state, after)
     num_critics, noise = 1, 0.0
     if name == "td3":
         num_critics, noise = 2, 0.4 * np.stack([jax.random.normal(k, (2,)) for k in jax.random.split(key, B)])

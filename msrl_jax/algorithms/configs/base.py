@@ -5,6 +5,7 @@ import inspect
 import re
 import types
 import typing
+from collections.abc import Collection
 from typing import Any, Literal
 
 from msrl_jax.algorithms.configs.checks import check_booleans, check_choice
@@ -31,6 +32,13 @@ class Config:
                 check_booleans(self, field)
             elif options := _options(hint):
                 check_choice(self, field, options)
+
+    def check_given(self, fields: Collection[str]) -> None:
+        """Raises ValueError if a field that a user gave has no effect beside the others.
+
+        Args:
+          fields: the names of those that were given; others have their defaults.
+        """
 
 
 def _options(hint: Any) -> tuple[str, ...]:

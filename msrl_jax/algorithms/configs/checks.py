@@ -3,16 +3,12 @@
 A field whose default is None may be None.
 """
 
-import dataclasses
 import math
 import numbers
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msrl_jax._spelling import nearest
-from msrl_jax.codecs import CODECS
-from msrl_jax.data import Dataset
 
 
 def _given(config: object, fields: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -35,6 +31,13 @@ def check_integers(config: object, minimum: int, *fields: str) -> None:
     for field, value in _given(config, fields):
         if not _is_integer(value, minimum):
             raise _reject(config, field, f"an integer of at least {minimum}")
+
+
+def check_periods(config: object, *fields: str) -> None:
+    """Raises ValueError unless every named field is an integer from 1 to `2**24`, as `counters.remainder` takes it."""
+    for field, value in _given(config, fields):
+        if not _is_integer(value, 1) or value > 2**24:
+            raise _reject(config, field, f"an integer of at least 1 and at most {2**24}")
 
 
 def check_numbers(
@@ -70,42 +73,3 @@ def check_sizes(config: object, field: str) -> None:
     value = getattr(config, field)
     if not isinstance(value, tuple) or not value or not all(_is_integer(size, 1) for size in value):
         raise _reject(config, field, "a tuple of positive integers, such as (64, 64)")
-
-
-def check_common(config: Any) -> None:
-    """Raises ValueError on a value that cannot work of a field whose name means the same in all algorithms that have it.
-
-    So do switches, the fields whose default is True or False. What else a config has, it checks itself.
-    """
-    fields = {field.name: field.default for field in dataclasses.fields(config)}
-
-    def there(*names: str) -> list[str]:
-        return [name for name in names if name in fields]
-
-    check_integers(config, 1, *there("num_envs", "unroll_length", "num_epochs", "num_minibatches", "total_steps"))
-    check_integers(config, 1, *there("num_updates", "batch_size", "capacity", "learning_starts", "shards", "n_step"))
-    check_numbers(config, *there("learning_rate", "epsilon", "max_grad_norm"), above=0.0)
-    check_numbers(config, *there("clip_ratio", "clip_value", "target_kl"), above=0.0)
-    check_numbers(config, *there("discount", "gae_lambda", "rms_decay"), low=0.0, high=1.0)
-    check_numbers(config, *there("entropy_coef", "value_coef"), low=0.0)
-    check_booleans(config, *[name for name, default in fields.items() if isinstance(default, bool)])
-    if "hidden_sizes" in fields:
-        check_sizes(config, "hidden_sizes")
-    check_numbers(config, *there("data_fraction"), above=0.0, high=1.0)
-    if "data" in fields and not isinstance(config.data, str | os.PathLike | Dataset | None):
-        raise _reject(config, "data", "the path of a data set, or a msrl_jax.data.Dataset")
-    choices = {
-        "activation": ("tanh", "relu", "elu", "gelu", "silu"),
-        "network": ("auto", "mlp", "cnn"),
-        "storage": CODECS,
-    }
-    for name in there(*choices):
-        check_choice(config, name, choices[name])
-
-
-def check_annealing(config: Any) -> None:
-    """Raises ValueError if the learning rate is to fall over a number of steps that is not given."""
-    if config.anneal_learning_rate and config.total_steps is None:
-        raise ValueError(
-            f"{type(config).__name__}.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False"
-        )

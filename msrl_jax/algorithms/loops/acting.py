@@ -125,9 +125,3 @@ def flatten(x: jax.Array) -> jax.Array:
 def unflatten(x: jax.Array, unroll_length: int) -> jax.Array:
     """Splits `[E * T, ...]` into `[T, E, ...]`: the inverse of `flatten`."""
     return jnp.swapaxes(x.reshape(-1, unroll_length, *x.shape[1:]), 0, 1)
-
-
-@fragment(role="actor")
-def stamp(iteration: jax.Array) -> jax.Array:
-    """Reads the learner's counter where the actors do: a policy with staleness delays it as it delays the parameters."""
-    return iteration

@@ -56,23 +56,3 @@ def annealed_learning_rate(config: LearningRateConfig, iteration: Counter, steps
     # A counter of iterations wraps where optax counts; its fraction of the run does not.
     schedule = optax.linear_schedule(config.learning_rate, 0.0, transition_steps=1)
     return jnp.asarray(schedule(fraction(iteration, 1, math.ceil(config.total_steps / steps_per_iteration))))
-
-
-def learning_rate_at(
-    iteration: jax.Array, learning_rate: float, steps_per_iteration: int, anneal_over: int | None
-) -> jax.Array:
-    """The learning rate of an iteration.
-
-    Args:
-      iteration: iterations done. `[]` int32
-      learning_rate: the one to start from.
-      steps_per_iteration: environment steps per iteration.
-      anneal_over: environment steps over which it falls linearly to 0, where it stays; None for a constant.
-
-    Returns:
-      The learning rate. `[]` float32
-    """
-    rate = jnp.float32(learning_rate)
-    if anneal_over is not None:
-        rate *= jnp.maximum(1 - iteration / math.ceil(anneal_over / steps_per_iteration), 0)
-    return rate

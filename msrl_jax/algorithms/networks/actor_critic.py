@@ -214,6 +214,8 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     Returns:
       A function from `[..., N]` to `[..., *space.shape]`, or, if the space is `Discrete`, from `[...]` to `[...]`.
     """
+    if isinstance(space, Discrete):
+        return lambda action: jnp.asarray(action, space.dtype)
     if not isinstance(space, Box):
         return lambda action: action
     low, high = space.low.reshape(-1), space.high.reshape(-1)

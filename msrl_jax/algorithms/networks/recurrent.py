@@ -19,7 +19,7 @@ from msrl_jax.algorithms.configs.network import RecurrentConfig
 from msrl_jax.algorithms.loops.acting import flatten, unflatten
 from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic, make_torso
 from msrl_jax.algorithms.networks.layers import matmul
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import q_network_on_features
 from msrl_jax.envs import Box, Discrete, Space
 
 Carry = tuple[jax.Array, ...]
@@ -308,8 +308,8 @@ def recurrent_q_network(
 
     def make_heads(features: Box) -> Heads:
         sizes = config.hidden_sizes[-1:] if dueling else ()
-        heads = q_network(
-            features, action_space, hidden_sizes=sizes, activation=config.activation, network="mlp", dueling=dueling
+        heads = q_network_on_features(
+            features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling
         )
         return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
 
