@@ -5,6 +5,9 @@ import os
 import shutil
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
@@ -21,8 +24,32 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# Limits of `-n auto`: a process takes up to 3 GiB, and more than 16 would only wait for the longest test.
+BYTES_PER_PROCESS, MOST_PROCESSES = 3 * 2**30, 16
+
 # Programs compiled by one worker serve the others, for as long as this run lasts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="msrl-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist asks; `-p no:xdist` leaves it out
+def pytest_xdist_auto_num_workers():
+    """Returns the number of processes of `-n auto`: one per core that this process may use, as far as memory goes."""
+    if chosen := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(chosen)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, _limit_of_container("cpu.max", cores))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = min(memory, _limit_of_container("memory.max", memory))
+    return max(1, min(int(cores), int(memory / BYTES_PER_PROCESS), MOST_PROCESSES))
+
+
+def _limit_of_container(name, otherwise):
+    """Returns what cgroups allow this process: cores (`cpu.max`, a quota per period) or bytes (`memory.max`)."""
+    try:
+        limit, *period = Path("/sys/fs/cgroup", name).read_text().split()
+    except OSError:
+        return otherwise
+    return otherwise if limit == "max" else int(limit) / int(*period or [1])

@@ -41,6 +41,10 @@ PARTICULAR = {
 OFFLINE = ("bc", "cql", "iql")
 # A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
 ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
+# Two programs that compute the same torques and dynamics may differ by one unit in the last place: XLA fuses a multiplication
+# and an addition, which rounds once instead of twice, in one program and not in the other. Where it does depends on the
+# processor's vector length and on the number of environments per device. Speeds reach 8.
+ULP_OF_SPEED = np.spacing(np.float32(8))
 IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
 ITERATIONS = 5
 CASES = [
@@ -80,11 +84,11 @@ SLOW = [
 
 
 def is_slow(algorithm, env, num_devices):
-    """PPO on CartPole-v1 runs on every number of devices each time, the others on the least and the most.
+    """PPO on CartPole-v1 runs on every number of devices each time, the others on eight.
 
     Of two variants of one algorithm, the one that does more runs each time.
     """
-    return (algorithm, env) in SLOW or (num_devices in (2, 4) and (algorithm, env) != ("ppo", "CartPole-v1"))
+    return (algorithm, env) in SLOW or (num_devices < 8 and (algorithm, env) != ("ppo", "CartPole-v1"))
 
 
 MATRIX = [
@@ -94,19 +98,6 @@ MATRIX = [
     )
     for case in CASES for num_devices in (1, 2, 4, 8)
 ]  # fmt: skip
-
-
-def rounds_alike(algorithm, env, policy, num_devices):
-    """Whether the first iteration acts with the very numbers of plain `jit`, to the last bit.
-
-    Choices do not show a last bit. Torques do, where XLA rounds differently in another program: a step that is a program
-    of its own, the dynamics that ES's loop has twice (for the state, and for what is seen of it), and a matrix product
-    instead of a batch of them, if each device has one worker of A3C.
-    """
-    stepwise = policy in ("Environments", "SingleLearnerFine")
-    whole = policy in ("GPUOnly", "MultiLearner")
-    alone = whole and algorithm == "a3c" and num_devices == PARTICULAR["a3c"]["num_workers"]
-    return env == "CartPole-v1" or not (stepwise or algorithm == "es" or alone)
 
 
 def build(name, env, **overrides):
@@ -146,10 +137,10 @@ def test_the_same_training_run(policy, algorithm, env, num_devices):
         agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, devices=jax.devices()[:num_devices]
     )
     one, first = program.run(state, 1, chunk=1)
-    if rounds_alike(algorithm, env, policy, num_devices):
+    if env == "CartPole-v1":
         np.testing.assert_array_equal(seen(one), obs[0])
     else:
-        np.testing.assert_allclose(seen(one), obs[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(seen(one), obs[0], rtol=0, atol=ULP_OF_SPEED)
     after, measured = program.run(one, ITERATIONS - 1, chunk=1)
     measured = jax.tree.map(lambda a, b: np.concatenate([a, b]), first, measured)
     if env == "CartPole-v1":

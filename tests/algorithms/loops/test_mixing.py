@@ -130,7 +130,8 @@ def test_the_same_run_wherever_it_runs(policy, devices, plain):
     policy = msrl.training.setup.resolve_policy(policy)
     program = msrl.compile(built.iteration, state, policy=policy, axes=built.axes, devices=jax.devices()[:devices])
     found, measured = program.run(program.initialize(lambda: built.with_data(built.init(jax.random.key(0)))), 5, chunk=5)
-    np.testing.assert_array_equal(found.obs, after.obs)
+    # With two environments per device, XLA may fuse a multiplication and an addition in one program and not in the other.
+    np.testing.assert_allclose(found.obs, after.obs, rtol=0, atol=np.spacing(np.abs(after.obs).max()))
     for a, b in zip(*map(jax.tree.leaves, ((found.params, measured), (after.params, metrics))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, (found.data, built.data["data"])), strict=True):
