@@ -1,4 +1,4 @@
-"""Implementations: other bodies of a fragment, each for one platform, between which lowering chooses."""
+"""Implementations: other bodies of a fragment, one for each platform. The platform of the devices decides."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -47,7 +47,7 @@ def evaluate_for_platform(
       name: the fragment's, for errors.
 
     Returns:
-      What the body of the platform that this is lowered for returns.
+      The results of the body for the platform that the program is compiled for.
 
     Raises:
       TypeError: if the results of a body have another structure, shape or dtype than those of `default`.

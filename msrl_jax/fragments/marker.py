@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from jax.ref import AbstractRef
 
 from msrl_jax._compat import (
+    AbstractRef,
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,
@@ -32,8 +32,23 @@ from msrl_jax.fragments.implementations import check_platforms, evaluate_for_pla
 P = ParamSpec("P")
 R = TypeVar("R")
 
-fragment_p = Primitive("fragment")
-fragment_p.multiple_results = True
+
+
+class _FragmentPrimitive(Primitive):
+    """Besides a body, takes a function that is still to be traced, as JAX's own call primitives do: checkify passes one."""
+
+    multiple_results = True
+
+    def bind(self, *args, subfuns=(), **params):
+        if not subfuns:
+            return super().bind(*args, **params)
+        (fn,) = subfuns
+        closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
+        body = _as_inputs(closed, params["name"], shapes)
+        return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
+
+
+fragment_p = _FragmentPrimitive("fragment")
 
 
 def _evaluate(*xs, call_jaxpr: ClosedJaxpr, name: str, role: str):

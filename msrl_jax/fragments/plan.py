@@ -24,7 +24,10 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it."""
+    """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it.
+
+    `collectives_known` says whether these are all of them: if not, the program's text was not understood in full.
+    """
 
     name: str
     placement: str
@@ -34,6 +37,7 @@ class ProgramPlan:
     temporary_bytes: int
     donated_bytes: int
     collectives: tuple[Collective, ...]
+    collectives_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,7 @@ def _table(plan: Plan) -> str:
     rows = [row[:shown] for row in _crossing_rows(plan.crossings)]
     lines += _columns(head[:shown], rows) if rows else ["  nothing"]
     found = [(p, c) for p in plan.programs for c in p.collectives]
+    unclear = [p for p in plan.programs if not p.collectives_known]
     lines += ["", "collectives inside programs"]
     lines += _columns(
         ("program", "kind", "bytes", "times/iteration", "source"),
@@ -225,7 +230,8 @@ def _table(plan: Plan) -> str:
             (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
             for p, c in found
         ],
-    ) if found else ["  none"]  # fmt: skip
+    ) if found else ["  none"] if not unclear else []  # fmt: skip
+    lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
     if plan.loops:
         lines += ["", "loops driven by the host"]
         lines += _columns(

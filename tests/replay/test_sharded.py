@@ -65,7 +65,7 @@ def test_samples_do_not_depend_on_the_devices(kind):
         program = compile_on(buffer, num_devices, count)
         args = jax.device_put((buffer.init(), items, jax.random.key(0)), program.input_shardings[0])
         seen.append(jax.tree.map(np.asarray, program(*args)))
-        moved, _ = collectives(program.as_text())
+        moved = collectives(program.as_text()).collectives
         # Only the least probability of the batch, for the importance weights.
         assert all(c.kind == "all-reduce" and c.nbytes == 4 for c in moved), moved
         assert len(moved) == (kind == "prioritized" and num_devices > 1)
