@@ -216,7 +216,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
         # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
         def loss(trained):
             q = critics.apply(trained["critic"], e.obs, e.action)
-            critic_loss = value_loss(q, target).sum(0).mean()
+            critic_loss = jax.vmap(value_loss, (0, None))(q, target).sum(0).mean()
             action, log_prob = draw(trained["actor"], e.obs, now_keys)
             soft = soft_value(pessimistic_value(critics.apply(params["critic"], e.obs, action)), log_prob, temperature)
             total = critic_loss - soft.mean()

@@ -99,7 +99,7 @@ def build(env: Environment, config: IQLConfig) -> Agent:
         def loss(trained):
             q = taken_value(critics, trained["critic"], e.obs, e.action)
             losses = {
-                "critic_loss": value_loss(q, target).sum(0).mean(),
+                "critic_loss": jax.vmap(value_loss, (0, None))(q, target).sum(0).mean(),
                 "value_loss": expectile_loss(outcome - value.apply(trained["value"], e.obs), config.expectile).mean(),
                 "actor_loss": -(weight * log_likelihood(policy.apply(trained["actor"], e.obs), e.action)).mean(),
             }

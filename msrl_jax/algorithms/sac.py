@@ -126,7 +126,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
         # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
         def loss(trained):
             q = taken_value(critics, trained["critic"], e.obs, e.action)
-            critic_loss = (batch.weight * value_loss(q, target).sum(0)).mean()
+            critic_loss = (batch.weight * jax.vmap(value_loss, (0, None))(q, target).sum(0)).mean()
             distribution = policy.apply(trained["actor"], e.obs)
             soft, log_prob = policy_value(params["critic"], distribution, e.obs, temperature, keys)
             total = critic_loss - soft.mean()

@@ -119,7 +119,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
 
         def critic_loss(critic):
             q = critics.apply(critic, e.obs, e.action)
-            losses = batch.weight * value_loss(q, target).sum(0)
+            losses = batch.weight * jax.vmap(value_loss, (0, None))(q, target).sum(0)
             return losses.mean(), (target - q.mean(0), q.mean())
 
         def actor_loss(actor):

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -62,6 +63,8 @@ def fold(
     Returns:
       The discounted sum, the position of the last step in it (int32), and the weight of its successor's value. `[...]`
     """
+    chex.assert_equal_shape((reward, terminated, truncated))
+    chex.assert_type((terminated, truncated), bool)
     ends = terminated | truncated
     lives = jnp.concatenate([jnp.ones_like(ends[:1]), jnp.cumsum(ends[:-1], 0) == 0])
     steps = jnp.arange(len(reward)).reshape(-1, *[1] * (reward.ndim - 1))

@@ -101,7 +101,7 @@ class Ring:
         """
         self._check(items)
 
-        def by_shard(x):
+        def by_shard(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
         packed, lost = self.format.encode(jax.tree.map(by_shard, items), 3)
@@ -110,7 +110,7 @@ class Ring:
         return held, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
-        def expected(x):
+        def expected(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.unroll_length, self.num_envs, *x.shape), x.dtype)
 
         wanted = jax.tree.map(expected, self.format.example)
@@ -140,7 +140,7 @@ class Ring:
         tree = jax.tree.structure(self.format.example)
         part, shape = jax.tree.flatten(select(jax.tree.unflatten(tree, range(tree.num_leaves))))
 
-        def read(leaf):
+        def read(leaf: int) -> jax.Array:
             packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), held[leaf])
             return self.format.decode(leaf, packed, rows.ndim)
 

@@ -50,7 +50,8 @@ class ItemFormat:
           What is stored, with the same leading dimensions, and which items do not come back as their codecs promise.
         """
         leaves = jax.tree.leaves(items)
-        packed, lost = [], jnp.zeros(leaves[0].shape[:dims], bool)
+        packed: list[Any] = []
+        lost = jnp.zeros(leaves[0].shape[:dims], bool)
         for c, x in zip(self.codecs, leaves, strict=True):
             packed.append(_over(c.encode, dims)(x) if c else x)
             lost |= ~_over(c.holds, dims)(x) if c and c.holds else False
@@ -74,7 +75,7 @@ class ItemFormat:
         return _over(lambda p: codec.decode(p, aval), dims)(packed)
 
 
-def _over(fn: Callable, dims: int) -> Callable:
+def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     """Maps over `dims` leading dimensions."""
     for _ in range(dims):
         fn = jax.vmap(fn)

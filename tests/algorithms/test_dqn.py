@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, envs
+from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
 from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
@@ -245,3 +245,37 @@ def test_continuous_actions_are_refused_with_the_names_of_what_fits():
         algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
     for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
         algorithms.get(name)
+
+
+@pytest.fixture(scope="module")
+def periodic():
+    """An agent whose target and whose actors follow every third update, and a state that is about to learn."""
+    options = {"num_updates": 1, "target_period": 3, "tau": 1.0, "actor_period": 3}
+    agent = algorithms.get("dqn").build(RandomWalk(), DQNConfig(**SMALL | options))
+    iteration, state = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
+    for _ in range(3):
+        state, _ = iteration(state)
+    return iteration, state
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 10**13, 10**13 + 1])
+def test_periods_are_kept_where_counters_would_wrap(periodic, done):
+    iteration, state = periodic
+    taken_at = counters.counter(max(done - 2, 0))
+    state = state._replace(
+        iteration=counters.counter(done), updates=counters.counter(done), acting_params=(state.acting_params[0], taken_at)
+    )
+    after, metrics = iteration(state)
+    assert counters.to_int(after.iteration) == counters.to_int(after.updates) == done + 1
+    assert metrics["parameter_age"] == min(done, 2)
+    same = lambda a, b: all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # noqa: E731
+    assert not same(after.params, state.params)
+    due = (done + 1) % 3 == 0
+    assert same(after.target_params, after.params if due else state.target_params)
+    assert same(after.acting_params[0], after.params if due else state.acting_params[0])
+    assert counters.to_int(after.acting_params[1]) == (done + 1 if due else max(done - 2, 0))
+
+
+def test_as_many_random_steps_as_a_batch_needs():
+    """What `learning_starts=None` promises."""
+    assert n_step_buffer(RandomWalk(), DQNConfig(**SMALL | {"learning_starts": None})).min_size == T * E

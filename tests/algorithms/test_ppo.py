@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import PPOConfig
+from msrl_jax.fragments.placement import AXES
+from msrl_jax.policies import Placement
 
 from .random_walk import RandomWalk
 
@@ -171,11 +173,11 @@ def test_a_key_samples_and_no_key_is_greedy(walk):
 
 
 def shardings(agent, mesh):
-    spec = lambda part, axes: jax.tree.map(lambda _: NamedSharding(mesh, axes), part)  # noqa: E731
+    """Shardings of the state over a mesh with one axis, over which every logical axis is split."""
+    placement = Placement("all", mesh, tuple((axis, "env") for axis in AXES))
+    spec = lambda axes, part: jax.tree.map(lambda x: placement.sharding(axes, x.shape), part)  # noqa: E731
     state = jax.eval_shape(agent.init, jax.random.key(0))
-    return jax.tree.map(
-        lambda axes, part: spec(part, axes), agent.axes, state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree.map(spec, agent.axes, state, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def collectives(agent):
