@@ -407,7 +407,7 @@ def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[
     """Reads the registers of stale parameters: `depths` says which leaves of the state have how many."""
     if bool(depths) != (path / folder.REGISTERS).exists():
         raise ValueError(
-            f"the registers of stale parameters in {path / folder.REGISTERS} differ from those that {folder.CONFIG} lists "
+            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
             f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
         )
     leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}
