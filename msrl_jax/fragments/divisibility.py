@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout, Placement
@@ -16,16 +16,18 @@ class Fit:
       policy: the distribution policy.
       devices: the devices that it was given.
       leaves: logical axis -> the leaves of the state that carry it: path, and size along the axis.
+      groups: logical axis -> how many adjacent entries stay on one device; 1 where nothing is said.
     """
 
     policy: DistributionPolicy
     devices: tuple[Device, ...]
     leaves: Mapping[str, Sequence[tuple[str, int]]]
+    groups: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each logical axis: the greatest common divisor where leaves differ, as groups of environments do."""
-        return {axis: math.gcd(*(size for _, size in leaves)) for axis, leaves in self.leaves.items()}
+        """The size of each logical axis, in groups; the greatest common divisor where leaves differ."""
+        return {a: math.gcd(*(size for _, size in leaves)) // self.groups.get(a, 1) for a, leaves in self.leaves.items()}
 
     @cached_property
     def layout(self) -> Layout:
@@ -45,22 +47,27 @@ class Fit:
         return tuple(d for d in self.devices if d not in self.layout.devices)
 
     def _check(self, placement: Placement, policy: str) -> None:
-        split: set[str] = set()
+        # Of environments, agents and members a placement splits the first that there is; the others lie whole where they do
+        # not divide. Workers and shards belong to arrays of their own.
+        first = next((axis for axis, _ in placement.rules if axis in self.leaves), None)
         for axis, mesh_axis in placement.rules:
-            if axis not in self.leaves or mesh_axis in split:
+            if axis not in self.leaves or axis not in (first, "worker", "shard"):
                 continue
-            split.add(mesh_axis)
-            ways = placement.mesh.shape[mesh_axis]
+            ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
+                together = f" in groups of {group}, which stay on one device" if group > 1 else ""
                 raise ValueError(
-                    f"{self._indivisible(axis, ways)} cannot be split over the {ways} devices of placement {placement.name!r}; "
-                    f"use a multiple of {ways}, or give {placement.name!r} {' or '.join(map(str, fit))} devices in {policy}"
+                    f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
+                    f"{placement.name!r}{together}; use a multiple of {ways * group}, or give {placement.name!r} "
+                    f"{' or '.join(map(str, fit))} devices in {policy}"
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """Names the size of an axis that does not divide; leaves may have several sizes along one axis, as groups do."""
+        """Names the size of an axis that does not divide; leaves may have several sizes along one axis."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:
-            return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
+            return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(
+                axis, f"the size of axis {axis!r}={size}"
+            )
         return f"axis {axis!r} of {path}, which is of size {size},"

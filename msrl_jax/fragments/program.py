@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -59,6 +59,7 @@ def compile(
     *,
     policy: DistributionPolicy,
     axes: Any = None,
+    groups: Mapping[str, int] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> "Program[State]":
     """Compiles a training iteration for a distribution policy.
@@ -71,6 +72,7 @@ def compile(
       policy: where each role runs.
       axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
         part; None replicates.
+      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 unless said.
       devices: devices that the policy may use; all of the default platform if not given.
 
     Returns:
@@ -84,7 +86,7 @@ def compile(
     _check_jit_is_on()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs))
+    fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs), groups or {})
     layout = fit.layout
     traced = trace(iteration, state)
     closed = traced.jaxpr
