@@ -171,7 +171,7 @@ def _subtree(path: str) -> str:
 
 def _crossing_rows(crossings: Sequence[Crossing]) -> list[list[str]]:
     """A row for the arrays of a subtree that have dtype, way, times and codec in common."""
-    together: dict[tuple, list[Crossing]] = {}
+    together: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
         key = (_subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
         together.setdefault(key, []).append(c)
