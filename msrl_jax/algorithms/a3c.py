@@ -184,7 +184,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         value = merge(jax.vmap(network.value)(worker_params, by_worker(flatten(final_obs))))
         return unflatten(value, config.unroll_length)
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
     def gradients(worker_params, trajectory, last_obs, bootstrap_value):

@@ -187,7 +187,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     def score(reward, ended):
         return first_episode_return(reward, ended), ~ended[-1]
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
     def gradients(params, seeds, fitness):

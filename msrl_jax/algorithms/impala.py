@@ -185,7 +185,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     def bootstrap(params, final_obs):
         return values(network, params, final_obs)
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     def unroll(state: IMPALAState) -> tuple[IMPALAState, Batch, Metrics]:
         def step(carry, keys):

@@ -159,7 +159,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     def bootstrap(params, final_obs):
         return values(network, params, final_obs)
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
     def estimate_advantages(params, trajectory, last_obs, bootstrap_value):

@@ -184,7 +184,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         (_, bootstrap_value), _ = network.step(params, final_obs, carries)
         return bootstrap_value, version
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
     def estimate_advantages(experience, bootstrap_value):

@@ -8,6 +8,7 @@ reads the value chooses: XLA propagates shardings to parameters too.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -238,7 +239,7 @@ class _Lowering:
         out = tuple(self.known[v] or whole(v) for v in i.results)
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.results)
 
-        def empty():
+        def empty() -> tuple[jax.Array, ...]:
             return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
 
         self.executables.compiled[i] = self.executables.compile(("alloc", kinds), empty, (), (), out)
@@ -260,7 +261,7 @@ def _scattered(value: Value) -> NamedSharding:
     return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)
 
 
-def _copy(*xs):
+def _copy(*xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.copy() for x in xs)
 
 
@@ -268,7 +269,7 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
     return a.is_equivalent_to(b, len(value.aval.shape))
 
 
-def body(run: Run) -> Callable:
+def body(run: Run) -> Callable[..., Any]:
     """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows.
 
     Args:
@@ -279,9 +280,9 @@ def body(run: Run) -> Callable:
     """
     evaluate = jaxpr_as_fun(run.jaxpr)
 
-    def fn(*args):
-        index, *args = args if run.index is not None else (None, *args)
-        inputs, buffers = list(args[: len(run.inputs)]), args[len(run.inputs) :]
+    def fn(*args: Any) -> tuple[Any, ...]:
+        index, *rest = args if run.index is not None else (None, *args)
+        inputs, buffers = rest[: len(run.inputs)], rest[len(run.inputs) :]
         for k in run.rows:
             inputs[k] = jax.lax.dynamic_index_in_dim(inputs[k], index, 0, keepdims=False)
         results = evaluate(*inputs)

@@ -132,7 +132,7 @@ class Program(Generic[State]):
         layout: Layout,
         graph: Graph,
         schedule: Schedule,
-        fused: Callable | None,
+        fused: Callable[..., Any] | None,
         tree: Any,
         traced: Traced,
         costs: tuple[FragmentCost, ...],

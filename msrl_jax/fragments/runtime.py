@@ -1,6 +1,7 @@
 """The runtime: executes an instruction list, one asynchronous dispatch per instruction."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
 
-Slots = list
+Slots = list[Any]
 Step = Callable[[Slots], None]
 
 # A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while

@@ -104,7 +104,7 @@ class Traced:
         return True
 
 
-def trace(iteration: Callable, state: PyTree) -> Traced:
+def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
     """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
 
     The trace is the one that `jax.jit` comes to use: for the weak types that the state's leaves keep.
@@ -123,7 +123,7 @@ def trace(iteration: Callable, state: PyTree) -> Traced:
     avals, paths = state_avals(state)
     tree = jax.tree.structure(state)
 
-    def flat(*leaves):
+    def flat(*leaves: Any) -> tuple[Any, Any]:
         result = iteration(jax.tree.unflatten(tree, leaves))
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(

@@ -221,8 +221,8 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
     ("options", "message"),
     [
         ({"batch_size": 100_000}, r"fewer than batch_size=100000; use a capacity of at least 100032, or smaller batches"),
-        ({"learning_starts": 100}, r"learning_starts its min_size: min_size=100: a batch of 128 .* needs 128 steps"),
-        ({"learning_starts": 60_000}, r"min_size=60000: .* the buffer holds 19968; use a number between these"),
+        ({"learning_starts": 100}, r"learning_starts=100: a batch of 128 .* needs 128 steps"),
+        ({"learning_starts": 60_000}, r"learning_starts=60000: .* the buffer holds 19968; use a number between these"),
         ({"capacity": 10**9, "storage": "bfloat16"}, r"takes [0-9,]+ bytes, but .* use capacity=\d+ or less"),
         ({"shards": 3}, "shards=3 does not divide both num_envs=16 and batch_size=128"),
     ],

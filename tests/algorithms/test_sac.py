@@ -151,5 +151,5 @@ class Unbounded(RandomWalk):
 def test_what_does_not_fit_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"sac needs finite bounds .* give its action_space finite low and high, or use ppo"):
         algorithms.get("sac").build(Unbounded(True), SACConfig())
-    with pytest.raises(ValueError, match=r"min_size=10: a batch of 256"):
+    with pytest.raises(ValueError, match=r"learning_starts=10: a batch of 256"):
         algorithms.get("sac").build(RandomWalk(True), SACConfig(learning_starts=10))

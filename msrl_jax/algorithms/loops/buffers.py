@@ -101,5 +101,5 @@ def _buffer(
     try:
         return make(example, **options)
     except ValueError as error:
-        names = f"{type(config).__name__}, whose {length_is} the buffer's length and learning_starts its min_size"
-        raise ValueError(f"{names}: {error}") from None
+        text = str(error).replace("min_size", "learning_starts")  # the name of the field, which is a flag too
+        raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None

@@ -216,7 +216,7 @@ def off_policy_agent(
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    pop_episodes = fragment(role="env", name="pop_episodes")(venv.drain)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="buffer")
     def insert(replay, pending, items):
