@@ -162,9 +162,7 @@ def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tu
     try:
         sys.stderr = messages
         with _REGISTRY:
-            return tyro.cli(
-                command, args=list(argv), prog=prog, description=description, return_unknown_args=True
-            )
+            return tyro.cli(command, args=list(argv), prog=prog, description=description, return_unknown_args=True)
     except SystemExit as error:
         if not error.code:
             raise

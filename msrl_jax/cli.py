@@ -298,11 +298,7 @@ def _note_measurement(measurement: Any) -> None:
 def _list(args: List, config: dict[str, Any]) -> int:
     from msrl_jax import algorithms, envs, policies
 
-    names = {
-        "algorithms": algorithms.names(),
-        "environments": sorted(envs.names()),
-        "policies": policies.names(),
-    }
+    names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     if args.json:
         _print_json(names)
     else:

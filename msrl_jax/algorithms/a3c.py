@@ -27,14 +27,7 @@ from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageCon
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import (
-    Trajectory,
-    flatten,
-    parameter_age,
-    parameter_version,
-    split_keys,
-    unflatten,
-)
+from msrl_jax.algorithms.loops.acting import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.counters import Counter, advance, counter

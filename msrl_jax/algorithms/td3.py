@@ -95,10 +95,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
-        params = {
-            "actor": actor.init(actor_key, obs),
-            "critic": init_critics(critics, critic_key, action_space, obs),
-        }
+        params = {"actor": actor.init(actor_key, obs), "critic": init_critics(critics, critic_key, action_space, obs)}
         return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
 
     def policy(actor_params, obs):

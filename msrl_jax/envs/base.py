@@ -44,9 +44,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
         """Advances an episode by one action.
 
         Args:

@@ -66,9 +66,7 @@ class GymnaxEnvironment:
         obs, state = self.env.reset_env(key, self.params)
         return strong(state), strong(obs)
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: jax.Array
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)

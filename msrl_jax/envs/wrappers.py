@@ -44,9 +44,7 @@ class FlattenObservation:
         state, obs = self.env.reset(key)
         return state, spaces.flatten(self.env.observation_space, obs)
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: PyTree
-    ) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
         return state, spaces.flatten(self.env.observation_space, obs), reward, terminated, truncated

@@ -274,9 +274,7 @@ def bench(
         setup.compile(policy, devices)
     measurements = []
     for setup, policy in grid:
-        measurements.append(
-            measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices)
-        )
+        measurements.append(measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices))
         if on_measurement is not None:
             on_measurement(measurements[-1])
     return measurements

@@ -122,8 +122,7 @@ class RowWriter:
 def read_rows(path: Path) -> list[Row]:
     """Reads the rows of `metrics.jsonl` in a run's folder."""
     return [
-        {name: _from_json(value) for name, value in json.loads(line).items()}
-        for line in (path / ROWS).read_text().splitlines()
+        {name: _from_json(value) for name, value in json.loads(line).items()} for line in (path / ROWS).read_text().splitlines()
     ]
 
 

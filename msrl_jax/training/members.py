@@ -12,9 +12,7 @@ from msrl_jax.algorithms import Agent
 
 def member_axes(axes: Any) -> Any:
     """Puts the logical axis `"member"` in front of every entry of a prefix tree of PartitionSpecs."""
-    return jax.tree.map(
-        lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P)
-    )
+    return jax.tree.map(lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P))
 
 
 def population(agent: Agent) -> Agent:

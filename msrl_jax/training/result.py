@@ -294,9 +294,7 @@ class Result:
         evaluator = make_evaluator(self.behavior, episodes, max_steps=max_steps)
         return evaluator(self.member_state(member), jax.random.key(check_seed(seed)))
 
-    def plot(
-        self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)
-    ) -> "Figure":
+    def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
         Args:

@@ -233,9 +233,7 @@ def train(
     eval_every = None if eval_every is None else whole("eval_every", eval_every)
     if out is not None:
         folder.check_free(Path(out))
-    setup = resolve(
-        algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps}
-    )
+    setup = resolve(algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps})
     per_iteration = setup.behavior.agent.steps_per_iteration
     iterations = total_steps // per_iteration
     if not iterations:
@@ -294,7 +292,9 @@ def train(
         compile_seconds=program.compile_seconds,
         wall_seconds=time.perf_counter() - started,
         timings={
-            "setup_seconds": setup_seconds, "train_seconds": run.train_seconds, "evaluation_seconds": run.evaluation_seconds
+            "setup_seconds": setup_seconds,
+            "train_seconds": run.train_seconds,
+            "evaluation_seconds": run.evaluation_seconds,
         },
         evaluation=run.evaluation,
         description=description,
@@ -314,9 +314,7 @@ def _is_true(answer: Any) -> bool:
     return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
 
 
-def _loop(
-    run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]
-) -> Status:
+def _loop(run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]) -> Status:
     """Runs chunk after chunk; an interrupt that a callback raises ends the run like one from the keyboard."""
     while True:
         run.advance(min(chunk, iterations - run.iteration))

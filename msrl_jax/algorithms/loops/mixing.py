@@ -53,12 +53,7 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
         return own.update(state, Indices(*map(take_own, indices)), take_own(td_error))
 
     return dataclasses.replace(
-        own,
-        sample=sample,
-        update=update,
-        batch_size=own.batch_size + data.batch_size,
-        data=held,
-        data_axes=data.axes,
+        own, sample=sample, update=update, batch_size=own.batch_size + data.batch_size, data=held, data_axes=data.axes
     )
 
 

@@ -121,13 +121,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         learner = Learner(state.params, state.target_params, state.opt_state)
         learner, count, updates, key, metrics = learn(learner, state.iteration, state.updates, state.key, batches, held_out)
         after = OfflineState(
-            **learner._asdict(),
-            iteration=count,
-            updates=updates,
-            key=key,
-            data_key=data_key,
-            env_state=(),
-            data=state.data,
+            **learner._asdict(), iteration=count, updates=updates, key=key, data_key=data_key, env_state=(), data=state.data
         )
         return after, metrics
 

@@ -59,12 +59,7 @@ class QNetwork:
 
 
 def q_network(
-    observation_space: Space,
-    action_space: Discrete,
-    config: NetworkConfig,
-    *,
-    dueling: bool = False,
-    num_atoms: int = 1,
+    observation_space: Space, action_space: Discrete, config: NetworkConfig, *, dueling: bool = False, num_atoms: int = 1
 ) -> QNetwork:
     """Makes the network for a pair of spaces.
 

@@ -308,9 +308,7 @@ def recurrent_q_network(
 
     def make_heads(features: Box) -> Heads:
         sizes = config.hidden_sizes[-1:] if dueling else ()
-        heads = q_network_on_features(
-            features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling
-        )
+        heads = q_network_on_features(features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling)
         return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
 
     return recurrent_network(observation_space, make_heads, config)

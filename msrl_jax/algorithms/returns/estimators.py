@@ -53,13 +53,7 @@ def n_step_return(
 
 
 def lambda_return(
-    reward: jax.Array,
-    next_value: jax.Array,
-    terminated: jax.Array,
-    truncated: jax.Array,
-    *,
-    discount: float,
-    lambda_: float,
+    reward: jax.Array, next_value: jax.Array, terminated: jax.Array, truncated: jax.Array, *, discount: float, lambda_: float
 ) -> jax.Array:
     """The mixture of all n-step returns with weights that fall by `lambda_` (Sutton & Barto, 2018, eq. 12.2 and 12.3).
 
