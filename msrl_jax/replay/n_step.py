@@ -56,9 +56,9 @@ def fold(
 
     Args:
       reward: rewards. `[S, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[S, ...]` bool
+      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[S, ...]` bool
       truncated: whether the episode was cut short. `[S, ...]` bool
-      discount: the factor per step.
+      discount: discount factor per step.
 
     Returns:
       The discounted sum, the position of the last step in it (int32), and the weight of its successor's value. `[...]`
