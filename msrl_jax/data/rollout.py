@@ -29,7 +29,7 @@ class Acting(Protocol):
         ...
 
     def take(self, state: Any) -> list[jax.Array]:
-        """Copies the leaves of a state that acting depends on to one device."""
+        """Copies the leaves of a state that acting needs to one device."""
         ...
 
     def restore(self, leaves: list[jax.Array]) -> Any:
