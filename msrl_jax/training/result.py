@@ -229,7 +229,7 @@ class Result:
         """
         if self.behavior.agent.initial_carry is not None:
             raise ValueError(
-                f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough to act on; "
+                f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough; "
                 "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
             )
         return self.act_with_carry(obs, None, key, member=member)[0]

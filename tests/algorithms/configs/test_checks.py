@@ -1,4 +1,4 @@
-"""Configs and the registry refuse what is wrong before anything is compiled, and say what to do."""
+"""Configs and the registry refuse bad input before anything compiles, with a remedy."""
 
 import dataclasses
 import math
