@@ -71,7 +71,7 @@ ALGORITHMS = {"ppo": ("PPO", ppo), "dqn": ("DQN", dqn), "sac": ("SAC", sac), "td
 
 
 class Trainer:
-    """An algorithm in one setting, which trains on from where it left off."""
+    """An algorithm in one setting; every call continues the training."""
 
     def __init__(self, algo: str, setting: dict):
         """Initializes, compiles, and finds out how many iterations make a chunk of a quarter of a second."""

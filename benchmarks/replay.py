@@ -24,7 +24,7 @@ LOOPS = 50
 
 
 class Functions(NamedTuple):
-    """What is measured of a library's buffer; without priorities there is no `update`."""
+    """The measured functions of a library's buffer; without priorities there is no `update`."""
 
     init: Callable[[], Any]
     insert: Callable[[Any, Any], Any]

@@ -7,26 +7,27 @@ happen inside the commands, so that help is quick and devices can be configured 
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
 import sys
 import time
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from msrl_jax import _flags, _streams
+from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
 PROG = "msrl-jax"
 DIVERGED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
-class UsageError(ValueError):
-    """Bad input that is found while the command line is read."""
+PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Train(Where):
       env: environment, NAME or NAME:param=value,...
       policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
       total_steps: environment steps, per seed.
-      seed: where all randomness starts.
+      seed: the seed of all randomness.
       seeds: how many runs to train at once, from seed, seed + 1, ...
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
       chunk: iterations between two ticks of the host; chosen if not given.
@@ -86,7 +87,7 @@ class Evaluate(Where):
     Attributes:
       run: folder of a run.
       episodes: how many episodes.
-      seed: where the environments' randomness starts.
+      seed: the seed of the environments' randomness.
       member: which seed of a run of several plays; the best one if not given.
       max_steps: cap on the steps of an episode.
       json: print the outcome as one line of JSON, the last on stdout.
@@ -102,18 +103,17 @@ class Evaluate(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(Where):
-    """Let a trained agent act, and write a data set of what happens.
+    """Let a trained agent act, and write its steps to a data set.
 
     Attributes:
       run: folder of a run.
       steps: rows of the data set.
       out: file of the data set, such as medium.npz
-      epsilon: probability of a random action, the most probable one is taken otherwise; actions are sampled from the policy if
-        not given.
-      seed: where all randomness starts.
+      epsilon: probability of a random action, else the most probable one; if not given, actions are sampled from the policy.
+      seed: the seed of all randomness.
       member: which seed of a run of several acts; the best one if not given.
       num_envs: how many environments run side by side.
-      json: print what the data set is as one line of JSON, the last on stdout.
+      json: print the data set in numbers as one line of JSON, the last on stdout.
     """
 
     run: tyro.conf.Positional[Path]
@@ -128,7 +128,7 @@ class Record(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explain(Where):
-    """Print what a distribution policy makes of an algorithm: programs, placements, what crosses between them.
+    """Print the plan of an algorithm under a distribution policy: programs, placements, crossing values.
 
     Attributes:
       algo: name of the algorithm; its config's fields are flags too.
@@ -164,8 +164,8 @@ class Bench(Where):
     algo: tuple[str, ...] = ("ppo",)
     env: tuple[str, ...] = ("CartPole-v1",)
     policy: tuple[str, ...] = ("GPUOnly",)
-    num_envs: tuple[int, ...] = (64,)
-    unroll_length: tuple[int, ...] = (128,)
+    num_envs: PerAlgorithm = ()
+    unroll_length: PerAlgorithm = ()
     repeats: int = 3
     seconds: float = 1.0
     against: Literal["jit"] | None = None
@@ -184,67 +184,9 @@ class List:
 
 
 def _overview() -> str:
-    lines = [f"usage: {PROG} COMMAND [OPTIONS]", ""]
+    lines = [f"usage: {PROG} COMMAND [OPTIONS], or {PROG} --version", ""]
     lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
     return "\n".join([*lines, "", f"{PROG} COMMAND --help lists the options of a command."])
-
-
-def _values(argv: Sequence[str], flag: str) -> list[str]:
-    """The values that follow a flag, before the command line is parsed: they decide which other flags there are."""
-    values: list[str] = []
-    for i, word in enumerate(argv):
-        if word.startswith(f"{flag}="):
-            values = [word.partition("=")[2]]
-        elif word == flag:
-            rest = argv[i + 1 :]
-            end = next((j for j, w in enumerate(rest) if w.startswith("-")), len(rest))
-            values = list(rest[:end])
-    return values
-
-
-def _with_config_flags(command: type, algos: Sequence[str]) -> type:
-    """`command` with a flag for every field that the configs of all `algos` have and that it does not set itself."""
-    from msrl_jax import algorithms
-
-    configs = [algorithms.get(name).config for name in algos]
-    taken = {f.name for f in dataclasses.fields(command)} | {"total_steps"}
-    shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs))
-    hints = typing.get_type_hints(configs[0])
-    fields = [
-        (f.name, hints[f.name], dataclasses.field(default=f.default))
-        for f in dataclasses.fields(configs[0])
-        if f.name in shared - taken
-    ]
-    # Not the config itself: it would be checked before the run fills in what it knows, such as total_steps.
-    flags = dataclasses.make_dataclass(
-        configs[0].__name__, fields, namespace={"__doc__": configs[0].__doc__}, frozen=True
-    )
-    unprefixed = Annotated[flags, tyro.conf.arg(name="")]
-    return dataclasses.make_dataclass(
-        command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],
-        bases=(command,), frozen=True, kw_only=True,
-    )  # fmt: skip
-
-
-def _parse(name: str, argv: list[str]) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a command, and the config fields among them that were given."""
-    base = COMMANDS[name][0]
-    command: Any = base
-    if any(f.name == "algo" for f in dataclasses.fields(base)):
-        command = _with_config_flags(base, _values(argv, "--algo") or ["ppo"])
-    description = (base.__doc__ or "").splitlines()[0]
-    args, unknown = tyro.cli(
-        command, args=argv, prog=f"{PROG} {name}", description=description, return_unknown_args=True
-    )
-    if unknown:
-        flags = [f"--{f.name}" for f in dataclasses.fields(args) if f.name != "config"]
-        flags += [f"--{f.name}" for f in dataclasses.fields(getattr(args, "config", List()))]
-        flags = [flag.replace("_", "-") for flag in flags]
-        what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
-        raise UsageError(f"{what} {unknown[0]!r}{suggestion(unknown[0], flags)}; {PROG} {name} --help lists the options")
-    given = getattr(args, "config", None)
-    fields = dataclasses.fields(given) if given is not None else ()
-    return args, {f.name: getattr(given, f.name) for f in fields if getattr(given, f.name) != f.default}
 
 
 def _use_cpu_devices(count: int | None) -> None:
@@ -357,9 +299,9 @@ def _list(args: List, config: dict[str, Any]) -> int:
     from msrl_jax import algorithms, envs, policies
 
     names = {
-        "algorithms": sorted(algorithms.ALGORITHMS),
+        "algorithms": algorithms.names(),
         "environments": sorted(envs.names()),
-        "policies": sorted(policies.POLICIES),
+        "policies": policies.names(),
     }
     if args.json:
         _print_json(names)
@@ -387,37 +329,53 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command. A stream that dies (its reader left, its disk is full) does not end it.
 
     Args:
-      argv: the arguments, without the program's name; those of the process if None.
+      argv: the arguments without the program's name; the process's own if None.
 
     Returns:
-      The exit code: 0; 1 if a run diverged; 2 on bad input, after one line on stderr; 130 if Ctrl-C ended the run.
+      The exit code: 0; 1 if a run diverged; 2 on bad input, after one line on stderr, and if the output of a command that
+      does nothing but print cannot be written; 130 if Ctrl-C ended the run.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    with _streams.lasting() as out:
+        code = _run(argv)
+        out.flush()
+        lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
+        if lost and code == 0 and argv[0] not in ("train", "record"):
+            code = _complain(f"cannot write to standard output: {out.error}")
+        return code
+
+
+def _complain(message: object) -> int:
+    print(f"{PROG}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0 if argv else BAD_INPUT
+    if argv[0] == "--version":
+        print(f"{PROG} {importlib.metadata.version(PROG)}")
+        return 0
     name, *rest = argv
     try:
         if name not in COMMANDS:
             raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
-        args, config = _parse(name, rest)
+        args, config = _flags.parse(f"{PROG} {name}", COMMANDS[name][0], rest)
         _use_cpu_devices(getattr(args, "cpu_devices", None))
         return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:
-        code, message = INTERRUPTED, "interrupted"
+        _complain("interrupted")
+        return INTERRUPTED
     except FloatingPointError as error:
-        code, message = DIVERGED, error
-    except BrokenPipeError:  # a reader such as `head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _complain(error)
+        return DIVERGED
     except OSError as error:
-        code, message = BAD_INPUT, error
+        return _complain(error)
     except (ValueError, TypeError, ImportError) as error:
         if not _is_ours(error):
             raise
-        code, message = BAD_INPUT, error
-    print(f"{PROG}: error: {' '.join(str(message).split())}", file=sys.stderr)
-    return code
+        return _complain(error)

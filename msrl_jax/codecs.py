@@ -2,13 +2,14 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from msrl_jax import _registry
 from msrl_jax._compat import ShapedArray
 
 
@@ -151,7 +152,27 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
     )
 
 
-CODECS: Mapping[str, Codec] = {c.name: c for c in (BFLOAT16, SCALED_UINT8, UINT8)}
+CODECS: dict[str, Codec] = {c.name: c for c in (BFLOAT16, SCALED_UINT8, UINT8)}
+
+
+def register(codec: Codec) -> Codec:
+    """Adds a codec to the registry, so that `get` finds it by its name.
+
+    Args:
+      codec: the codec.
+
+    Returns:
+      The same codec.
+
+    Raises:
+      ValueError: if another codec has that name.
+    """
+    return _registry.add("codec", CODECS, codec.name, codec)
+
+
+def names() -> list[str]:
+    """The names of all codecs; `get` takes `"frame_stack(n)"` too."""
+    return sorted(CODECS)
 
 
 def get(codec: str | Codec) -> Codec:

@@ -1,6 +1,8 @@
+import importlib.metadata
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,7 +10,9 @@ import time
 
 import pytest
 
-from msrl_jax.cli import main
+from msrl_jax import algorithms
+from msrl_jax._flags import parse
+from msrl_jax.cli import Train, main
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
@@ -93,6 +97,19 @@ MISTAKES = [
     (["evaluate", "no/such/run"], "no complete run"),
     (["explain", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
     (["bench", "--repeats", "0"], "repeats=0"),
+    (["bench", "--seconds", "nan"], "seconds=nan"),
+    (["bench", "--num-envs"], "--num-envs has no value"),
+    (["train", "--lr", "1e-3"], "did you mean '--learning-rate'?"),
+    (["train", "--out", ""], "the value of --out is empty"),
+    (["train", "--seed", "x"], "'x' is no whole number"),
+    (["train", "--total-steps", "1.5e0"], "'1.5e0' is no whole number"),
+    (["train", "--seed", "4294967296"], "a seed has 32 bits; use 0 to 4294967295"),
+    (["train", "--seed", "99999999999999999999"], "a seed has 32 bits"),
+    (["train", "--seed", "4294967295", "--seeds", "2"], "the last of 2 seeds would be 4294967296"),
+    (["train", "--seed=-1"], "seed=-1"),
+    (["train", "--env", "CartPole-v1:max_steps_in_episode=-5"], "max_steps_in_episode=-5: use an integer of at least 1"),
+    (["train", "--progress", "loud"], "invalid choice 'loud'"),
+    (["evaluate"], "PATH folder of a run"),
 ]
 
 
@@ -106,12 +123,31 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, capsys, tmp_path, 
     assert captured.out == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["train", "--seed", "x"], ["evaluate"]])
-def test_values_that_do_not_parse_are_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    assert capsys.readouterr().err
+@pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
+def test_whole_numbers_may_be_written_as_floats(text, number):
+    args, config = parse("train", Train, ["--total-steps", text, "--num-envs", text])
+    assert args.total_steps == number and config == {"num_envs": number} and type(config["num_envs"]) is int
+
+
+def test_a_flag_that_equals_its_default_was_given():
+    default = algorithms.get("ppo").config()
+    flags = ["--learning-rate", str(default.learning_rate), "--no-normalize-rewards", "--hidden-sizes", "8", "9"]
+    assert parse("train", Train, flags)[1] == {
+        "learning_rate": default.learning_rate, "normalize_rewards": False, "hidden_sizes": (8, 9),
+    }  # fmt: skip
+
+
+def test_help_of_several_algorithms_names_their_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--algo", "dqn", "ppo", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    rates = [algorithms.get(algo).config.learning_rate for algo in ("dqn", "ppo")]
+    assert f"(default: {rates[0]} of dqn, {rates[1]} of ppo)" in text and "(default: each algorithm's own)" in text
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"msrl-jax {importlib.metadata.version('msrl-jax')}\n"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
@@ -120,13 +156,16 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
         main(["list"])
 
 
-def test_explain_prints_the_plan(capsys):
+def test_explain_prints_the_plan(capsys, monkeypatch):
     arguments = ["explain", "--policy", "SingleLearnerCoarse:learners=1,actors=1", *TINY]
     assert main([*arguments, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {f["name"] for f in plan["fragments"]} >= {"act", "env_step", "learn"}
-    assert main(arguments) == 0
-    assert "learn" in capsys.readouterr().out
+    for columns in (60, 80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns and any(line.startswith("  learn ") for line in lines)
 
 
 def test_bench_measures_a_grid(capsys):
@@ -162,6 +201,23 @@ def test_help_starts_no_device():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stdout.split() == ["3"], done.stderr
+
+
+@pytest.mark.parametrize("output", ["2>&1 | head -1", ">&- 2>/dev/full"])
+def test_output_does_not_decide_over_training(output, tmp_path):
+    words = command("train", "--total-steps", 64 * 40, "--chunk", 1, "--out", "run", "--eval-episodes", 0, *TINY)
+    done = subprocess.run(
+        ["bash", "-c", f"{shlex.join(words)} {output}; echo code ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "code 0" and done.stderr == ""
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 40
+
+
+def test_a_listing_that_cannot_be_written_is_an_error():
+    done = subprocess.run(["bash", "-c", f"{shlex.join(command('list'))} >/dev/full"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("msrl-jax: error: cannot write to standard output")
 
 
 def test_a_reader_that_leaves_early_is_no_error():

@@ -124,7 +124,7 @@ def test_from_python(run_section, tmp_path):
     assert (tmp_path / "curve.png").stat().st_size > 0
     result = namespace["result"]
     assert result.seeds == 8 and result.history["episode_return"].shape == (2, 8)
-    assert msrl.Result.load(tmp_path / "run").description["total_steps"] == 4096
+    assert msrl.Result.load(tmp_path / "saved").description["total_steps"] == 4096
 
 
 def test_data(run_section, tmp_path):
@@ -150,7 +150,7 @@ def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sec
 def test_an_environment_of_ones_own(run_section):
     namespace, _ = run_section("Your own environment")
     result = namespace["result"]
-    assert result.actor.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
+    assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -10,6 +10,7 @@ from msrl_jax.algorithms.base import ALGORITHMS as ALGORITHMS
 from msrl_jax.algorithms.base import Agent as Agent
 from msrl_jax.algorithms.base import Algorithm as Algorithm
 from msrl_jax.algorithms.base import get as get
+from msrl_jax.algorithms.base import names as names
 from msrl_jax.algorithms.base import register as register
 from msrl_jax.algorithms.bc import BC as BC
 from msrl_jax.algorithms.bc import BCConfig as BCConfig

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import jax
 
-from msrl_jax import envs
-from msrl_jax._spelling import suggestion
+from msrl_jax import _registry, envs
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.metrics import Mean
 
@@ -110,9 +109,12 @@ def register(algorithm: Algorithm) -> Algorithm:
     Raises:
       ValueError: if another algorithm has that name.
     """
-    if ALGORITHMS.setdefault(algorithm.name, algorithm) is not algorithm:
-        raise ValueError(f"an algorithm named {algorithm.name!r} is registered already; choose another name")
-    return algorithm
+    return _registry.add("algorithm", ALGORITHMS, algorithm.name, algorithm)
+
+
+def names() -> list[str]:
+    """The names of all algorithms."""
+    return sorted(ALGORITHMS)
 
 
 def get(name: str) -> Algorithm:
@@ -127,6 +129,4 @@ def get(name: str) -> Algorithm:
     Raises:
       ValueError: on an unknown name; the message suggests the nearest one.
     """
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    raise ValueError(f"unknown algorithm {name!r}{suggestion(name, ALGORITHMS)}; choose from {sorted(ALGORITHMS)}")
+    return _registry.find("algorithm", ALGORITHMS, name)

@@ -174,7 +174,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     def score(reward, ended):
         return first_episode_return(reward, ended), ~ended[-1]
 
-    drain = fragment(role="env", name="drain")(venv.drain)
+    drain = fragment(role="env", name="drain")(venv.pop_episodes)
 
     @fragment(role="learner")
     def gradients(params, seeds, fitness):

@@ -204,7 +204,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         (_, final_value), _ = network.step(params, final_obs, memories)
         return final_value, iteration
 
-    drain = fragment(role="env", name="drain")(venv.drain)
+    drain = fragment(role="env", name="drain")(venv.pop_episodes)
 
     @fragment(role="learner")
     def estimate_advantages(seen, final_value):

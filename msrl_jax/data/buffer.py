@@ -1,4 +1,4 @@
-"""A data set as a replay buffer, full from the start: what learns from a buffer need not know where it was filled."""
+"""A data set as a replay buffer that is full from the start, with the interface of every other buffer."""
 
 from typing import Any
 

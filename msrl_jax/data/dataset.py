@@ -1,7 +1,7 @@
-"""What a data set is: transitions in the order in which they were made, as NumPy arrays.
+"""Data sets: transitions in order, as NumPy arrays.
 
-In the shape descriptions of this package, `N` is the number of transitions (rows), `K` that of episodes and `G` that of the
-shards of a buffer.
+In the shape descriptions of this package, `N` is the number of transitions (rows), `K` the number of episodes and `G` the
+number of shards of a buffer.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 
 
 class Episodes(NamedTuple):
-    """The episodes of a data set, in order; those that were cut short count as they are.
+    """The episodes of a data set, in order; one that the data stop in counts as an episode.
 
     Attributes:
       start: their first rows. shape=(K,), dtype=int64
@@ -31,9 +31,9 @@ class Episodes(NamedTuple):
 class Dataset:
     """Transitions. A row that ends no episode is followed by its successor.
 
-    A row whose `next_obs` is not the `obs` of the next one was cut off from what followed, and so was the last row: unless
-    they are terminated, `truncated` is set for them. So any rows in any order are a data set, and no return that is summed
-    over several steps reaches across a gap.
+    There is a gap behind a row whose `next_obs` is not the `obs` of the next row, and behind the last row. Unless such a row
+    ends its episode, `truncated` and `cut` are set for it. So any rows in any order are a data set, and no return that is
+    summed over several steps reaches across a gap.
 
     Attributes:
       obs: the observations acted on. shape=(N, ...)
@@ -43,6 +43,8 @@ class Dataset:
       truncated: whether the episode was cut short. shape=(N,), dtype=bool
       next_obs: the true successors, before any reset. shape=(N, ...)
       about: where the rows come from, as plain data.
+      cut: whether the data stop there while the episode went on; such rows are `truncated` too. None marks the rows before
+        gaps only. shape=(N,), dtype=bool
 
     Raises:
       ValueError: if the arrays do not fit each other, or hold no numbers; the message names the field.
@@ -55,6 +57,7 @@ class Dataset:
     truncated: np.ndarray
     next_obs: np.ndarray
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cut: Any = None
 
     def __post_init__(self):
         arrays = {name: np.asarray(getattr(self, name)) for name in FIELDS}
@@ -81,10 +84,14 @@ class Dataset:
             raise ValueError(
                 f"next_obs of a data set is {arrays['next_obs'].dtype}, but obs is {arrays['obs'].dtype}; give them one"
             )
-        gap = (arrays["next_obs"][:-1] != arrays["obs"][1:]).reshape(num_rows[0] - 1, -1).any(1)
-        gap = np.append(gap, True) & ~arrays["terminated"] & ~arrays["truncated"]
+        differs = arrays["next_obs"][:-1] != arrays["obs"][1:]
+        gap = np.append(differs.any(axis=tuple(range(1, differs.ndim))), True) & ~arrays["terminated"] & ~arrays["truncated"]
         if gap.any():
             arrays["truncated"] = arrays["truncated"] | gap
+        cut = np.zeros(num_rows, bool) if self.cut is None else np.asarray(self.cut)
+        if cut.shape != num_rows or cut.dtype != bool:
+            raise ValueError(f"cut of a data set is {_kind(cut)}; give bool{list(num_rows)}, or None")
+        arrays["cut"] = (cut | gap) & arrays["truncated"] & ~arrays["terminated"]
         for name, x in arrays.items():
             object.__setattr__(self, name, x)
 
@@ -92,9 +99,12 @@ class Dataset:
         return len(self.reward)
 
     def __repr__(self) -> str:
-        returns = self.episodes.returns
+        returns, cut = self._returns()
         of = f" of {self.about['env']}" if "env" in self.about else ""
-        return f"Dataset({len(self):,} rows, {len(returns):,} episodes{of}: return {returns.mean():.4g} ± {returns.std():.2g})"
+        mean = f": return {returns.mean():.4g} ± {returns.std():.2g}" if len(returns) else ""
+        noun = "episode" if len(returns) == 1 else "episodes"
+        parts = f", and parts of {cut:,} more" if cut else ""
+        return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"
 
     @property
     def nbytes(self) -> int:
@@ -108,12 +118,23 @@ class Dataset:
         start = np.append(0, end[:-1] + 1)
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
+    def _returns(self) -> tuple[np.ndarray, int]:
+        """The returns of the whole episodes, and how many others there are."""
+        start, length, returns = self.episodes
+        cut = self.cut[start + length - 1]
+        return returns[~cut], int(cut.sum())
+
     def describe(self) -> dict[str, Any]:
-        """What the data set is in a few words, as plain data."""
-        episodes = self.episodes
-        return {"rows": len(self), "episodes": len(episodes.length), "mean_return": float(episodes.returns.mean())} | dict(
-            self.about
-        )
+        """The data set in a few numbers, as plain data.
+
+        Returns:
+          `rows`; `episodes`, how many are whole; `cut_episodes`, how many are not; `mean_return` of the whole ones, nan if
+          there are none; and the items of `about`.
+        """
+        returns, cut = self._returns()
+        mean = float(returns.mean()) if len(returns) else float("nan")
+        counts = {"rows": len(self), "episodes": len(returns), "cut_episodes": cut}
+        return counts | {"mean_return": mean} | dict(self.about)
 
     def select(self, rows: np.ndarray | slice) -> "Dataset":
         """Takes rows.
@@ -124,7 +145,7 @@ class Dataset:
         Returns:
           The data set of these rows, in this order; gaps between them are marked.
         """
-        return Dataset(*(getattr(self, name)[rows] for name in FIELDS), about=self.about)
+        return Dataset(*(getattr(self, name)[rows] for name in FIELDS), about=self.about, cut=self.cut[rows])
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Splits off a part of the episodes.
@@ -155,15 +176,16 @@ def from_lanes(rows: Any, about: Mapping[str, Any]) -> Dataset:
     """Lays environments that ran side by side one after another.
 
     Args:
-      rows: the fields of a data set, as attributes: their steps, of environments whose steps follow each other. `[T, E, ...]`
+      rows: the fields of a data set as attributes, with the steps of `E` environments. `[T, E, ...]`
       about: where they come from.
 
     Returns:
       The data set: all steps of the first environment, then those of the second, and so on, each cut at its end.
     """
     fields = {name: np.swapaxes(np.asarray(getattr(rows, name)), 0, 1) for name in FIELDS}
-    fields["truncated"] = fields["truncated"].copy()
-    fields["truncated"][:, -1] |= ~fields["terminated"][:, -1]
+    cut = np.zeros_like(fields["truncated"])
+    cut[:, -1] = ~fields["terminated"][:, -1] & ~fields["truncated"][:, -1]
+    fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
     return Dataset(**{name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}, about=about)
 
 
@@ -172,13 +194,13 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
 
     Args:
       datasets: at least one.
-      about: where the rows come from; what the first one says if not given.
+      about: where the rows come from; `about` of the first data set if not given.
 
     Returns:
       The data set of all rows.
 
     Raises:
-      ValueError: if there is none, or shapes or dtypes differ.
+      ValueError: if there is no data set, or shapes or dtypes differ.
     """
     if not datasets:
         raise ValueError("there is nothing to concatenate; give at least one data set")
@@ -189,7 +211,8 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
             if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
                 raise ValueError(f"{name} is {_kind(a)} in the first data set and {_kind(b)} in number {i + 1}; convert one")
     about = first.about if about is None else about
-    return Dataset(*(np.concatenate([getattr(d, name) for d in datasets]) for name in FIELDS), about=about)
+    arrays = {name: np.concatenate([getattr(d, name) for d in datasets]) for name in (*FIELDS, "cut")}
+    return Dataset(**arrays, about=about)
 
 
 def _kind(x: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""Episodes as others store them: arrays of an episode with one observation more than actions. Minari's data sets are such."""
+"""Episodes with one observation more than actions, as RLDS and Minari store them."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,17 +16,17 @@ NAMES = {
     "terminated": ("terminated", "terminations", "is_terminal"),
     "truncated": ("truncated", "truncations"),
 }
-"""What the fields are called here, in RLDS and in Minari."""
+"""The names of the fields here, in RLDS and in Minari."""
 
 
 def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> Dataset:
     """Makes a data set of whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
 
     Args:
-      episodes: for every episode of `T` steps its arrays: `T + 1` observations, the last of which is not acted on; actions and
-        rewards of the steps, `[T, ...]`, or `[T + 1, ...]` with a last one that means nothing, as RLDS has it; whether a step
+      episodes: the arrays of every episode of `T` steps: `T + 1` observations, where no action follows the last one; actions
+        and rewards of the steps, `[T, ...]`, or `[T + 1, ...]` with a last entry without meaning, as in RLDS; whether a step
         ended in a terminal state, `terminated [T]`, or whether an observation is terminal, `is_terminal [T + 1]`; and, if
-        known, whether a step was the last because of a limit, `truncated [T]`. Names in the plural do as well.
+        known, whether a limit ended the episode after a step, `truncated [T]`. Plural names work as well.
       about: where they come from.
 
     Returns:

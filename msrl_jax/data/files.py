@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from msrl_jax._checks import writing
 from msrl_jax.data.dataset import FIELDS, Dataset, from_lanes
 from msrl_jax.data.episodes import read_minari
 from msrl_jax.data.parquet import read_parquet, write_parquet
 from msrl_jax.replay import Transition
 
-ABOUT = "about"
+ABOUT, CUT = "about", "cut"
 PARTS = ".parts"
-"""What follows a file's name in that of the folder with its parts, as long as it is not complete."""
+"""Suffix of the folder that holds an incomplete recording."""
 
 
 def save(dataset: Dataset, path: str | os.PathLike) -> Path:
@@ -40,8 +41,9 @@ def save(dataset: Dataset, path: str | os.PathLike) -> Path:
     write = _FORMATS[path.suffix][1]
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.partial{path.suffix}")
-    write(dataset, beside)
-    os.replace(beside, path)
+    with writing(path):
+        write(dataset, beside)
+        os.replace(beside, path)
     return path
 
 
@@ -50,8 +52,8 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
 
     Args:
       path: what `save` wrote, or a file of the same format with the fields of `Dataset`; the folder of a Minari data set, or
-        its id if it is on this machine ("mujoco/hopper/medium-v0"); a folder of parts that a recorded run left which was
-        killed. A data set comes back as it is.
+        its id if it is on this machine ("mujoco/hopper/medium-v0"); the folder of parts that a killed run left. A data set
+        is returned as it is.
 
     Returns:
       The data set.
@@ -90,13 +92,14 @@ def check_new(path: str | os.PathLike) -> None:
 def write_part(folder: Path, rows: Transition) -> None:
     """Adds steps `[T, E, ...]` to a folder of parts."""
     number = len(list(folder.glob("part-*.npz")))
-    beside = folder / f".part-{number:06d}.npz"
-    np.savez(beside, **rows._asdict())
-    os.replace(beside, folder / f"part-{number:06d}.npz")
+    path, beside = folder / f"part-{number:06d}.npz", folder / f".part-{number:06d}.npz"
+    with writing(path):
+        np.savez(beside, **rows._asdict())
+        os.replace(beside, path)
 
 
 def read_parts(folder: Path) -> Dataset:
-    """Joins the parts in a folder, in which the steps of every environment follow each other."""
+    """Joins the parts in a folder; they hold steps `[T, E, ...]` in order."""
     paths = sorted(folder.glob("part-*.npz"))
     if not paths:
         raise ValueError(f"{folder} is a folder without a data set in it; name a file, or the folder of a recorded run")
@@ -111,7 +114,7 @@ def read_parts(folder: Path) -> Dataset:
 def _read_npz(path: Path) -> Dataset:
     try:
         with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in (*FIELDS, ABOUT) if name in file.files}
+            arrays = {name: file[name] for name in (*FIELDS, CUT, ABOUT) if name in file.files}
             names = file.files
             about = json.loads(str(arrays.pop(ABOUT, "{}")))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
@@ -132,7 +135,7 @@ def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: l
 
 
 def _write_npz(dataset: Dataset, path: Path) -> None:
-    arrays: dict[str, Any] = {name: getattr(dataset, name) for name in FIELDS}
+    arrays: dict[str, Any] = {name: getattr(dataset, name) for name in (*FIELDS, CUT)}
     np.savez_compressed(path, **arrays, about=np.array(json.dumps(dataset.about)))
 
 

@@ -25,7 +25,11 @@ def write_parquet(dataset: Dataset, path: Path) -> None:
         return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
 
     arrays = {name: getattr(dataset, name) for name in FIELDS}
-    about = {"shapes": {name: x.shape[1:] for name, x in arrays.items()}, "about": dict(dataset.about)}
+    about = {
+        "shapes": {name: x.shape[1:] for name, x in arrays.items()},
+        "about": dict(dataset.about),
+        "cut": np.flatnonzero(dataset.cut).tolist(),
+    }
     table = pa.table({name: column(x) for name, x in arrays.items()})
     parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(about).encode()}), path)
 
@@ -37,7 +41,7 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
       path: the file.
 
     Returns:
-      The fields that there are, what the file says of them, and the names of all columns.
+      The fields in the file, what the file says about the data set, and the names of all columns.
 
     Raises:
       ImportError: if pyarrow is not installed; the message says how to install it.
@@ -54,6 +58,8 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
         if name in table.column_names:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
             arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
+    if "cut" in said:
+        arrays["cut"] = np.isin(np.arange(len(table)), said["cut"])
     return arrays, said.get("about", {}), table.column_names
 
 

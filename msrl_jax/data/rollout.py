@@ -1,28 +1,70 @@
-"""Making a data set of what a trained policy does."""
+"""Data sets of trained policies: one acts in its environment, and its steps become rows."""
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import check_seed, whole
 from msrl_jax.data.dataset import Dataset, from_lanes
+from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.files import check_new, save
-from msrl_jax.data.recorder import Recorded
-from msrl_jax.envs import vectorize
+from msrl_jax.envs import Environment, vectorize
 from msrl_jax.replay import Transition
-
-if TYPE_CHECKING:
-    from msrl_jax.training import Result
 
 _CHUNK = 1024
 """Rows that are held on the device at once, about."""
 
 
+class Acting(Protocol):
+    """How a trained policy acts, such as `training.acting.Behavior`."""
+
+    @property
+    def env(self) -> Environment:
+        """The environment that it was trained in."""
+        ...
+
+    def take(self, state: Any) -> list[jax.Array]:
+        """Copies the leaves of a state that acting depends on to one device."""
+        ...
+
+    def restore(self, leaves: list[jax.Array]) -> Any:
+        """Rebuilds a state from these leaves, under `jit`."""
+        ...
+
+    def initial_carry(self, num_envs: int) -> Any:
+        """The carry of a recurrent policy at the start of an episode, `[E, ...]`; `()` for others."""
+        ...
+
+    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """Actions for raw observations `[E, ...]` and the next carry; the most probable actions if `key` is None."""
+        ...
+
+
+class TrainedRun(Protocol):
+    """A run whose policy can act, such as `training.Result`."""
+
+    @property
+    def behavior(self) -> Acting:
+        """How one member acts."""
+        ...
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """The run as plain data, with `env`, `algorithm` and `total_steps`."""
+        ...
+
+    def member_state(self, member: int | None = None) -> Any:
+        """The state of one member, the best one if None."""
+        ...
+
+
 def record(
-    result: "Result",
+    result: TrainedRun,
     steps: int,
     path: str | os.PathLike | None = None,
     *,
@@ -31,11 +73,12 @@ def record(
     member: int | None = None,
     num_envs: int = 16,
 ) -> Dataset:
-    """Lets a trained policy act, and keeps what happens.
+    """Lets a trained policy act, and keeps every step.
 
     Args:
       result: the run whose policy acts, in the environment that it was trained in.
-      steps: rows of the data set, `N`; environments that run side by side have the same share each, but for the last one.
+      steps: rows of the data set, `N`. Environments run side by side and have `N / num_envs` rows each, the last one fewer if
+        that is no whole number. The last episode of each is cut short; fewer environments cut fewer.
       path: a file to write the data set to, as `save` does.
       epsilon: the probability of a uniformly random action; otherwise the most probable one is taken. If None, actions are
         sampled from the policy.
@@ -50,59 +93,57 @@ def record(
       ValueError: if a number is out of range, or the file exists or has a suffix that names no format.
       TypeError: if observations or actions are no arrays.
     """
-    for name, value in {"steps": steps, "num_envs": num_envs}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: use an integer of at least 1")
+    steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
     if epsilon is not None and not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon={epsilon}: use a probability, or None to sample actions from the policy")
     if path is not None:
         check_new(path)
-    actor, num_envs = result.actor, min(num_envs, steps)
+    behavior, num_envs = result.behavior, min(num_envs, steps)
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
-    env = vectorize(actor.env, num_envs)
-    space, limit = Recorded(actor.env, chunk).action_space, 1.0 if epsilon is None else epsilon
+    env = vectorize(behavior.env, num_envs)
+    space, limit = RecordedEnvironment(behavior.env, chunk).action_space, 1.0 if epsilon is None else epsilon
 
-    def choose(state: Any, obs: Any, memory: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+    def choose(state: Any, obs: Any, carry: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         if epsilon is None:
-            return actor.act_with_memory(state, obs, memory, key)
-        action, memory = actor.act_with_memory(state, obs, memory)
+            return behavior.act_with_carry(state, obs, carry, key)
+        action, carry = behavior.act_with_carry(state, obs, carry)
         whether, *keys = jax.random.split(key, num_envs + 1)
         random: Any = jax.vmap(space.sample)(jnp.stack(keys))
         at_random = jax.random.uniform(whether, (num_envs,)) < limit
-        return jnp.where(at_random.reshape(-1, *[1] * (random.ndim - 1)), random, action), memory
+        return jnp.where(at_random.reshape(-1, *[1] * (random.ndim - 1)), random, action), carry
 
     @jax.jit
-    def roll(leaves: list[jax.Array], carry: Any) -> tuple[Any, Transition]:
-        state, fresh = actor.restore(leaves), actor.initial_memory(num_envs)
+    def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Transition]:
+        state, fresh = behavior.restore(leaves), behavior.initial_carry(num_envs)
 
-        def step(carry, _):
-            env_state, obs, memory, key = carry
+        def step(running, _):
+            env_state, obs, carry, key = running
             key, action_key = jax.random.split(key)
-            action, memory = choose(state, obs, memory, action_key)
+            action, carry = choose(state, obs, carry, action_key)
             env_state, t = env.step(env_state, action)
             done = t.terminated | t.truncated
-            memory = jax.tree.map(lambda new, old: jax.vmap(jnp.where)(done, new, old), fresh, memory)
+            carry = jax.tree.map(lambda new, old: jax.vmap(jnp.where)(done, new, old), fresh, carry)
             row = Transition(obs, jnp.asarray(action, action_dtype), t.reward, t.terminated, t.truncated, t.final_obs)
-            return (env_state, t.obs, memory, key), row
+            return (env_state, t.obs, carry, key), row
 
-        return jax.lax.scan(step, carry, None, length=chunk)
+        return jax.lax.scan(step, running, None, length=chunk)
 
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
-    leaves = actor.take(result.member_state(member))
+    leaves = behavior.take(result.member_state(member))
     key, env_key = jax.random.split(jax.random.key(seed))
-    carry = (*env.reset(env_key), actor.initial_memory(num_envs), key)
+    running = (*env.reset(env_key), behavior.initial_carry(num_envs), key)
     parts = []
     for _ in range(math.ceil(length / chunk)):
-        carry, rows = roll(leaves, carry)
+        running, rows = roll(leaves, running)
         parts.append(jax.device_get(rows))
     rows = jax.tree.map(lambda *x: np.concatenate(x)[:length], *parts)
     how = "sampled actions" if epsilon is None else f"greedy but for epsilon={epsilon:g}"
     description = result.description
     about = {
         "env": description["env"],
-        "observation_space": str(actor.env.observation_space),
-        "action_space": str(actor.env.action_space),
+        "observation_space": str(behavior.env.observation_space),
+        "action_space": str(behavior.env.action_space),
         "made_by": f"{description['algorithm']}, {how}",
         "trained_steps": description["total_steps"],
         "seed": seed,

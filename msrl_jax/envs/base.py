@@ -1,4 +1,4 @@
-"""What an environment is: the protocol a user writes, the vectorized one that training uses, and the step between them.
+"""Environments: the protocol of one, which a user writes, the protocol of `E` side by side, which training uses, and its step.
 
 In the shape descriptions, `E` is the number of environments that run side by side.
 """
@@ -25,12 +25,12 @@ class Environment(Protocol):
 
     @property
     def observation_space(self) -> Space:
-        """Where observations come from; they have exactly its shapes and dtypes."""
+        """The space of the observations, which have exactly its shapes and dtypes."""
         ...
 
     @property
     def action_space(self) -> Space:
-        """Where actions come from."""
+        """The space of the actions."""
         ...
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
@@ -51,24 +51,24 @@ class Environment(Protocol):
 
         Args:
           key: typed PRNG key, a fresh one for every step.
-          state: what `reset` or the last `step` returned.
+          state: the state that `reset` or the last `step` returned.
           action: an element of `action_space`.
 
         Returns:
-          The next state; its observation, also where the episode ends; the reward, a scalar; `terminated`, a bool: the
-          task is over and no reward can follow; `truncated`, a bool: the episode was cut off, by a time limit say.
+          The next state; its observation, also at the end of the episode; the reward, a scalar; `terminated`, a bool: the
+          task is over and no reward can follow; `truncated`, a bool: the episode was cut off, for example by a time limit.
         """
         ...
 
 
 class TimeStep(NamedTuple):
-    """What one step of `E` environments gives.
+    """The outcome of one step of `E` environments.
 
-    Where both flags are set, `terminated` wins: the value of `final_obs` is zero.
+    If both flags are set, `terminated` counts: the value of `final_obs` is zero.
 
     Attributes:
-      obs: what the policy acts on next: the first of a new episode where one ended. `[E, ...]`
-      reward: of the step. `[E]`, float32
+      obs: the observation to act on next: the first one of a new episode if an episode ended. `[E, ...]`
+      reward: reward of the step. `[E]`, float32
       terminated: the episode reached an end of the task. `[E]`, bool
       truncated: the episode was cut off; its return bootstraps from the value of `final_obs`. `[E]`, bool
       final_obs: the true next observation, before any reset. `[E, ...]`
@@ -94,12 +94,12 @@ class VectorEnvironment(Protocol):
 
     @property
     def observation_space(self) -> Space:
-        """Where the observations of one environment come from."""
+        """The space of one environment's observations."""
         ...
 
     @property
     def action_space(self) -> Space:
-        """Where the actions of one environment come from."""
+        """The space of one environment's actions."""
         ...
 
     @property
@@ -119,26 +119,26 @@ class VectorEnvironment(Protocol):
         ...
 
     def step(self, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Advances all environments by one action each, and starts anew those whose episode ends.
+        """Advances all environments by one action each, and resets those whose episode ends.
 
         Args:
-          state: what `reset` or the last `step` returned.
-          action: `[E, ...]`.
+          state: the state that `reset` or the last `step` returned.
+          action: one action for each environment. `[E, ...]`
 
         Returns:
           The next state, and the `TimeStep`.
         """
         ...
 
-    def drain(self, state: PyTree) -> tuple[PyTree, dict[str, Mean]]:
-        """Takes the metrics that were gathered since the last drain out of the state; `{}` if none are."""
+    def pop_episodes(self, state: PyTree) -> tuple[PyTree, dict[str, Mean]]:
+        """Takes the metrics of episodes that ended since the last call out of the state; `{}` if none are kept."""
         ...
 
     def observe(self, state: PyTree, obs: PyTree) -> PyTree:
-        """Does to raw observations what `step` does to them (normalization).
+        """Transforms raw observations as `step` does (normalization).
 
         Args:
-          state: whose statistics are used.
+          state: the state with the statistics.
           obs: observations of the innermost environment, `[..., *obs_shape]`.
 
         Returns:
@@ -151,21 +151,21 @@ class VectorEnvironment(Protocol):
         ...
 
     def with_statistics(self, state: PyTree, statistics: PyTree) -> PyTree:
-        """The state with the running statistics of another one, such as those of training in an evaluation."""
+        """The state with other running statistics, for example those of training in an evaluation."""
         ...
 
 
 ENV_AXIS = PartitionSpec("env")
-"""The logical axis that every per-environment array carries in its leading dimension."""
+"""The logical axis of the leading dimension of every array that has an entry per environment."""
 
 
 def env_name(env: Environment | VectorEnvironment) -> str:
-    """What messages call an environment."""
+    """The name of an environment in messages."""
     return str(getattr(env, "name", type(env).__name__))
 
 
 def strong(tree: Any) -> Any:
-    """The same values as arrays without weak types, so that a state keeps its types through a scan."""
+    """The same values as arrays without weak types: a state keeps its types through a scan."""
 
     def convert(x):
         x = jnp.asarray(x)

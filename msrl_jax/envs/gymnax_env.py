@@ -13,6 +13,7 @@ from gymnax.environments.bsuite.deep_sea import DeepSea
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
+from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, strong
@@ -48,7 +49,7 @@ class GymnaxEnvironment:
             if getattr(kind, method) not in known:
                 raise ValueError(
                     f"{kind.__name__} replaces gymnax's {method}, which is not called here: episodes are built of "
-                    "reset_env, step_env and is_truncated; move what it does there"
+                    "reset_env, step_env and is_truncated; move its code there"
                 )
         params = self.env.default_params if self.params is None else self.params
         obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.random.key(0))
@@ -87,7 +88,7 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
       The environment.
 
     Raises:
-      ValueError: on a parameter that the environment does not have, or a value that does not fit it.
+      ValueError: on a parameter that the environment lacks, or a value that does not fit it.
       RuntimeError: if the environment needs data that cannot be loaded.
     """
     env, defaults = _construct(name, {})
@@ -101,6 +102,8 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     if chosen := {p: value for p, value in params.items() if p in arguments}:
         env, defaults = _construct(name, chosen)
     values = {p: _like(f"{name}: {p}", value, getattr(defaults, p)) for p, value in params.items() if p in fields}
+    if "max_steps_in_episode" in values:
+        whole(f"{name}: max_steps_in_episode", values["max_steps_in_episode"])
     return GymnaxEnvironment(env, dataclasses.replace(defaults, **values), name)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from msrl_jax import _registry
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.base import Environment
 
@@ -13,7 +14,7 @@ def register(name: str, factory: Callable[..., Environment]) -> None:
     """Makes an environment known to `make`, and so to `train` and the command line.
 
     Args:
-      name: by which `make` finds it.
+      name: the name for `make`.
       factory: takes the keyword arguments of `make`; the class of the environment, for instance.
 
     Raises:
@@ -22,8 +23,7 @@ def register(name: str, factory: Callable[..., Environment]) -> None:
     """
     if not callable(factory):
         raise TypeError(f"register({name!r}): {factory!r} cannot be called; pass a class or a function")
-    if name in names():
-        raise ValueError(f"there is an environment {name!r} already; choose another name")
+    _registry.add("environment", dict.fromkeys(names()), name, factory)
     _factories[name] = factory
 
 
@@ -39,14 +39,13 @@ def make(name: str, **params: Any) -> Environment:
       The environment.
 
     Raises:
-      ValueError: if there is none of that name, or it does not have such a parameter.
+      ValueError: if there is no environment of that name, or it lacks such a parameter.
     """
     if name in _factories:
         return _factories[name](**params)
     if name not in names():
         raise ValueError(
-            f"there is no environment {name!r}{suggestion(name, names())}; "
-            "envs.names() lists all, envs.register adds one"
+            f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )
     from msrl_jax.envs import gymnax_env
 
@@ -54,7 +53,7 @@ def make(name: str, **params: Any) -> Environment:
 
 
 def names() -> list[str]:
-    """All names that `make` knows: the registered ones, then gymnax's."""
+    """The names of all environments: the registered ones, then gymnax's."""
     import gymnax  # here, because it imports pyplot and seaborn: a second that only its users should wait
 
     return [*_factories, *gymnax.registered_envs]

@@ -1,25 +1,41 @@
-"""Running mean and variance of a stream of batches."""
+"""Running mean and variance of a stream of batches, right for as many values as a `Counter` counts."""
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from msrl_jax.counters import Counter, advance, at_least, counter, to_float
 from msrl_jax.envs.base import PyTree
+
+_EXACT = 2**24
+"""The counts below this number are exact in float32."""
 
 
 @struct.dataclass
 class RunningStatistics:
-    """Mean and variance of all values seen, per element.
+    """Mean and variance of all values so far, per element.
+
+    A batch changes statistics of many values by less than float32 resolves. So from 2**24 values on, `mean_rest` and
+    `var_rest` keep the rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
 
     Attributes:
-      count: how many were seen. shape=(), dtype=float32
+      count: how many values there were.
       mean: their mean; arrays of the values' shapes, float32.
-      var: their population variance, likewise; 1 while nothing was seen.
+      var: their population variance, arrays of the same shapes; 1 while there are no values.
+      mean_rest: the part of the mean that `mean` does not hold, arrays of the same shapes; 0 below 2**24 values.
+      var_rest: the part of the variance that `var` does not hold, arrays of the same shapes; 0 below 2**24 values.
     """
 
-    count: jax.Array
+    count: Counter
     mean: PyTree
     var: PyTree
+    mean_rest: PyTree
+    var_rest: PyTree
+
+
+def _statistics(count: Counter, mean: PyTree, var: PyTree) -> RunningStatistics:
+    return RunningStatistics(count, mean, var, jax.tree.map(jnp.zeros_like, mean), jax.tree.map(jnp.zeros_like, var))
 
 
 def empty(like: PyTree) -> RunningStatistics:
@@ -27,44 +43,70 @@ def empty(like: PyTree) -> RunningStatistics:
 
     Args:
       like: arrays or `jax.ShapeDtypeStruct`s of the shapes of one value.
+
+    Returns:
+      The statistics.
     """
     mean = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     var = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
-    return RunningStatistics(jnp.zeros((), jnp.float32), mean, var)
+    return _statistics(counter(), mean, var)
 
 
 def of_batch(batch: PyTree) -> RunningStatistics:
-    """The statistics of one batch `[B, ...]`, in two passes."""
+    """The statistics of one batch, in two passes.
+
+    Args:
+      batch: values, `[B, ...]`.
+
+    Returns:
+      The statistics.
+    """
+    chex.assert_equal_shape_prefix(jax.tree.leaves(batch), 1)
     batch = jax.tree.map(lambda x: x.astype(jnp.float32), batch)
     size = jax.tree.leaves(batch)[0].shape[0]
     mean, var = (jax.tree.map(lambda x, f=f: f(x, axis=0), batch) for f in (jnp.mean, jnp.var))
-    return RunningStatistics(jnp.asarray(size, jnp.float32), mean, var)
+    return _statistics(counter(size), mean, var)
 
 
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     """Merges a batch into the statistics (the parallel rule of Chan, Golub and LeVeque, 1983).
 
-    The batch is reduced in one pass, about the old mean: one round of communication where it is split over devices. The
-    cancellation that this risks in the batch's variance is far below what the shift of the mean adds to the total.
+    The batch is reduced in one pass, about the old mean: one round of communication if it is split over devices. This
+    loses digits of the batch's variance only if the mean shifts by far more, and then the shift dominates the total.
 
     Args:
-      stats: of the values before.
+      stats: statistics of the values before.
       batch: new values, `[B, ...]`.
 
     Returns:
-      The statistics of all.
+      The statistics of all values.
     """
-    size = jax.tree.leaves(batch)[0].shape[0]
-    count = stats.count + size
-    old, new = stats.count / count, size / count
+    leaves = jax.tree.leaves(batch)
+    size = leaves[0].shape[0]
+    chex.assert_trees_all_equal_structs(stats.mean, batch)
+    for mean, x in zip(jax.tree.leaves(stats.mean), leaves, strict=True):
+        chex.assert_shape(x, (size, *mean.shape))
+    count = advance(stats.count, size)
+    total = to_float(count)
+    old, new = to_float(stats.count) / total, size / total
+    many = at_least(stats.count, _EXACT)
 
-    def merge(mean, var, x):
+    def add(value, rest, plain, increment):
+        """`value + increment`: plainly as before, or with the rest of earlier additions if there are many values."""
+        increment = increment + rest
+        kept = value + increment
+        return jnp.where(many, kept, plain), jnp.where(many, increment - (kept - value), 0.0)
+
+    def merge(mean, var, mean_rest, var_rest, x):
         x = x.astype(jnp.float32) - mean
         shift, square = jnp.mean(x, axis=0), jnp.mean(x * x, axis=0)
         batch_var = jnp.maximum(square - shift * shift, 0)
-        return mean + new * shift, old * var + new * batch_var + old * new * shift * shift
+        spread = old * var + new * batch_var + old * new * shift * shift
+        mean, mean_rest = add(mean, mean_rest, mean + new * shift, shift * size / total)
+        var, var_rest = add(var, var_rest, spread, (batch_var - var + old * shift * shift) * size / total)
+        return mean, var, mean_rest, var_rest
 
-    means, treedef = jax.tree.flatten(stats.mean)
-    merged = [merge(*xs) for xs in zip(means, jax.tree.leaves(stats.var), jax.tree.leaves(batch), strict=True)]
-    mean, var = (treedef.unflatten(leaves) for leaves in zip(*merged, strict=True))
-    return RunningStatistics(count, mean, var)
+    parts = [jax.tree.leaves(part) for part in (stats.mean, stats.var, stats.mean_rest, stats.var_rest)]
+    treedef = jax.tree.structure(stats.mean)
+    merged = [merge(*xs) for xs in zip(*parts, leaves, strict=True)]
+    return RunningStatistics(count, *(treedef.unflatten(leaves) for leaves in zip(*merged, strict=True)))

@@ -1,4 +1,4 @@
-"""Spaces: which observations an environment emits and which actions it takes.
+"""Spaces: the observations of an environment and the actions that it takes.
 
 A value of a `Tuple` or `Dict` space is the tuple or dict of its parts' values; of the others, one array.
 """
@@ -60,7 +60,7 @@ class Box:
 
     Attributes:
       low: lower bounds, -inf where there is none; a number or an array, kept as a NumPy array `[*shape]`.
-      high: upper bounds, inf where there is none; likewise.
+      high: upper bounds, inf where there is none; a number or an array, kept in the same way.
       shape: shape of a value.
       dtype: dtype of a value.
     """
@@ -101,8 +101,8 @@ class Box:
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws every element on its own.
 
-        Uniformly where it has both bounds, from the normal distribution where it has none, and exponentially far from
-        its only bound where it has one.
+        An element with both bounds is uniform, one without bounds is normal, and the distance of an element from its only
+        bound is exponential.
         """
         if jnp.issubdtype(self.dtype, jnp.integer):
             end = np.minimum(self.high.astype(np.int64) + 1, np.iinfo(np.int32).max)

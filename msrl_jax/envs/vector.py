@@ -1,4 +1,4 @@
-"""`vectorize`: many copies of an environment side by side, each with its own key, which reset themselves."""
+"""`vectorize`: many copies of an environment side by side, each with its own key and automatic reset."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
+from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.metrics import Mean
@@ -30,7 +31,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     Nothing in a step looks across environments and each has its own key. So trajectories do not depend on how the
     environments are split over devices, and splitting them costs no communication.
 
-    An environment with a method `vectorize(num_envs)` of its own is vectorized by that.
+    If the environment has a method `vectorize(num_envs)`, that method makes the copies.
 
     Args:
       env: the environment.
@@ -40,7 +41,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
       The vector environment.
 
     Raises:
-      TypeError: if what `reset` and `step` return does not fit the protocol; the message names the value.
+      TypeError: if a value that `reset` or `step` returns does not fit the protocol; the message names it.
       ValueError: if `num_envs` is not at least 1.
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
@@ -88,7 +89,7 @@ class Vectorized:
         return jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
-        """Advances all environments by one action each, and starts anew those whose episode ends."""
+        """Advances all environments by one action each, and resets those whose episode ends."""
         action = self._as_actions(action, state.key.shape[0])
 
         def step_one(state, action):
@@ -105,9 +106,11 @@ class Vectorized:
 
         return jax.vmap(step_one)(state, action)
 
-    def drain(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
+    def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
         """No metrics are kept here; `EpisodeStatistics` keeps some."""
         return state, {}
+
+    drain = deprecated("drain", pop_episodes)
 
     def observe(self, state: VectorState, obs: PyTree) -> PyTree:
         """Observations as they are."""
@@ -137,7 +140,7 @@ class Vectorized:
 
 
 def _check(env: Environment) -> None:
-    """Compares what `reset` and `step` would return with the protocol; computes nothing."""
+    """Compares the types that `reset` and `step` return with the protocol; computes nothing."""
     name = env_name(env)
     missing = [m for m in ("observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
     if missing:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from msrl_jax._deprecated import deprecated
+from msrl_jax.counters import at_least
 from msrl_jax.envs import running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, env_name
 from msrl_jax.envs.running import RunningStatistics
@@ -24,12 +26,12 @@ class EpisodeStatisticsState(NamedTuple):
     """State of `EpisodeStatistics`; everything is float32 `[E]` but the first.
 
     Attributes:
-      env_state: of the environment.
+      env_state: state of the environment.
       episode_return: undiscounted sum of the rewards of the running episodes.
       episode_length: their lengths, in steps.
-      return_sum: sum over the episodes that were completed since the last drain.
-      length_sum: likewise.
-      num_episodes: how many were completed since the last drain.
+      return_sum: sum over the episodes that were completed since `pop_episodes`.
+      length_sum: sum of their lengths.
+      num_episodes: how many were completed since `pop_episodes`.
     """
 
     env_state: PyTree
@@ -44,7 +46,8 @@ class EpisodeStatisticsState(NamedTuple):
 class EpisodeStatistics:
     """Sums up return and length of completed episodes.
 
-    A step keeps one sum per environment, so it needs no communication; `drain` reduces them.
+    A step keeps one sum per environment, so it needs no communication; `pop_episodes` reduces the sums. Sums, lengths and
+    counts are exact up to 2**24 per environment between two calls.
 
     Attributes:
       env: the vector environment.
@@ -59,17 +62,17 @@ class EpisodeStatistics:
 
     @property
     def num_envs(self) -> int:
-        """`E`."""
+        """The number of environments, `E`."""
         return self.env.num_envs
 
     @property
     def observation_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.observation_space
 
     @property
     def action_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     @property
@@ -98,17 +101,17 @@ class EpisodeStatistics:
         )
         return state, time_step
 
-    def drain(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
-        """Takes the sums out of the state.
+    def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
+        """Takes the sums over completed episodes out of the state.
 
         Args:
-          state: with the sums since the last drain.
+          state: the state, with the sums since the last call.
 
         Returns:
           The state with zero sums, running episodes untouched; and the means `episode_return` (undiscounted) and
           `episode_length` (in steps) of the completed episodes.
         """
-        env_state, metrics = self.env.drain(state.env_state)
+        env_state, metrics = self.env.pop_episodes(state.env_state)
         count = jnp.sum(state.num_episodes)
         metrics = {
             **metrics,
@@ -118,16 +121,18 @@ class EpisodeStatistics:
         zero = jnp.zeros_like(state.return_sum)
         return state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero), metrics
 
+    drain = deprecated("drain", pop_episodes)
+
     def observe(self, state: EpisodeStatisticsState, obs: PyTree) -> PyTree:
-        """Passes on."""
+        """See `VectorEnvironment`."""
         return self.env.observe(state.env_state, obs)
 
     def statistics(self, state: EpisodeStatisticsState) -> PyTree:
-        """Those of the environment."""
+        """The statistics of the environment."""
         return self.env.statistics(state.env_state)
 
     def with_statistics(self, state: EpisodeStatisticsState, statistics: PyTree) -> EpisodeStatisticsState:
-        """Passes on."""
+        """See `VectorEnvironment`."""
         return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
 
 
@@ -135,8 +140,8 @@ class NormalizeObservationState(NamedTuple):
     """State of `NormalizeObservation`.
 
     Attributes:
-      env_state: of the environment.
-      running: of all observations that were acted on. The same on all devices
+      env_state: state of the environment.
+      running: statistics of all observations that were acted on; the same on all devices.
     """
 
     env_state: PyTree
@@ -147,13 +152,13 @@ class NormalizeObservationState(NamedTuple):
 class NormalizeObservation:
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
 
-    An observation is counted before it is normalized. `final_obs` is normalized by the same statistics as `obs` and not
-    counted: it is either `obs` itself or was never acted on. While nothing was counted, observations pass unchanged.
+    An observation is counted before it is normalized. `final_obs` is normalized by the same statistics as `obs`, but not
+    counted: it is either `obs` itself or was never acted on. Until something is counted, observations pass unchanged.
 
     Attributes:
       env: the vector environment; its observations are arrays of numbers.
-      frozen: never update: observations are normalized by what `with_statistics` put into the state. The observations
-        that `reset` returned came before it: pass them through `observe`.
+      frozen: never update: observations are normalized by the statistics that `with_statistics` put into the state. Pass the
+        observations of `reset`, which came before, through `observe`.
       epsilon: added to the variance.
       clip: normalized observations are clipped to [-clip, clip].
     """
@@ -173,17 +178,17 @@ class NormalizeObservation:
 
     @property
     def num_envs(self) -> int:
-        """`E`."""
+        """The number of environments, `E`."""
         return self.env.num_envs
 
     @property
     def observation_space(self) -> spaces.Space:
-        """That of the environment, in float32 and within [-clip, clip]."""
+        """The space of the environment, in float32 and within [-clip, clip]."""
         return _normalized_space(self.env.observation_space, self.clip)
 
     @property
     def action_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     @property
@@ -207,23 +212,25 @@ class NormalizeObservation:
         )
         return NormalizeObservationState(env_state, stats), time_step
 
-    def drain(self, state: NormalizeObservationState) -> tuple[NormalizeObservationState, dict[str, Mean]]:
-        """Passes on."""
-        env_state, metrics = self.env.drain(state.env_state)
+    def pop_episodes(self, state: NormalizeObservationState) -> tuple[NormalizeObservationState, dict[str, Mean]]:
+        """Takes the metrics of the environment."""
+        env_state, metrics = self.env.pop_episodes(state.env_state)
         return state._replace(env_state=env_state), metrics
+
+    drain = deprecated("drain", pop_episodes)
 
     def observe(self, state: NormalizeObservationState, obs: PyTree) -> PyTree:
         """Normalizes raw observations `[..., *obs_shape]` by the statistics in the state, without counting them."""
         return self._normalize(state.running, self.env.observe(state.env_state, obs))
 
     def statistics(self, state: NormalizeObservationState) -> tuple[RunningStatistics, PyTree]:
-        """Those of the observations, and those of the environment."""
+        """The statistics of the observations, and those of the environment."""
         return state.running, self.env.statistics(state.env_state)
 
     def with_statistics(
         self, state: NormalizeObservationState, statistics: tuple[RunningStatistics, PyTree]
     ) -> NormalizeObservationState:
-        """The state with the statistics of another one."""
+        """The state with the statistics of another state."""
         own, inner = statistics
         return NormalizeObservationState(self.env.with_statistics(state.env_state, inner), own)
 
@@ -231,7 +238,7 @@ class NormalizeObservation:
         def normalize(x, mean, var):
             x = x.astype(jnp.float32)
             normalized = jnp.clip((x - mean) / jnp.sqrt(var + self.epsilon), -self.clip, self.clip)
-            return jnp.where(stats.count > 0, normalized, x)
+            return jnp.where(at_least(stats.count, 1), normalized, x)
 
         return jax.tree.map(normalize, obs, stats.mean, stats.var)
 
@@ -240,9 +247,9 @@ class NormalizeRewardState(NamedTuple):
     """State of `NormalizeReward`.
 
     Attributes:
-      env_state: of the environment.
+      env_state: state of the environment.
       discounted_return: discounted sum of the past rewards of the running episodes. `[E]`, float32
-      running: of all values that it took. The same on all devices
+      running: statistics of all its values; the same on all devices.
     """
 
     env_state: PyTree
@@ -256,12 +263,12 @@ class NormalizeReward:
 
     As OpenAI Baselines' VecNormalize does (Engstrom et al., 2020, arXiv:2005.12729): the discounted sum of the past
     rewards of an episode, `R_t = discount * R_{t-1} + r_t`, is counted at every step of every environment and starts
-    again at 0 when an episode ends. The mean is not subtracted. While nothing was counted, rewards pass unchanged.
+    again at 0 when an episode ends. The mean is not subtracted. Until something is counted, rewards pass unchanged.
 
     Attributes:
       env: the vector environment.
-      discount: of the return, in [0, 1].
-      frozen: never update: rewards are scaled by what `with_statistics` put into the state.
+      discount: discount factor of the return per step, in [0, 1].
+      frozen: never update: rewards are scaled by the statistics that `with_statistics` put into the state.
       epsilon: added to the variance.
       clip: scaled rewards are clipped to [-clip, clip].
     """
@@ -283,17 +290,17 @@ class NormalizeReward:
 
     @property
     def num_envs(self) -> int:
-        """`E`."""
+        """The number of environments, `E`."""
         return self.env.num_envs
 
     @property
     def observation_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.observation_space
 
     @property
     def action_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     @property
@@ -313,28 +320,30 @@ class NormalizeReward:
         discounted_return = self.discount * state.discounted_return + time_step.reward
         stats = state.running if self.frozen else running.update(state.running, discounted_return)
         scaled = jnp.clip(time_step.reward / jnp.sqrt(stats.var + self.epsilon), -self.clip, self.clip)
-        reward = jnp.where(stats.count > 0, scaled, time_step.reward)
+        reward = jnp.where(at_least(stats.count, 1), scaled, time_step.reward)
         done = time_step.terminated | time_step.truncated
         state = NormalizeRewardState(env_state, jnp.where(done, 0, discounted_return), stats)
         return state, time_step._replace(reward=reward)
 
-    def drain(self, state: NormalizeRewardState) -> tuple[NormalizeRewardState, dict[str, Mean]]:
-        """Passes on."""
-        env_state, metrics = self.env.drain(state.env_state)
+    def pop_episodes(self, state: NormalizeRewardState) -> tuple[NormalizeRewardState, dict[str, Mean]]:
+        """Takes the metrics of the environment."""
+        env_state, metrics = self.env.pop_episodes(state.env_state)
         return state._replace(env_state=env_state), metrics
 
+    drain = deprecated("drain", pop_episodes)
+
     def observe(self, state: NormalizeRewardState, obs: PyTree) -> PyTree:
-        """Passes on."""
+        """See `VectorEnvironment`."""
         return self.env.observe(state.env_state, obs)
 
     def statistics(self, state: NormalizeRewardState) -> tuple[RunningStatistics, PyTree]:
-        """Those of the discounted return, and those of the environment."""
+        """The statistics of the discounted return, and those of the environment."""
         return state.running, self.env.statistics(state.env_state)
 
     def with_statistics(
         self, state: NormalizeRewardState, statistics: tuple[RunningStatistics, PyTree]
     ) -> NormalizeRewardState:
-        """The state with the statistics of another one."""
+        """The state with the statistics of another state."""
         own, inner = statistics
         return state._replace(env_state=self.env.with_statistics(state.env_state, inner), running=own)
 

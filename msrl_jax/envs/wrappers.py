@@ -1,4 +1,4 @@
-"""Wrappers around one environment. It never resets itself, so they need no special case at the end of an episode."""
+"""Wrappers around one environment, which never resets itself: the end of an episode is no special case."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class FlattenObservation:
 
     @property
     def action_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -56,7 +56,7 @@ class TimeLimitState(NamedTuple):
     """State of `TimeLimit`.
 
     Attributes:
-      env_state: of the environment.
+      env_state: state of the environment.
       steps: how many the episode has taken. shape=(), dtype=int32
     """
 
@@ -80,8 +80,8 @@ class TimeLimit:
     max_steps: int
 
     def __post_init__(self):
-        if not isinstance(self.max_steps, int) or self.max_steps < 1:
-            raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1")
+        if not isinstance(self.max_steps, int) or not 1 <= self.max_steps < 2**31:
+            raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1 and below 2**31")
 
     @property
     def name(self) -> str:
@@ -90,12 +90,12 @@ class TimeLimit:
 
     @property
     def observation_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.observation_space
 
     @property
     def action_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
@@ -117,8 +117,8 @@ class FrameStackState(NamedTuple):
     """State of `FrameStack`.
 
     Attributes:
-      env_state: of the environment.
-      frames: the current observation: the last `n` of the environment's, oldest first. `[H, W, C*n]` or `[D*n]`
+      env_state: state of the environment.
+      frames: the current observation: the last `n` observations of the environment, oldest first. `[H, W, C*n]` or `[D*n]`
     """
 
     env_state: PyTree
@@ -162,7 +162,7 @@ class FrameStack:
 
     @property
     def action_space(self) -> spaces.Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msrl_jax._tables import paragraph, table
 from msrl_jax.fragments.collectives import Collective
 
 
@@ -122,7 +123,7 @@ class Plan:
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:
-        """The plan as a table; arrays of one subtree that cross alike share a row."""
+        """The plan as tables that fit the terminal; arrays of one subtree that cross alike share a row."""
         return _table(self)
 
 
@@ -151,9 +152,7 @@ def _shorten(name: str, most: int = 40) -> str:
 
 
 def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    rows = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    return table(head, rows, indent=2)
 
 
 # A path's root and first step, the attributes that follow, and what is below: keys and indices, as those of parameters.
@@ -192,7 +191,7 @@ def _table(plan: Plan) -> str:
     where += f"; idle = {', '.join(plan.idle)}" if plan.idle else ""
     how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
     stale = f", staleness {plan.staleness}" if plan.staleness else ""
-    lines = [f"{plan.policy}: {how}{stale}", f"  {where}", "", "fragments"]
+    lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]
     lines += _columns(
         ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
         [
@@ -233,5 +232,7 @@ def _table(plan: Plan) -> str:
             [("+".join(p.fragments), str(p.length), str(p.programs), str(p.transfers)) for p in plan.loops],
         )
     if plan.warnings:
-        lines += ["", "warnings", *(f"  - {w}" for w in plan.warnings)]
+        lines += ["", "warnings"]
+        for warning in plan.warnings:
+            lines += paragraph(warning, "  - ", "    ")
     return "\n".join(lines)

@@ -11,5 +11,7 @@ from msrl_jax.policies.gpu_only import GPUOnly as GPUOnly
 from msrl_jax.policies.multi_learner import MultiLearner as MultiLearner
 from msrl_jax.policies.registry import POLICIES as POLICIES
 from msrl_jax.policies.registry import get as get
+from msrl_jax.policies.registry import names as names
+from msrl_jax.policies.registry import register as register
 from msrl_jax.policies.single_learner import SingleLearnerCoarse as SingleLearnerCoarse
 from msrl_jax.policies.single_learner import SingleLearnerFine as SingleLearnerFine

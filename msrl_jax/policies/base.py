@@ -21,17 +21,32 @@ CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None
 
 
 def described(policy: object) -> str:
-    """A policy as one would write it: its name, and the parameters that differ from their defaults.
+    """A policy as Python writes it: its name, and the parameters that differ from their defaults.
 
     Args:
       policy: a policy.
 
     Returns:
-      Such as `SingleLearnerCoarse(learners=2)`.
+      Text such as `SingleLearnerCoarse(learners=2, staleness=1)`.
     """
+    return f"{type(policy).__name__}({', '.join(_given(policy))})"
+
+
+def spec(policy: object) -> str:
+    """A policy as the command line writes it: its name, and the parameters that differ from their defaults.
+
+    Args:
+      policy: a policy.
+
+    Returns:
+      Text such as `SingleLearnerCoarse:learners=2,staleness=1`.
+    """
+    return ":".join([type(policy).__name__, *filter(None, [",".join(_given(policy))])])
+
+
+def _given(policy: object) -> list[str]:
     fields = dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
-    given = [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
-    return f"{type(policy).__name__}({', '.join(given)})"
+    return [f"{f.name}={getattr(policy, f.name)!r}" for f in fields if getattr(policy, f.name) != f.default]
 
 
 ACTING = ("env", "worker")

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from msrl_jax import _registry
 from msrl_jax._spelling import suggestion
 from msrl_jax.fragments.placement import DistributionPolicy
 from msrl_jax.policies.central import Central
@@ -15,6 +16,26 @@ POLICIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments, Central)
 }
+
+
+def register(policy: type) -> type:
+    """Adds a distribution policy to the registry, so that `get` finds it by the name of its class.
+
+    Args:
+      policy: a dataclass with a method `layout(devices, sizes)`.
+
+    Returns:
+      The same class.
+
+    Raises:
+      ValueError: if another policy has that name.
+    """
+    return _registry.add("policy", POLICIES, policy.__name__, policy)
+
+
+def names() -> list[str]:
+    """The names of all distribution policies."""
+    return sorted(POLICIES)
 
 
 def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPolicy:
@@ -37,10 +58,7 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         if parameters:
             raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
         return policy
-    by_name = {name.lower(): cls for name, cls in POLICIES.items()}
-    cls = by_name.get(policy.lower())
-    if cls is None:
-        raise ValueError(f"unknown policy {policy!r}{suggestion(policy, POLICIES)}; there are {', '.join(POLICIES)}")
+    cls = _registry.find("policy", POLICIES, policy)
     fields = [f.name for f in dataclasses.fields(cls)]
     for name in parameters:
         if name not in fields:

@@ -13,11 +13,11 @@ from msrl_jax.fragments.placement import Device
 
 
 @dataclasses.dataclass(frozen=True)
-class Actor:
+class Behavior:
     """An agent's behavior, for raw observations.
 
-    A state may be large (replay buffers) and lie on several sub-meshes; acting needs little of it. `take` copies that
-    little to one device, and `act` computes from it.
+    A state may be large (replay buffers) and lie on several sub-meshes; acting needs little of it. `take` copies that part
+    to one device, and `act` computes from it.
 
     Attributes:
       agent: the agent of one run.
@@ -39,37 +39,35 @@ class Actor:
           Actions `[E, ...]`.
 
         Raises:
-          ValueError: if the agent acts with a memory.
+          ValueError: if the agent is recurrent.
         """
         if self.agent.initial_memory is not None:
             raise ValueError(
-                "this agent remembers earlier observations, so one is not enough to act on; pass a memory from step to "
-                "step with act_with_memory"
+                "this agent remembers earlier observations, so one is not enough to act on; pass a carry from step to "
+                "step with act_with_carry"
             )
-        return self.act_with_memory(state, obs, (), key)[0]
+        return self.act_with_carry(state, obs, (), key)[0]
 
-    def initial_memory(self, num_envs: int) -> Any:
-        """What acting remembers when an episode begins: a pytree of arrays `[E, ...]`, empty for most agents."""
+    def initial_carry(self, num_envs: int) -> Any:
+        """The carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
         return () if self.agent.initial_memory is None else self.agent.initial_memory(num_envs)
 
-    def act_with_memory(
-        self, state: Any, obs: Any, memory: Any, key: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Chooses actions, whether the agent remembers or not.
+    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+        """Chooses actions, whether the agent is recurrent or not.
 
         Args:
           state: state of one run, or what `restore` made of it.
           obs: raw observations `[E, ...]`; normalized with the statistics in `state` if training did so.
-          memory: `initial_memory` where an episode begins, later what this function returned one step before.
+          carry: `initial_carry` at the start of an episode, later what this method returned one step before.
           key: samples the actions; the most probable ones are taken without.
 
         Returns:
-          Actions `[E, ...]` and the memory for the next step.
+          Actions `[E, ...]` and the carry for the next step.
         """
         observed = self.agent.env.observe(state.env_state, obs)
         if self.agent.initial_memory is None:
-            return self.agent.act(state, observed, key), memory
-        return self.agent.act(state, observed, key, memory)
+            return self.agent.act(state, observed, key), carry
+        return self.agent.act(state, observed, key, carry)
 
     @functools.cached_property
     def state_type(self) -> Any:
@@ -84,21 +82,32 @@ class Actor:
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
         batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), self.observation_type)
-        memory = self.initial_memory(1)
-        both = lambda state: [self.act_with_memory(state, batch, memory, key) for key in (None, jax.random.key(0))]  # noqa: E731
-        jaxpr = jax.make_jaxpr(both)(self.state_type).jaxpr
+        carry = self.initial_carry(1)
+
+        def act_both_ways(state):
+            return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
+
+        jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         return tuple(id(v) in used for v in jaxpr.invars)
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
-        """Copies the leaves of `state` that acting depends on to one device, one of those that hold them if not given."""
+        """Copies the leaves of `state` that acting depends on to one device.
+
+        Args:
+          state: state of one run, or of several members.
+          device: where the leaves go; a device that holds them if not given.
+
+        Returns:
+          The leaves, for `restore`.
+        """
         leaves = [leaf for leaf, needed in zip(jax.tree.leaves(state), self._needed, strict=True) if needed]
         if device is None:
             device = leaves[0].addressable_shards[0].device if leaves else jax.local_devices()[0]
         return jax.device_put(leaves, device)
 
     def restore(self, leaves: list[jax.Array]) -> Any:
-        """Rebuilds a state from what `take` kept, with zeros in place of the rest; to be called under `jit`."""
+        """Rebuilds a state from the leaves of `take`; the other leaves are zeros. Call it under `jit`."""
         kept = iter(leaves)
         types, tree = jax.tree.flatten(self.state_type)
         pairs = zip(types, self._needed, strict=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from typing import Any, Literal, Protocol
 import jax
 
 from msrl_jax import algorithms
+from msrl_jax._tables import table
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
+from msrl_jax.policies.base import spec
 from msrl_jax.training.folder import describe_devices
-from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
+from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 # A chunk this long hides the host's work between chunks; short enough that slow settings need not wait for long.
 _CHUNK_SECONDS = 0.25
@@ -33,16 +36,15 @@ class Measurement:
       unroll_length: steps of every environment per iteration.
       compile_seconds: time to trace and compile the program of the first chunk.
       steps_per_second: environment steps per second, median of `runs`.
-      updates_per_second: gradient steps per second that go with them; those that a setting such as `target_kl` skips count too.
+      updates_per_second: gradient steps per second at that rate; steps that a setting such as `target_kl` skips count too.
       runs: environment steps per second of every timed run.
-      jit_steps_per_second: the same for the plain `jax.jit(jax.lax.scan(...))`, None if that was not asked for.
-      jit_runs: its timed runs, each beside the one of `runs` at the same place.
+      jit_steps_per_second: environment steps per second of the plain `jax.jit(jax.lax.scan(...))`; None if not measured.
+      jit_runs: its timed runs, each next to the entry of `runs` at the same place.
       ratio: `steps_per_second / jit_steps_per_second`.
-      flops: floating point operations of one iteration, as XLA's cost analysis counts them for the program of a policy
-        that fuses the loop; None if it does not.
-      jit_flops: likewise for the plain one.
-      bytes: bytes accessed by one iteration, likewise.
-      jit_bytes: likewise for the plain one.
+      flops: floating point operations of one iteration in XLA's cost analysis; None if the policy does not fuse the loop.
+      jit_flops: floating point operations of one iteration of the plain program.
+      bytes: bytes accessed by one iteration in XLA's cost analysis; None if the policy does not fuse the loop.
+      jit_bytes: bytes accessed by one iteration of the plain program.
     """
 
     algorithm: str
@@ -81,7 +83,7 @@ class Timed(Protocol):
 
 
 class Runner:
-    """Trains in this process: chunk after chunk of iterations, from where it left off."""
+    """Trains in this process, chunk after chunk of iterations; every call continues the last."""
 
     def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
         """Takes two chunks: one that compiles and warms up, and one that tells how long a chunk is.
@@ -128,7 +130,7 @@ def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[t
 
 def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
     """A runner of a compiled program, `chunk` iterations at a time."""
-    steps = setup.actor.agent.steps_per_iteration * setup.seeds
+    steps = setup.behavior.agent.steps_per_iteration * setup.seeds
 
     def step(state):
         return program.run(state, chunk, chunk=chunk, donate=True)[0]
@@ -156,13 +158,13 @@ def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
         jax.device_get(metrics)
         return state
 
-    return Runner(step, state, chunk * setup.actor.agent.steps_per_iteration * setup.seeds)
+    return Runner(step, state, chunk * setup.behavior.agent.steps_per_iteration * setup.seeds)
 
 
 def calibrated_chunk(setup: Setup, program: Program) -> int:
     """How many iterations make a chunk that is long enough to hide the host's work between chunks."""
     rate = program_runner(setup, program, 1).run(_CHUNK_SECONDS)
-    return max(1, round(_CHUNK_SECONDS * rate / (setup.actor.agent.steps_per_iteration * setup.seeds)))
+    return max(1, round(_CHUNK_SECONDS * rate / (setup.behavior.agent.steps_per_iteration * setup.seeds)))
 
 
 def measure(
@@ -195,10 +197,10 @@ def measure(
     if against == "jit":
         runners.append(plain_runner(setup, program, chunk))
     runs, *others = interleave(runners, seconds, repeats)
-    where, agent = describe_devices(program.devices), setup.actor.agent
+    where, agent = describe_devices(program.devices), setup.behavior.agent
     rate = statistics.median(runs)
     measurement = Measurement(
-        algorithm=setup.algorithm.name, env=setup.env_name, policy=describe_policy(policy),
+        algorithm=setup.algorithm.name, env=setup.env_name, policy=spec(policy),
         platform=where["platform"], devices=where["count"], num_envs=setup.config.num_envs,
         unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
         steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
@@ -219,8 +221,8 @@ def bench(
     algos: Sequence[str] = ("ppo",),
     envs: Sequence[str] = ("CartPole-v1",),
     policies: Sequence[str | DistributionPolicy] = ("GPUOnly",),
-    num_envs: Sequence[int] = (64,),
-    unroll_lengths: Sequence[int] = (128,),
+    num_envs: Sequence[int] = (),
+    unroll_lengths: Sequence[int] = (),
     *,
     repeats: int = 3,
     seconds: float = 1.0,
@@ -235,8 +237,8 @@ def bench(
       algos: names of algorithms.
       envs: names of environments, or environments.
       policies: distribution policies, or their names.
-      num_envs: numbers of environments.
-      unroll_lengths: lengths of an unroll.
+      num_envs: numbers of environments; each algorithm's default if there is none.
+      unroll_lengths: lengths of an unroll; each algorithm's default if there is none.
       repeats: timed runs per setting; the median counts.
       seconds: how long a timed run is, about.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration, runs interleaved.
@@ -250,17 +252,23 @@ def bench(
     Raises:
       ValueError: on a combination that cannot work, before any is measured.
     """
-    if repeats < 1 or seconds <= 0:
-        raise ValueError(f"{repeats=} must be at least 1 and {seconds=} above 0")
+    if repeats < 1 or not 0 < seconds < math.inf:
+        raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
+    for name, values in {"algos": algos, "envs": envs, "policies": policies}.items():
+        if not values:
+            raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
     for algo in algos:
         if not hasattr(algorithms.get(algo).config, "num_envs"):
             raise ValueError(
                 f"algorithm {algo!r} steps no environment, so there are no environment steps to count; its runs report updates "
                 "per second (Result.steps_per_second)"
             )
+    given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
+    options = [[(name, value) for value in values] for name, values in given.items() if values]
+    sizes = [dict(choice) for choice in itertools.product(*options)]
     grid = [
-        (resolve(algo, env, overrides=overrides | {"num_envs": n, "unroll_length": t}), resolve_policy(policy))
-        for algo, env, policy, n, t in itertools.product(algos, envs, policies, num_envs, unroll_lengths)
+        (resolve(algo, env, overrides=overrides | size), resolve_policy(policy))
+        for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
     ]
     for setup, policy in grid:
         setup.compile(policy, devices)
@@ -275,10 +283,11 @@ def bench(
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """Measurements as a table of text."""
+    """Measurements as a table of text that fits the terminal."""
     header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
-    rows = [header + ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared]
+    header += ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared
+    rows = []
     for m in measurements:
         spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
         row = [
@@ -289,8 +298,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}", _quotient(m.flops, m.jit_flops)]
             row += [_quotient(m.bytes, m.jit_bytes)]
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(table(header, rows))
 
 
 def _rate(per_second: float) -> str:

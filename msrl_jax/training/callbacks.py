@@ -1,4 +1,4 @@
-"""What happens once per chunk of iterations: the tick that callbacks receive, and loggers, which are callbacks."""
+"""Callbacks, called once per chunk of iterations: the tick that they receive, and loggers."""
 
 import dataclasses
 import importlib
@@ -15,13 +15,12 @@ class Tick:
     """The state of affairs after a chunk of iterations.
 
     Attributes:
-      step: steps so far, of one member: of environments, or updates if there are none (`Agent.unit`).
+      step: steps so far of one member; `unit` says what a step is.
       iteration: training iterations so far.
       total_steps: steps that the run will take.
-      metrics: the row of the history that the chunk has added: a float per metric, or an array `[M]` for a run of `M`
-        seeds.
+      metrics: the row that the chunk added to the history: a float per metric, or an array `[M]` for a run of `M` seeds.
       get_state: returns the state of the run.
-      unit: what a step is.
+      unit: what a step is, as in `Agent.unit`.
     """
 
     step: int
@@ -33,12 +32,17 @@ class Tick:
 
     @property
     def state(self) -> Any:
-        """The state of the run. The next chunk reuses its memory: copy what is to be kept (`jax.device_get`)."""
+        """The state of the run. The next chunk reuses its memory: copy the parts that you keep (`jax.device_get`)."""
         return self.get_state()
 
 
-Callback: TypeAlias = Callable[[Tick], bool | None]
-"""Called once per chunk; the run ends if it returns True."""
+def short_unit(unit: str) -> str:
+    """A unit of steps in one word: `"steps"` for `"environment steps"`."""
+    return unit.removeprefix("environment ")
+
+
+Callback: TypeAlias = Callable[[Tick], object]
+"""Called once per chunk; the run ends if it returns True (of Python, NumPy or JAX)."""
 
 
 def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
@@ -84,7 +88,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, tick.step)
 
     def close(self) -> None:
-        """Writes what is pending and closes the event file."""
+        """Writes pending entries and closes the event file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -108,5 +112,5 @@ class WandB:
         self._run.log({k: v for k, v in scalars(tick.metrics).items() if np.isfinite(v)}, step=tick.step)
 
     def close(self) -> None:
-        """Uploads what is pending and ends the run."""
+        """Uploads pending entries and ends the run."""
         self._run.finish()

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import writing
 from msrl_jax.fragments.placement import Device
 
 
@@ -39,7 +40,7 @@ def save_state(path: Path, state: Any) -> None:
         data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
         if np.size(data):
             entries[jax.tree_util.keystr(keypath)] = data
-    with ocp.StandardCheckpointer() as checkpointer:
+    with writing(path), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path.absolute(), entries)
 
 
@@ -55,7 +56,7 @@ def load_state(path: Path, like: Any, device: Device | None = None) -> Any:
       The saved pytree.
 
     Raises:
-      ValueError: if the checkpoint's entries are not those of `like`; the message names the first that differs.
+      ValueError: if the checkpoint's entries differ from those of `like`; the message names the first that differs.
     """
     import orbax.checkpoint as ocp
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import whole
 from msrl_jax.envs import vectorize
-from msrl_jax.training.acting import Actor
+from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
 
 MAX_STEPS = 10_000
@@ -22,8 +23,8 @@ class Evaluation:
     Attributes:
       returns: undiscounted sum of the raw rewards of every episode. shape=[episodes] or [M, episodes], dtype=float32
       lengths: environment steps of every episode. shape=[episodes] or [M, episodes], dtype=int32
-      finished: whether the episode ended by itself (terminated or truncated) before the cap on steps; the return of
-        one that did not is that of its first steps. shape=[episodes] or [M, episodes], dtype=bool
+      finished: whether the episode ended by itself (terminated or truncated) before the cap on steps; otherwise its return
+        is that of its first steps. shape=[episodes] or [M, episodes], dtype=bool
     """
 
     returns: np.ndarray
@@ -63,24 +64,24 @@ def _fixed(values: float | np.ndarray, digits: int) -> str:
 
 
 class _Episodes(NamedTuple):
-    """The episodes of an evaluation on their way; `running` marks the ones that count still."""
+    """The running episodes of an evaluation; `running` marks those that have not ended."""
 
     step: jax.Array
     env_state: Any
     obs: Any
-    memory: Any
+    carry: Any
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
 
 
 def make_evaluator(
-    actor: Actor, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS
+    behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS
 ) -> Callable[[Any, jax.Array], Evaluation]:
     """Builds a function that plays greedy episodes, all at once and on one device.
 
     Args:
-      actor: the behavior to evaluate.
+      behavior: who acts.
       episodes: how many episodes; every one runs in an environment of its own until it ends.
       members: whether states and keys have a leading member dimension `M`.
       max_steps: a cap on the steps of an episode, for environments that need not end.
@@ -92,32 +93,31 @@ def make_evaluator(
     Raises:
       ValueError: if `episodes` or `max_steps` is below 1.
     """
-    if episodes < 1 or max_steps < 1:
-        raise ValueError(f"an evaluation needs at least one episode of one step; got {episodes=}, {max_steps=}")
-    env = vectorize(actor.env, episodes)
+    episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps, most=2**31 - 1)
+    env = vectorize(behavior.env, episodes)
 
     def play(leaves: list[jax.Array], key: jax.Array):
-        state = actor.restore(leaves)
+        state = behavior.restore(leaves)
         env_state, obs = env.reset(key)
 
-        def step(carry: _Episodes) -> _Episodes:
-            action, memory = actor.act_with_memory(state, carry.obs, carry.memory)
-            env_state, t = env.step(carry.env_state, action)
-            # An environment that is done begins another episode, which does not count (and which its agent takes for
-            # a part of the first), until the last one is done.
+        def step(e: _Episodes) -> _Episodes:
+            action, carry = behavior.act_with_carry(state, e.obs, e.carry)
+            env_state, t = env.step(e.env_state, action)
+            # An environment whose episode has ended starts another one, which does not count. The agent takes it for a part
+            # of the first: its carry is not reset.
             return _Episodes(
-                step=carry.step + 1,
+                step=e.step + 1,
                 env_state=env_state,
                 obs=t.obs,
-                memory=memory,
-                returns=carry.returns + jnp.where(carry.running, t.reward, 0.0),
-                lengths=carry.lengths + carry.running,
-                running=carry.running & ~(t.terminated | t.truncated),
+                carry=carry,
+                returns=e.returns + jnp.where(e.running, t.reward, 0.0),
+                lengths=e.lengths + e.running,
+                running=e.running & ~(t.terminated | t.truncated),
             )
 
         none = jnp.zeros(episodes, jnp.int32)
         start = _Episodes(
-            jnp.int32(0), env_state, obs, actor.initial_memory(episodes), jnp.zeros(episodes), none, jnp.ones(episodes, bool)
+            jnp.int32(0), env_state, obs, behavior.initial_carry(episodes), jnp.zeros(episodes), none, jnp.ones(episodes, bool)
         )
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         return end.returns, end.lengths, ~end.running
@@ -125,6 +125,6 @@ def make_evaluator(
     compiled = jax.jit(jax.vmap(play) if members else play)
 
     def evaluate(state: Any, key: jax.Array) -> Evaluation:
-        return Evaluation(*jax.device_get(compiled(actor.take(state), key)))
+        return Evaluation(*jax.device_get(compiled(behavior.take(state), key)))
 
     return evaluate

@@ -6,8 +6,8 @@
     summary.json     how it ended
     evaluation.json  every episode of the last evaluation, if there was one
 
-Rows are written as they come, and the config with the first of them: a run that fails to compile leaves nothing that
-stands in the way of the next. The rest is written at the end.
+Rows are written as they come, and the config with the first of them: a run that fails to compile leaves no folder that the
+next run would have to avoid. The rest is written at the end.
 """
 
 import csv
@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from msrl_jax._checks import writing
 from msrl_jax.data import Dataset
 from msrl_jax.training.callbacks import Tick, scalars
 from msrl_jax.training.history import Row
@@ -71,8 +72,9 @@ def to_json(value: Any) -> Any:
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file beside `path` and renames it, so that a reader sees a whole file or none."""
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(to_json(value), indent=indent) + "\n")
-    os.replace(beside, path)
+    with writing(path):
+        beside.write_text(json.dumps(to_json(value), indent=indent) + "\n")
+        os.replace(beside, path)
 
 
 def check_free(path: Path) -> None:
@@ -105,11 +107,11 @@ class RowWriter:
         """Appends one row of the history."""
         if not (self._path / CONFIG).exists():
             write_json(self._path / CONFIG, self._description)
-        with (self._path / ROWS).open("a") as file:
+        with writing(self._path / ROWS), (self._path / ROWS).open("a") as file:
             file.write(json.dumps(to_json(row)) + "\n")
         table = self._path / TABLE
         is_new = not table.exists()
-        with table.open("a", newline="") as file:
+        with writing(table), table.open("a", newline="") as file:
             flat = scalars(row)
             writer = csv.writer(file)
             if is_new:

@@ -1,4 +1,4 @@
-"""Many seeds at once: a population of independent runs is one agent whose every array has a leading member axis."""
+"""Many seeds at once: a population of independent runs is one agent whose arrays have a leading member axis."""
 
 import dataclasses
 from typing import Any
@@ -24,8 +24,8 @@ def population(agent: Agent) -> Agent:
       agent: the agent of one run.
 
     Returns:
-      An agent whose `init` takes keys `[M]` and whose state and metrics have a leading dimension `M`, but for the data, which
-      members share. Every member computes what a run of its own would. `act` and `env` are those of one member.
+      An agent whose `init` takes keys `[M]` and whose state and metrics have a leading dimension `M`; data have none, as
+      members share them. Every member computes the same as a run of its own. `act` and `env` belong to one member.
     """
     dims, axes = 0, member_axes(agent.axes)
     if agent.data:  # which all members share

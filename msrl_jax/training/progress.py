@@ -1,4 +1,7 @@
-"""Live progress: displays are callbacks, opened around the run. All of them write to stderr or to the notebook."""
+"""Live progress on stderr or in the notebook: displays are callbacks, opened around the run.
+
+A display that cannot be written any more is dropped; the run goes on.
+"""
 
 import contextlib
 import html
@@ -9,11 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from msrl_jax.training.callbacks import Tick
+from msrl_jax._streams import Lasting, progress_stream
+from msrl_jax.training.callbacks import Tick, short_unit
 
 Progress = bool | Literal["auto", "bar", "lines", "notebook"]
 Show = Callable[[Tick], None]
-Display = Callable[[str, int], contextlib.AbstractContextManager[Show]]
+Display = Callable[..., contextlib.AbstractContextManager[Show]]
 
 _SHOWN = {"episode_return": "return", "eval_return": "eval"}
 
@@ -32,7 +36,7 @@ def choose_display(progress: Progress) -> Display:
       progress: "bar" in a terminal, "lines" of text, "notebook"; "auto" or True chooses; False shows nothing.
 
     Returns:
-      A function `(title, total_steps)` whose context manager gives the callback that updates the display.
+      A function `(title, total_steps, unit="steps")` whose context manager gives the callback that updates the display.
 
     Raises:
       ValueError: on any other value of `progress`.
@@ -40,7 +44,7 @@ def choose_display(progress: Progress) -> Display:
     if progress is False:
         return _nothing
     if progress in ("auto", True):
-        progress = "notebook" if in_notebook() else "bar" if sys.stderr.isatty() else "lines"
+        progress = "notebook" if in_notebook() else "bar" if Lasting(sys.stderr).isatty() else "lines"
     displays = {"bar": _bar, "lines": _lines, "notebook": _notebook}
     if progress not in displays:
         raise ValueError(f"progress={progress!r}: choose one of {['auto', *displays]}, or False")
@@ -49,7 +53,7 @@ def choose_display(progress: Progress) -> Display:
 
 def _facts(tick: Tick) -> str:
     """The numbers worth watching, as text: means over the members."""
-    facts = [f"{tick.metrics['steps_per_second']:,.0f} {tick.unit.removeprefix('environment ')}/s"]
+    facts = [f"{tick.metrics['steps_per_second']:,.0f} {short_unit(tick.unit)}/s"]
     for name, word in _SHOWN.items():
         value = float(np.mean(tick.metrics.get(name, np.nan)))
         if not np.isnan(value):
@@ -58,29 +62,46 @@ def _facts(tick: Tick) -> str:
 
 
 @contextlib.contextmanager
-def _nothing(title: str, total_steps: int) -> Iterator[Show]:
+def _nothing(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
     yield lambda tick: None
 
 
 @contextlib.contextmanager
-def _bar(title: str, total_steps: int) -> Iterator[Show]:
-    from rich.console import Console
+def _bar(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+    from rich.console import Console, Group
+    from rich.live import Live
     from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
+    from rich.text import Text
 
-    columns = (
-        SpinnerColumn(), TextColumn("[bold]{task.description}"), BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"), TimeElapsedColumn(), TextColumn("eta"),
-        TimeRemainingColumn(), TextColumn("{task.fields[facts]}"),
+    console = Console(file=progress_stream())  # type: ignore[arg-type]
+    narrow = console.width < 100
+    count = TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}", table_column=Column(no_wrap=True))
+    name = TextColumn("[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=30))
+    elapsed = () if narrow else (TimeElapsedColumn(),)
+    bar = Bar(
+        SpinnerColumn(), name, BarColumn(bar_width=12 if narrow else 40), count, *elapsed, TextColumn("eta"),
+        TimeRemainingColumn(),
     )  # fmt: skip
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total_steps, facts="compiling")
-        yield lambda tick: bar.update(task, completed=tick.step, facts=_facts(tick))
+    task = bar.add_task(title, total=total_steps)
+
+    def lines(facts: str) -> Group:  # in two lines, so that facts take no space from the bar
+        return Group(bar, Text(f"  {facts}", no_wrap=True, overflow="ellipsis"))
+
+    with Live(lines("compiling"), console=console) as live:
+
+        def show(tick: Tick) -> None:
+            bar.update(task, completed=tick.step)
+            live.update(lines(_facts(tick)))
+
+        yield show
 
 
 @contextlib.contextmanager
-def _lines(title: str, total_steps: int) -> Iterator[Show]:
-    print(f"{title}: compiling", file=sys.stderr, flush=True)
+def _lines(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
+    stream = progress_stream()
+    print(f"{title}: compiling", file=stream, flush=True)
     last = -np.inf
 
     def show(tick: Tick) -> None:
@@ -88,20 +109,20 @@ def _lines(title: str, total_steps: int) -> Iterator[Show]:
         now = time.monotonic()
         if now - last >= 1 or tick.step >= total_steps:
             last = now
-            done = f"{tick.step:,}/{total_steps:,} steps ({tick.step / total_steps:.0%})"
-            print(f"{title}: {done}  {_facts(tick)}", file=sys.stderr, flush=True)
+            done = f"{tick.step:,}/{total_steps:,} {unit} ({tick.step / total_steps:.0%})"
+            print(f"{title}: {done}  {_facts(tick)}", file=stream, flush=True)
 
     yield show
 
 
 @contextlib.contextmanager
-def _notebook(title: str, total_steps: int) -> Iterator[Show]:
+def _notebook(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
     from IPython.display import HTML, display
 
     def page(step: int, facts: str) -> HTML:
         return HTML(
             f"<div><b>{html.escape(title)}</b> <progress max='{total_steps}' value='{step}'></progress> "
-            f"{step:,}/{total_steps:,} steps &nbsp; {html.escape(facts)}</div>"
+            f"{step:,}/{total_steps:,} {html.escape(unit)} &nbsp; {html.escape(facts)}</div>"
         )
 
     handle = display(page(0, "compiling"), display_id=True)

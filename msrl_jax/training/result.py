@@ -1,9 +1,10 @@
-"""What a run leaves: its history, its state, and what can be done with them."""
+"""The result of a run: its history and its state; it acts, is evaluated, plotted, saved and loaded."""
 
 import dataclasses
 import functools
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import numpy as np
 
+from msrl_jax._checks import check_seed
+from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import Environment
 from msrl_jax.training import checkpoint, folder
-from msrl_jax.training.acting import Actor
+from msrl_jax.training.acting import Behavior
+from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import decimals, last_mean, stack_rows
 from msrl_jax.training.setup import resolve
@@ -21,6 +25,7 @@ from msrl_jax.training.setup import resolve
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")
 Status = Literal["finished", "stopped", "interrupted", "diverged"]
 
 
@@ -36,13 +41,16 @@ class Result:
       state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are several seeds.
       status: "finished"; "stopped" by a callback; "interrupted" by Ctrl-C; "diverged" if a metric was not finite.
       compile_seconds: time that tracing and compiling the training program took.
-      wall_seconds: time that the run took, all included.
+      wall_seconds: time that the run took, saving excepted.
       evaluation: the last evaluation, if there was one.
       description: what ran and where, as plain data: the content of `config.json`.
-      actor: the trained behavior of one member.
-      registers: parameters that were on their way to actors at the end, if the policy has staleness: a program goes on
+      behavior: how one member acts.
+      registers: stale parameters on their way to the actors at the end, if the policy has staleness. A program continues
         from `msrl.Delayed(result.state, result.registers)`.
       folder: the run's folder, if it has one.
+      timings: parts of `wall_seconds` beside `compile_seconds`: `setup_seconds` (building the agent, planning, the first
+        state), `train_seconds` and `evaluation_seconds` (compilation of the evaluation included). The rest went into
+        callbacks and metrics.
     """
 
     history: Mapping[str, np.ndarray]
@@ -53,9 +61,16 @@ class Result:
     wall_seconds: float
     evaluation: Evaluation | None
     description: Mapping[str, Any]
-    actor: Actor
+    behavior: Behavior
     registers: tuple[jax.Array, ...] = ()
     folder: Path | None = None
+    timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def actor(self) -> Behavior:
+        """The old name of `behavior`."""
+        warnings.warn("Result.actor is now called behavior", DeprecationWarning, stacklevel=2)
+        return self.behavior
 
     @property
     def interrupted(self) -> bool:
@@ -77,14 +92,14 @@ class Result:
     def best(self) -> int:
         """The member with the highest return: of the last evaluation, else over the last tenth of training.
 
-        A run that learns from data alone is selected by data alone: the best member is that of the least `validation_loss`,
-        over the last tenth of training, whatever evaluations say.
+        In a run that learns from data alone, evaluations do not count: the best member has the least `validation_loss` over
+        the last tenth of training.
 
         Raises:
-          ValueError: if such a run of several members held no data out.
+          ValueError: if a run of several members learns from data alone and held none out for validation.
         """
         last = self.evaluation
-        if self.actor.agent.unit == "updates":
+        if self.behavior.agent.unit == "updates":
             if self.seeds > 1 and "validation_loss" not in self.history:
                 raise ValueError(
                     "no data were held out to compare the members of this run by; name one, member=0, or train with a "
@@ -119,6 +134,7 @@ class Result:
             **per_seed,
             "steps_per_second": self.steps_per_second,
             "compile_seconds": self.compile_seconds,
+            **self.timings,
             "wall_seconds": self.wall_seconds,
         }
 
@@ -126,11 +142,14 @@ class Result:
         s = self.summary()
         seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
         devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
-        unit = self.actor.agent.unit.removeprefix("environment ")
+        unit, asked = short_unit(self.behavior.agent.unit), self.description["total_steps"]
+        partly = self.status == "finished" and s["total_steps"] < asked
+        why = f" of {asked:,} asked for (whole iterations of {self.behavior.agent.steps_per_iteration:,})" * partly
+        steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
         lines = [
             f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({s['status']})",
-            f"  {s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)} in {s['wall_seconds']:.1f} s "
-            f"(compiling {s['compile_seconds']:.1f} s), {s['steps_per_second']:,.0f} {unit}/s",
+            f"  {steps} in {s['wall_seconds']:.1f} s, {s['steps_per_second']:,.0f} {unit}/s",
+            f"  {self._parts()}",
         ]
         if "episode_return" in self.history:
             lines.append(f"  training return {_spread(self._final('episode_return'))} over the last tenth")
@@ -141,23 +160,55 @@ class Result:
             lines.append(f"  saved in {self.folder}")
         return "\n".join(lines)
 
+    def _parts(self) -> str:
+        """Where the time went, as text."""
+        parts = {name.removesuffix("_seconds"): seconds for name, seconds in self.timings.items()}
+        parts = {"compiling": self.compile_seconds, **parts}
+        parts["callbacks and metrics"] = max(0.0, self.wall_seconds - sum(parts.values())) if self.timings else 0.0
+        words = {"setup": "setting up", "train": "training"}
+        return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
+
+    def member(self, member: int | None = None) -> int:
+        """The number of a member.
+
+        Args:
+          member: from 0 to `seeds - 1`; the best one if None.
+
+        Returns:
+          The number.
+
+        Raises:
+          ValueError: if the run has no such member.
+        """
+        if member is None:
+            return self.best
+        if isinstance(member, bool) or not isinstance(member, int | np.integer) or not 0 <= member < self.seeds:
+            which = "only member 0" if self.seeds == 1 else f"members 0 to {self.seeds - 1}"
+            raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
+        return int(member)
+
     def member_state(self, member: int | None = None) -> Any:
-        """The state of one member (the best one if None); the state itself if there is only one."""
+        """The state of one member (the best one if None); the state itself if there is only one.
+
+        Raises:
+          ValueError: if the run has no such member.
+        """
+        number = self.member(member)
         if self.seeds == 1:
             return self.state
-        member, agent = self.best if member is None else member, self.actor.agent
+        member, agent = number, self.behavior.agent
         return agent.with_data(jax.tree.map(lambda x: x[member], agent.without_data(self.state)))
 
     @functools.cached_property
     def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
-        actor, many = self.actor, self.seeds > 1
+        behavior, many = self.behavior, self.seeds > 1
 
-        def act(leaves, member, obs, memory, key):
+        def act(leaves, member, obs, carry, key):
             leaves = [x[member] for x in leaves] if many else leaves
-            return actor.act_with_memory(actor.restore(leaves), obs, memory, key)
+            return behavior.act_with_carry(behavior.restore(leaves), obs, carry, key)
 
-        compiled, leaves = jax.jit(act), actor.take(self.state)
-        return lambda member, obs, memory, key: compiled(leaves, member, obs, memory, key)
+        compiled, leaves = jax.jit(act), behavior.take(self.state)
+        return lambda member, obs, carry, key: compiled(leaves, member, obs, carry, key)
 
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations, as the environment returns them.
@@ -172,35 +223,35 @@ class Result:
           The action, or the actions `[B, ...]`.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, or if the agent is recurrent,
-            which acts with a memory.
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the run has no such member, or
+            if the agent is recurrent: `act_with_carry` is for those.
         """
-        if self.actor.agent.initial_memory is not None:
+        if self.behavior.agent.initial_memory is not None:
             raise ValueError(
                 f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough to act "
-                "on; use action, memory = result.act_with_memory(obs, memory), with memory=None where an episode begins"
+                "on; use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
             )
-        return self.act_with_memory(obs, None, key, member=member)[0]
+        return self.act_with_carry(obs, None, key, member=member)[0]
 
-    def act_with_memory(
-        self, obs: Any, memory: Any = None, key: jax.Array | None = None, *, member: int | None = None
+    def act_with_carry(
+        self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
     ) -> tuple[jax.Array, Any]:
-        """Chooses actions for raw observations, and remembers; an agent that is not recurrent has nothing to remember.
+        """Chooses actions for raw observations, with the carry of a recurrent agent; that of other agents is empty.
 
         Args:
           obs: one observation, or a batch of them with a leading dimension `B`, as for `act`.
-          memory: None where an episode begins, later what this method returned one step before.
+          carry: None at the start of an episode, later what this method returned one step before.
           key: samples the action; the most probable one is taken without.
           member: which seed acts; the best one if None.
 
         Returns:
-          The action, or the actions `[B, ...]`, and the memory for the next step.
+          The action, or the actions `[B, ...]`, and the carry for the next step.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, or if the memory is that of
-            another number of observations.
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the carry is that of another
+            number of observations, or if the run has no such member.
         """
-        kind = self.actor.observation_type
+        kind = self.behavior.observation_type
         obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
         shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
         single = shapes == wanted
@@ -209,16 +260,18 @@ class Result:
         if single:
             obs = jax.tree.map(lambda x: x[None], obs)
         count = jax.tree.leaves(obs)[0].shape[0]
-        fresh = self.actor.initial_memory(count)
-        memory = fresh if memory is None else memory
-        shapes, wanted = (jax.tree.map(np.shape, m) for m in (memory, fresh))
+        fresh = self.behavior.initial_carry(count)
+        carry = fresh if carry is None else carry
+        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
         if shapes != wanted:
             raise ValueError(
-                f"memory has shapes {shapes}; that of {count} observations has {wanted}. Pass what the step before returned, "
-                "or None where an episode begins"
+                f"carry has shapes {shapes}; that of {count} observations has {wanted}. Pass what the step before returned, "
+                "or None at the start of an episode"
             )
-        actions, memory = self._act(self.best if member is None else member, obs, memory, key)
-        return (actions[0] if single else actions), memory
+        actions, carry = self._act(self.member(member), obs, carry, key)
+        return (actions[0] if single else actions), carry
+
+    act_with_memory = deprecated("act_with_memory", act_with_carry)
 
     def evaluate(
         self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS
@@ -233,9 +286,12 @@ class Result:
 
         Returns:
           Returns and lengths of the episodes.
+
+        Raises:
+          ValueError: if a number is out of range, or the run has no such member.
         """
-        evaluator = make_evaluator(self.actor, episodes, max_steps=max_steps)
-        return evaluator(self.member_state(member), jax.random.key(seed))
+        evaluator = make_evaluator(self.behavior, episodes, max_steps=max_steps)
+        return evaluator(self.member_state(member), jax.random.key(check_seed(seed)))
 
     def plot(
         self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)
@@ -266,7 +322,7 @@ class Result:
             panel.set_ylabel(name.replace("_", " "))
             panel.grid(alpha=0.3)
             panel.legend()
-        panels[-1, 0].set_xlabel(self.actor.agent.unit)
+        panels[-1, 0].set_xlabel(self.behavior.agent.unit)
         panels[0, 0].set_title(f"{self.description['algorithm']} on {self.description['env']}")
         plt.close(figure)  # or a notebook would show it twice
         if path is not None:
@@ -299,7 +355,7 @@ class Result:
 
     def finish(self, path: Path) -> None:
         """Adds the checkpoint and the summary to a folder that has the rest."""
-        checkpoint.save_state(path / folder.STATE, self.actor.agent.without_data(self.state))
+        checkpoint.save_state(path / folder.STATE, self.behavior.agent.without_data(self.state))
         if self.registers:
             checkpoint.save_state(path / folder.REGISTERS, self.registers)
         if self.evaluation is not None:
@@ -349,9 +405,10 @@ class Result:
             status=summary["status"],
             compile_seconds=summary["compile_seconds"],
             wall_seconds=summary["wall_seconds"],
+            timings={name: summary[name] for name in TIMINGS if name in summary},
             evaluation=evaluation,
             description=description,
-            actor=setup.actor,
+            behavior=setup.behavior,
             registers=_load_registers(path, description.get("registers", {}), state),
             folder=path,
         )
@@ -361,7 +418,7 @@ def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[
     """Reads the registers of stale parameters: `depths` says which leaves of the state have how many."""
     if bool(depths) != (path / folder.REGISTERS).exists():
         raise ValueError(
-            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
+            f"the registers of stale parameters in {path / folder.REGISTERS} differ from those that {folder.CONFIG} lists "
             f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
         )
     leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}

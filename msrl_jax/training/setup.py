@@ -1,4 +1,4 @@
-"""From what a user names to what a run needs, with every mistake found before anything compiles."""
+"""From names to a run: looks everything up and checks it before anything compiles."""
 
 import ast
 import dataclasses
@@ -8,14 +8,15 @@ from typing import Any
 import jax
 
 from msrl_jax import algorithms, envs, policies
+from msrl_jax._checks import check_seed, whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms import Agent, Algorithm
-from msrl_jax.data.recorder import Recorded
+from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.program import compile as compile_program
-from msrl_jax.training.acting import Actor
+from msrl_jax.training.acting import Behavior
 from msrl_jax.training.members import initial_key, population
 
 
@@ -48,16 +49,6 @@ def _literal(node: ast.expr) -> Any:
         return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
     words = isinstance(node, ast.Name | ast.Attribute | ast.Call)
     return ast.unparse(node) if words else ast.literal_eval(node)
-
-
-def describe_policy(policy: DistributionPolicy) -> str:
-    """A distribution policy as `NAME:param=value,...`, with the parameters that differ from their defaults."""
-    params = [
-        f"{f.name}={getattr(policy, f.name)!r}"
-        for f in (dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ())
-        if getattr(policy, f.name) != f.default
-    ]
-    return type(policy).__name__ + (":" + ",".join(params) if params else "")
 
 
 def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) -> Any:
@@ -95,12 +86,12 @@ class Setup:
     Attributes:
       algorithm: the registry's entry.
       env: the environment.
-      env_spec: the name it was asked for by, which makes it again; None if it was given as an object.
+      env_spec: the text that names the environment and makes it again; None if it was given as an object.
       config: the algorithm's config.
       seed: the first seed.
       seeds: the number of members.
-      actor: the behavior of one member, with its agent.
-      recorded: the same agent with a recorder around its environments, if the run is recorded.
+      behavior: how one member acts, with its agent.
+      recorded: the same agent on environments that keep their last steps, if the run is recorded.
     """
 
     algorithm: Algorithm
@@ -109,18 +100,18 @@ class Setup:
     config: Any
     seed: int
     seeds: int
-    actor: Actor
+    behavior: Behavior
     recorded: Agent | None = None
 
     @property
     def env_name(self) -> str:
-        """What to call the environment."""
+        """The environment in messages and files."""
         return self.env_spec or getattr(self.env, "name", type(self.env).__name__)
 
     @property
     def agent(self) -> Agent:
         """The agent of the whole run: a population if there are several seeds."""
-        agent = self.recorded or self.actor.agent
+        agent = self.recorded or self.behavior.agent
         return agent if self.seeds == 1 else population(agent)
 
     def initial_state(self) -> Any:
@@ -133,7 +124,7 @@ class Setup:
         return program.initialize(lambda key: agent.with_data(agent.init(key)), initial_key(self.seed, self.seeds))
 
     def about(self) -> dict[str, Any]:
-        """What a data set says of the run that it is made of."""
+        """What a data set says about the run that made it."""
         return {
             "env": self.env_name,
             "observation_space": str(self.env.observation_space),
@@ -144,8 +135,8 @@ class Setup:
         }
 
     def record(self, steps: int) -> "Setup":
-        """The same run with a recorder in it, which holds the last `steps` steps of every environment."""
-        env: Any = Recorded(self.env, steps)
+        """The same run with environments that keep their last `steps` steps in their state."""
+        env: Any = RecordedEnvironment(self.env, steps)
         return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config))
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
@@ -153,8 +144,8 @@ class Setup:
         state = jax.eval_shape(self.initial_state)
         program = compile_program(self.agent.iteration, state, policy=policy, axes=self.agent.axes, devices=devices)
         for placement in program.layout.placements:
-            ways, group = placement.split("env"), self.actor.agent.env_group
-            num_envs = self.actor.agent.env.num_envs
+            ways, group = placement.split("env"), self.behavior.agent.env_group
+            num_envs = self.behavior.agent.env.num_envs
             if num_envs % ways == 0 and num_envs % (ways * group):
                 raise ValueError(
                     f"num_envs={num_envs} cannot be split over the {ways} devices of placement {placement.name!r} in groups "
@@ -208,8 +199,8 @@ def resolve(
     Raises:
       ValueError: on any name, field or value that does not exist or is out of range.
     """
-    if seeds < 1:
-        raise ValueError(f"seeds={seeds}: a run trains at least one seed")
+    seeds = whole("seeds", seeds)
+    seed = check_seed(seed, seeds)
     algorithm = algorithms.get(algo)
     config = make_config(algorithm, config, overrides or {})
     env_spec = env if isinstance(env, str) else None
@@ -217,4 +208,4 @@ def resolve(
         name, params = parse_spec(env)
         env = envs.make(name, **params)
     agent = algorithm.build(env, config)
-    return Setup(algorithm, env, env_spec, config, seed, seeds, Actor(agent, env))
+    return Setup(algorithm, env, env_spec, config, seed, seeds, Behavior(agent, env))

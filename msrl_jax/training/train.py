@@ -14,18 +14,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax.data.recorder import Recording, without_recorder
+from msrl_jax._checks import whole
+from msrl_jax.data.experience import ExperienceWriter, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.policies.base import spec
 from msrl_jax.training import folder
-from msrl_jax.training.callbacks import Callback, Tick
+from msrl_jax.training.callbacks import Callback, Tick, short_unit
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
 from msrl_jax.training.history import Row, first_non_finite, reduce_chunk, stack_rows
 from msrl_jax.training.members import initial_key
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
-from msrl_jax.training.setup import Setup, describe_policy, resolve, resolve_policy
+from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 TICKS = 50
 """How many ticks a run has, about."""
@@ -55,7 +57,7 @@ def chunk_length(iterations: int, ticks: int = TICKS) -> int:
     """Chooses how many iterations run between two ticks.
 
     Args:
-      iterations: those of the whole run.
+      iterations: iterations of the whole run.
       ticks: about how many ticks there should be.
 
     Returns:
@@ -104,22 +106,24 @@ class _Run:
     evaluate: Callable[[Any], Evaluation] | None
     eval_every: int | None
     started: float
-    recording: Recording | None = None
+    experience: ExperienceWriter | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
     iteration: int = 0
     evaluation: Evaluation | None = None
     non_finite: tuple[str, int, int | None] | None = None
+    train_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
 
     @property
     def steps_per_iteration(self) -> int:
-        return self.setup.actor.agent.steps_per_iteration
+        return self.setup.behavior.agent.steps_per_iteration
 
     @property
     def step(self) -> int:
         return self.iteration * self.steps_per_iteration
 
     def state(self) -> Any:
-        return without_recorder(self.program.unwrap(self.run_state))
+        return without_experience(self.program.unwrap(self.run_state))
 
     def advance(self, iterations: int) -> None:
         """Runs a chunk and adds a row to the history."""
@@ -128,9 +132,10 @@ class _Run:
         jax.block_until_ready(self.run_state)
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.iteration += iterations
-        if self.recording is not None:
-            steps = iterations * self.steps_per_iteration // self.setup.actor.agent.env.num_envs
-            self.recording.add(self.program.unwrap(self.run_state), steps)
+        self.train_seconds += seconds
+        if self.experience is not None:
+            steps = iterations * self.steps_per_iteration // self.setup.behavior.agent.env.num_envs
+            self.experience.add(self.program.unwrap(self.run_state), steps)
         if bad := first_non_finite(metrics):
             metric, within, member = bad
             self.non_finite = metric, self.iteration - iterations + within + 1, member
@@ -152,7 +157,9 @@ class _Run:
         """Evaluates, unless that has been done since the last chunk or the parameters are not numbers."""
         if self.evaluate is None or self.non_finite or not np.isnan(self.rows[-1]["eval_return"]).all():
             return
+        start = time.perf_counter()
         self.evaluation = self.evaluate(self.state())
+        self.evaluation_seconds += time.perf_counter() - start
         self.rows[-1] |= {"eval_return": self.evaluation.mean_return, "eval_length": self.evaluation.mean_length}
 
 
@@ -160,17 +167,11 @@ def _evaluator(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] | Non
     """Evaluates members from keys of their own, the same ones every time: the curve shows the policy, not the start."""
     if episodes == 0:
         return None
-    play = make_evaluator(setup.actor, episodes, members=setup.seeds > 1)
+    play = make_evaluator(setup.behavior, episodes, members=setup.seeds > 1)
     keys = initial_key(setup.seed, setup.seeds)
     fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
     keys = jax.vmap(fold)(keys) if setup.seeds > 1 else fold(keys)
     return lambda state: play(state, keys)
-
-
-def _check_counts(**counts: tuple[int | None, int]) -> None:
-    for name, (value, least) in counts.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value}: use an integer of at least {least}")
 
 
 def train(
@@ -197,10 +198,11 @@ def train(
     Args:
       algo: name of an algorithm, such as `"ppo"`.
       env: an environment, or the name of one; parameters go behind a colon (`"CartPole-v1:max_steps_in_episode=200"`).
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where things
-        run, not what is computed.
-      total_steps: environment steps to take, per seed; whole iterations that fit are done.
-      seed: where all randomness starts.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where the parts run
+        and does not change the computation.
+      total_steps: environment steps per seed, an integer or a float without a fraction; the run does the whole iterations
+        that fit.
+      seed: the seed of all randomness, from 0 to `2**32 - seeds`.
       seeds: how many independent runs to train at once, vectorized. Run `i` is the run that `seed + i` alone gives, to
         float tolerance.
       config: the algorithm's config; its defaults if None. Its `total_steps` is set to that of the run.
@@ -211,7 +213,7 @@ def train(
       eval_every: environment steps between evaluations, which happen at the first tick at or past each multiple. A run
         that finishes ends with one in any case.
       record: a file for the experience of the run, every step of every environment, as `msrl.data.load` reads it. Rows are
-        written after every chunk, which has to fit the devices; what is computed is the same.
+        written after every chunk, which has to fit the devices. Recording does not change the run.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
       progress: "auto", "bar", "lines", "notebook" or False; goes to stderr.
       **overrides: fields of the algorithm's config.
@@ -226,15 +228,15 @@ def train(
     """
     started = time.perf_counter()
     display, distribution = choose_display(progress), resolve_policy(policy)
-    _check_counts(
-        total_steps=(total_steps, 1), chunk=(chunk, 1), eval_episodes=(eval_episodes, 0), eval_every=(eval_every, 1)
-    )
+    total_steps, eval_episodes = whole("total_steps", total_steps), whole("eval_episodes", eval_episodes, least=0)
+    chunk = None if chunk is None else whole("chunk", chunk)
+    eval_every = None if eval_every is None else whole("eval_every", eval_every)
     if out is not None:
         folder.check_free(Path(out))
     setup = resolve(
         algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps}
     )
-    per_iteration = setup.actor.agent.steps_per_iteration
+    per_iteration = setup.behavior.agent.steps_per_iteration
     iterations = total_steps // per_iteration
     if not iterations:
         raise ValueError(
@@ -246,18 +248,18 @@ def train(
         if eval_every is not None and eval_episodes:
             chunk = min(chunk, max(1, eval_every // per_iteration))
 
-    recording = None
+    experience = None
     if record is not None:
-        if setup.actor.agent.unit != "environment steps":
+        if setup.behavior.agent.unit != "environment steps":
             raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
-        recording = Recording(record, setup.about() | {"policy": describe_policy(distribution)})
-        setup = setup.record(chunk * per_iteration // setup.actor.agent.env.num_envs)
+        experience = ExperienceWriter(record, setup.about() | {"policy": spec(distribution)})
+        setup = setup.record(chunk * per_iteration // setup.behavior.agent.env.num_envs)
     program = setup.compile(distribution, devices)
     description = {
         "algorithm": setup.algorithm.name,
         "env": setup.env_name,
         "env_spec": setup.env_spec,
-        "policy": describe_policy(distribution),
+        "policy": spec(distribution),
         "seed": seed,
         "seeds": seeds,
         "total_steps": total_steps,
@@ -273,15 +275,17 @@ def train(
     if path is not None:
         callbacks = (folder.RowWriter(path, description), *callbacks)
     title = f"{setup.algorithm.name} {setup.env_name}"
-    with display(title, iterations * per_iteration) as show, _interruptible() as interrupted:
-        run_state = setup.start(program)
-        run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started, recording)
+    unit = short_unit(setup.behavior.agent.unit)
+    with display(title, iterations * per_iteration, unit) as show, _interruptible() as interrupted:
+        run_state = jax.block_until_ready(setup.start(program))
+        setup_seconds = time.perf_counter() - started - program.compile_seconds
+        run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started, experience)
         del run_state  # the run donates it
         try:
             status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
         finally:
-            if recording is not None:
-                recording.finish()
+            if experience is not None:
+                experience.finish()
     result = Result(
         history=stack_rows(run.rows),
         config=setup.config,
@@ -289,9 +293,12 @@ def train(
         status=status,
         compile_seconds=program.compile_seconds,
         wall_seconds=time.perf_counter() - started,
+        timings={
+            "setup_seconds": setup_seconds, "train_seconds": run.train_seconds, "evaluation_seconds": run.evaluation_seconds
+        },
         evaluation=run.evaluation,
         description=description,
-        actor=setup.actor,
+        behavior=setup.behavior,
         registers=run.run_state.registers if isinstance(run.run_state, Delayed) else (),
         folder=path,
     )
@@ -302,6 +309,11 @@ def train(
     return result
 
 
+def _is_true(answer: Any) -> bool:
+    """Whether a callback returned True, of Python, NumPy or JAX; other answers mean nothing."""
+    return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
+
+
 def _loop(
     run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]
 ) -> Status:
@@ -310,11 +322,10 @@ def _loop(
         run.advance(min(chunk, iterations - run.iteration))
         if run.iteration == iterations:
             run.evaluate_now()
-        tick = Tick(
-            run.step, run.iteration, iterations * run.steps_per_iteration, run.rows[-1], run.state, run.setup.actor.agent.unit
-        )  # fmt: skip
+        total = iterations * run.steps_per_iteration
+        tick = Tick(run.step, run.iteration, total, run.rows[-1], run.state, run.setup.behavior.agent.unit)
         try:
-            stops = [callback(tick) is True for callback in callbacks]
+            stops = [_is_true(callback(tick)) for callback in callbacks]
         except KeyboardInterrupt:
             return "interrupted"
         if run.non_finite:

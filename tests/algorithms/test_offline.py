@@ -261,7 +261,7 @@ def test_a_run_comes_back_without_its_data(runs, tmp_path):
     """Loading refuses a checkpoint with more in it than there is in the state without data."""
     _, alone = runs
     loaded = msrl.Result.load(alone.save(tmp_path / "run"), env=RandomWalk())
-    assert loaded.state.data == () and loaded.config.data is None and loaded.actor.agent.unit == "updates"
+    assert loaded.state.data == () and loaded.config.data is None and loaded.behavior.agent.unit == "updates"
     obs = jnp.linspace(-1, 1, 12).reshape(4, 3)
     np.testing.assert_array_equal(loaded.act(obs), alone.act(obs))
     np.testing.assert_array_equal(loaded.evaluate(4).returns, alone.evaluate(4).returns)

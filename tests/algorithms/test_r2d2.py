@@ -299,7 +299,7 @@ def test_members_evaluate_and_act_with_a_memory():
     obs, memory, alone = np.random.default_rng(0).normal(size=(3, 5, 3)).astype(np.float32), None, (np.zeros((5, H)),)
     params = wide(run.member_state(1).params)
     for x in obs:
-        actions, memory = run.act_with_memory(x, memory, member=1)
+        actions, memory = run.act_with_carry(x, memory, member=1)
         values, memories = plain_values("gru", params, np.float64(x)[None], np.zeros((1, 5), bool), alone)
         alone = tuple(m[-1] for m in memories)
         np.testing.assert_array_equal(actions, values[0].argmax(-1))

@@ -269,23 +269,23 @@ def test_acting_with_a_memory(trained):
     obs = np.random.default_rng(0).normal(size=(3, 4, 3)).astype(np.float32)
     memory, network_memory = None, (jnp.zeros((4, 5)),)
     for x in obs:
-        action, memory = trained.act_with_memory(x, memory)
+        action, memory = trained.act_with_carry(x, memory)
         log_probs, _, network_memory = plain_network(
             "gru", trained.state.params, x[None], jnp.zeros((1, 4), bool), network_memory
         )
         np.testing.assert_array_equal(action, np.argmax(log_probs[0], -1))
         np.testing.assert_allclose(memory[0], network_memory[0], rtol=1e-5, atol=1e-6)
-    one, _ = trained.act_with_memory(obs[0, 0], None, jax.random.key(0))
+    one, _ = trained.act_with_carry(obs[0, 0], None, jax.random.key(0))
     assert one.shape == ()
     with pytest.raises(ValueError, match=r"memory has shapes .* of 2 observations"):
-        trained.act_with_memory(obs[0, :2], memory)
+        trained.act_with_carry(obs[0, :2], memory)
 
 
 def test_acting_without_a_memory_is_refused(trained):
-    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_memory"):
+    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
         trained.act(np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_memory"):
-        trained.actor.act(trained.state, np.zeros((1, 3), np.float32))
+    with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
+        trained.behavior.act(trained.state, np.zeros((1, 3), np.float32))
 
 
 def test_many_seeds_evaluate_and_act():
@@ -294,5 +294,5 @@ def test_many_seeds_evaluate_and_act():
         progress=False, **SMALL,
     )  # fmt: skip
     assert run.evaluation.returns.shape == (2, 3)
-    actions, _ = run.act_with_memory(np.zeros((5, 3), np.float32), member=1)
+    actions, _ = run.act_with_carry(np.zeros((5, 3), np.float32), member=1)
     assert actions.shape == (5,)

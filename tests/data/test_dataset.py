@@ -1,13 +1,14 @@
 """A data set knows its episodes and its gaps, fits its files and its environment, and says what is wrong with it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from msrl_jax import data, envs
-from msrl_jax.data.dataset import FIELDS
+from msrl_jax.data.dataset import FIELDS, from_lanes
 
 
 def same(a, b):
@@ -23,8 +24,10 @@ def test_episodes_and_the_cut_at_the_end(walk):
     start, length, returns = walk.episodes
     assert start.tolist() == [0, 3, 4, 8, 10] and length.tolist() == [3, 1, 4, 2, 2]
     np.testing.assert_allclose(returns, [0.3, 0.3, 2.2, 1.7, 2.1], rtol=1e-6)
-    assert "12 rows, 5 episodes of Walk: return 1.32" in repr(walk)
-    assert walk.describe() == {"rows": 12, "episodes": 5, "mean_return": pytest.approx(1.32), "env": "Walk"}
+    assert "12 rows, 4 whole episodes of Walk: return 1.125" in repr(walk)
+    assert walk.describe() == {
+        "rows": 12, "episodes": 4, "cut_episodes": 1, "mean_return": pytest.approx(1.125), "env": "Walk",
+    }  # fmt: skip
 
 
 def test_rows_that_do_not_follow_each_other_are_cut(walk):
@@ -186,3 +189,27 @@ def test_a_buffer_needs_enough_rows(walk):
         data.buffer(walk, batch_size=16, shards=2)
     with pytest.raises(ValueError, match="windows of 13 steps"):
         data.buffer(walk, batch_size=1, length=13)
+
+
+def test_one_row_is_a_data_set():
+    one = data.Dataset(np.zeros((1, 4), np.float32), [0], [2.0], [True], [False], np.ones((1, 4), np.float32))
+    assert len(one) == 1 and one.episodes.returns.tolist() == [2.0] and "1 whole episode: return 2" in repr(one)
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "rows.parquet"])
+def test_parts_of_episodes_are_not_reported_as_episodes(name, tmp_path):
+    """Two environments of five steps: the first ends an episode of three by a limit, the second ends none."""
+    rows = SimpleNamespace(
+        obs=np.arange(10.0).reshape(5, 2), action=np.zeros((5, 2), int), reward=np.ones((5, 2), np.float32),
+        terminated=np.zeros((5, 2), bool), truncated=np.array([[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], bool),
+        next_obs=np.arange(2.0, 12.0).reshape(5, 2),
+    )  # fmt: skip
+    made = from_lanes(rows, {})
+    for dataset in (made, data.load(data.save(made, tmp_path / name)), data.concatenate([made])):
+        assert dataset.episodes.length.tolist() == [3, 2, 5] and dataset.cut.nonzero()[0].tolist() == [4, 9]
+        assert dataset.truncated.tolist() == [False, False, True, False, True] + [False] * 4 + [True]
+        assert {"episodes": 1, "cut_episodes": 2, "mean_return": 3.0}.items() <= dataset.describe().items()
+        assert str(dataset) == "Dataset(10 rows, 1 whole episode: return 3 ± 0, and parts of 2 more)"
+    parts = made.select(slice(5, 10))
+    assert str(parts) == "Dataset(5 rows, 0 whole episodes, and parts of 1 more)"
+    assert np.isnan(parts.describe()["mean_return"])

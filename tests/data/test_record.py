@@ -13,7 +13,7 @@ from gymnax.environments.classic_control import cartpole
 import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
-from msrl_jax.data.recorder import Recorded, Recording
+from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
 from msrl_jax.training.setup import resolve
 from tests.training.training_envs import Lottery, Poison
 
@@ -166,9 +166,9 @@ def test_a_run_that_diverges_keeps_its_rows(tmp_path):
 
 
 def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
-    env = Recorded(Lottery(), 3).vectorize(2)
+    env = RecordedEnvironment(Lottery(), 3).vectorize(2)
     state, _ = env.reset(jax.random.key(0))
-    recording, rows = Recording(tmp_path / "run.npz", {"env": "Lottery"}), []
+    recording, rows = ExperienceWriter(tmp_path / "run.npz", {"env": "Lottery"}), []
     for steps in (3, 3, 2):
         for _ in range(steps):
             before = state
@@ -184,8 +184,8 @@ def test_a_run_that_is_killed_leaves_parts_that_can_be_read(tmp_path):
         np.testing.assert_array_equal(part.next_obs, [t.final_obs[lane] for _, t in rows])
         np.testing.assert_array_equal(part.action, lane)
         np.testing.assert_array_equal(part.terminated, [t.terminated[lane] for _, t in rows])
-    with pytest.raises(ValueError, match=r"run.npz.parts holds what a run recorded that was killed"):
-        Recording(tmp_path / "run.npz", {})
+    with pytest.raises(ValueError, match=r"run.npz.parts holds a killed run.s recording"):
+        ExperienceWriter(tmp_path / "run.npz", {})
     recording.finish()
     assert_same_rows(data.load(tmp_path / "run.npz"), dataset)
     assert not parts.exists()
@@ -210,7 +210,7 @@ def test_what_cannot_be_recorded_is_refused_before_anything_compiles(tmp_path):
     with pytest.raises(ValueError, match=r"run.npz': bc takes no environment steps; leave it out"):
         msrl.train("bc", "CartPole-v1", data=standing, record=where)
     with pytest.raises(TypeError, match=r"the observation_space of Pair is Tuple.*FlattenObservation"):
-        Recorded(type("Pair", (), pair)(), 3)
+        RecordedEnvironment(type("Pair", (), pair)(), 3)
     with pytest.raises(ValueError, match=r"the state takes .* its largest leaf is .*rows.*shorter chunks of a recorded run"):
         train(record=where, iterations=10**9, chunk=10**8)
     assert not list(tmp_path.iterdir())
@@ -245,7 +245,7 @@ def test_a_memory_begins_anew_with_an_episode():
     result = train(algo="recurrent_ppo", env=RandomWalk(), config=OTHERS["recurrent_ppo"], iterations=3)
     dataset, memory = data.record(result, 40, epsilon=0, num_envs=1), None
     for i in range(40):
-        action, memory = result.act_with_memory(dataset.obs[i], memory)
+        action, memory = result.act_with_carry(dataset.obs[i], memory)
         assert action == dataset.action[i]
         if dataset.terminated[i] or dataset.truncated[i]:
             memory = None

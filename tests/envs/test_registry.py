@@ -27,7 +27,7 @@ def test_a_registered_environment_can_be_made_with_arguments():
 def test_a_name_is_registered_once():
     envs.register("Corridor-v0", Corridor)
     for name in ("Corridor-v0", "CartPole-v1"):
-        with pytest.raises(ValueError, match=f"there is an environment '{name}' already"):
+        with pytest.raises(ValueError, match=f"an environment named '{name}' is registered already"):
             envs.register(name, Corridor)
     with pytest.raises(TypeError, match="cannot be called"):
         envs.register("Corridor-v1", Corridor())  # type: ignore[arg-type]
@@ -39,10 +39,10 @@ def test_a_name_is_registered_once():
 )
 def test_an_unknown_name_suggests_the_nearest(name, near):
     envs.register("Corridor-v0", Corridor)
-    with pytest.raises(ValueError, match=rf"no environment '{name}' \(did you mean '{near}'\?\)"):
+    with pytest.raises(ValueError, match=rf"unknown environment '{name}' \(did you mean '{near}'\?\)"):
         envs.make(name)
 
 
 def test_a_name_like_no_other_suggests_none():
-    with pytest.raises(ValueError, match=r"no environment 'qqq'; envs.names\(\) lists all"):
+    with pytest.raises(ValueError, match=r"unknown environment 'qqq'; envs.names\(\) lists all"):
         envs.make("qqq")

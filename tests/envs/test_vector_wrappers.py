@@ -66,14 +66,14 @@ def test_episode_statistics_are_those_of_a_plain_loop(raw):
         returns.extend(running_return[done[t]])
         lengths.extend(running_length[done[t]])
         running_return[done[t]] = running_length[done[t]] = 0
-    state, metrics = venv.drain(state)
+    state, metrics = venv.pop_episodes(state)
     assert set(metrics) == {"episode_return", "episode_length"}
     assert metrics["episode_return"].count == metrics["episode_length"].count == len(returns)
     np.testing.assert_allclose(metrics["episode_return"].total, np.sum(returns), rtol=1e-5)
     np.testing.assert_array_equal(metrics["episode_length"].total, np.sum(lengths))
 
     # Draining again gives nothing, and has not touched the episodes that are under way.
-    state, metrics = venv.drain(state)
+    state, metrics = venv.pop_episodes(state)
     assert metrics["episode_return"].count == metrics["episode_return"].total == 0
     np.testing.assert_allclose(state.episode_return, running_return, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(state.episode_length, running_length)
@@ -191,8 +191,8 @@ def test_wrappers_compose():
     # The episode statistics inside the normalizers see raw rewards.
     plain = envs.EpisodeStatistics(envs.vectorize(envs.TimeLimit(Drifting(), 12), NUM_ENVS))
     _, plain_state, _ = play(plain)
-    state, metrics = venv.drain(state)
-    _, expected = plain.drain(plain_state)
+    state, metrics = venv.pop_episodes(state)
+    _, expected = plain.pop_episodes(plain_state)
     assert metrics["episode_return"].count > 20
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), metrics, expected)
     other, _ = venv.reset(jax.random.key(2))
@@ -200,7 +200,7 @@ def test_wrappers_compose():
     jax.tree.map(np.testing.assert_array_equal, venv.statistics(moved), venv.statistics(state))
     keys = [jax.random.key_data(jax.tree.leaves(s)[0]) for s in (moved, other)]
     np.testing.assert_array_equal(*keys)
-    assert venv.drain(state)[1]["episode_return"].count == 0
+    assert venv.pop_episodes(state)[1]["episode_return"].count == 0
 
 
 def test_statistics_are_the_same_on_one_and_on_eight_devices():
@@ -212,7 +212,7 @@ def test_statistics_are_the_same_on_one_and_on_eight_devices():
 
     def run(state, actions):
         state, _ = jax.lax.scan(venv.step, state, actions)
-        return venv.drain(state)
+        return venv.pop_episodes(state)
 
     one = jax.jit(run)(state, actions)
     by_env = NamedSharding(mesh, P(None, "env"))

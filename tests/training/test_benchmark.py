@@ -2,6 +2,9 @@ import statistics
 
 import pytest
 
+from msrl_jax import algorithms
+from msrl_jax.cli import main
+from msrl_jax.training import benchmark
 from msrl_jax.training.benchmark import bench, format_table, interleave
 
 
@@ -44,7 +47,8 @@ def test_the_fused_program_costs_what_plain_jax_costs(measurements):
     assert m.flops == pytest.approx(m.jit_flops, rel=1e-3) and m.bytes == pytest.approx(m.jit_bytes, rel=1e-2)
 
 
-def test_the_table_has_a_line_per_measurement(measurements):
+def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     header, line = format_table(measurements).splitlines()
     assert header.split()[:3] == ["algorithm", "env", "policy"]
     (m,) = measurements
@@ -53,7 +57,45 @@ def test_the_table_has_a_line_per_measurement(measurements):
     assert f"{m.ratio:.3f}" in line
 
 
-MISTAKES = [{"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"algos": ("ppo", "cql")}]
+def test_the_table_fits_the_terminal(measurements, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = format_table(measurements)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "".join(text.split()).count("CartPole-v1") == 1 and f"{measurements[0].ratio:.3f}" in text
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Instead of measuring, notes the configs that would be measured."""
+    configs = {}
+    monkeypatch.setattr(benchmark.Setup, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "measure", lambda setup, policy, **_: configs.update({setup.algorithm.name: setup.config}))
+    return configs
+
+
+@pytest.mark.parametrize(("env", "algos"), [
+    ("CartPole-v1", ("a2c", "apex_dqn", "dqn", "ppo", "r2d2")), ("Pendulum-v1", ("ddpg", "sac", "td3")),
+])  # fmt: skip
+def test_every_algorithm_has_its_own_defaults(env, algos, planned):
+    bench(algos, (env,))
+    for algo in algos:
+        default = algorithms.get(algo).config
+        assert (planned[algo].num_envs, planned[algo].unroll_length) == (default.num_envs, default.unroll_length)
+
+
+@pytest.mark.parametrize("algos", [("ppo", "dqn"), ("dqn", "ppo")])
+def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
+    default = algorithms.get("ppo").config.learning_rate
+    assert algorithms.get("dqn").config.learning_rate != default
+    assert main(["bench", "--algo", *algos, "--learning-rate", str(default), "--num-envs", "8"]) == 0
+    assert {config.learning_rate for config in planned.values()} == {default}
+    assert {config.num_envs for config in planned.values()} == {8}
+
+
+MISTAKES = [
+    {"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algos": ()},
+    {"algos": ("ppo", "cql")},
+]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,4 +1,5 @@
 import io
+import re
 
 import nbclient
 import nbformat
@@ -42,6 +43,51 @@ def test_a_terminal_gets_a_bar(monkeypatch):
         show(tick(100, episode_return=7.0, eval_return=8.0))
     text = terminal.getvalue()
     assert "100/100 steps" in text and "return 7.0  eval 8.0" in text and "\x1b[" in text
+
+
+def test_a_bar_and_its_facts_fit_a_narrow_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    metrics = {"steps_per_second": 137_962.0, "episode_return": 500.0, "eval_return": 500.0}
+    last = Tick(500_000, 1, 500_000, metrics, lambda: None)
+    with choose_display("bar")("recurrent_ppo Breakout-MinAtar", 500_000) as show:
+        show(last)
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.count("━") == 12 and "500,000/500,000 steps" in line for line in lines)
+    assert any("137,962 steps/s  return 500.0  eval 500.0" in line for line in lines)
+
+
+class Dead(io.StringIO):
+    """A stream whose reader has left."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    def flush(self):
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("display", ["bar", "lines"])
+@pytest.mark.parametrize("stream", [Dead, lambda: None])
+def test_a_display_that_cannot_be_written_is_dropped(display, stream, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream())
+    with choose_display(display)("ppo CartPole-v1", 100) as show:
+        show(tick(50))
+        show(tick(100))
+    choose_display("auto")
+
+
+def test_steps_of_a_run_from_data_are_updates(capsys):
+    with choose_display("lines")("iql CartPole-v1", 100, "updates") as show:
+        show(Tick(100, 1, 100, {"steps_per_second": 10.0}, lambda: None, "updates"))
+    assert capsys.readouterr().err.splitlines()[-1] == "iql CartPole-v1: 100/100 updates (100%)  10 updates/s"
 
 
 def test_silence_is_silent(capfd):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine
-from msrl_jax.training.setup import describe_policy, resolve_policy
+from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
+from msrl_jax.training.setup import resolve_policy
 
 SPECS = [
     (
@@ -17,7 +17,7 @@ SPECS = [
 
 @pytest.mark.parametrize(("spec", "policy"), SPECS)
 def test_codecs_are_written_as_words_calls_and_dictionaries(spec, policy):
-    assert resolve_policy(spec) == policy == resolve_policy(describe_policy(policy))
+    assert resolve_policy(spec) == policy == resolve_policy(base.spec(policy))
 
 
 @pytest.mark.parametrize("text", ["learners=1+1", "learners=[", "trajectory_codec={**x}"])

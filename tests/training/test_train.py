@@ -79,6 +79,22 @@ def test_evaluations_happen_when_due_and_at_the_end(tiny, one_device):
     assert run.history["eval_return"][-1] == run.evaluation.mean_return
 
 
+@pytest.mark.parametrize(("name", "value"), [("total_steps", "100"), ("total_steps", 99.5), ("chunk", True), ("seed", 2**32)])
+def test_what_is_no_number_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"{name}={value!r}: (use an integer of at least 1|a seed has 32 bits)"):
+        msrl.train(**{name: value})
+
+
+def test_a_run_says_where_its_time_went(trained):
+    parts = [trained.compile_seconds, *trained.timings.values()]
+    assert len(parts) == 4 and min(parts) > 0 and sum(parts) <= trained.wall_seconds
+    assert trained.wall_seconds - sum(parts) < 0.3 * trained.wall_seconds
+    text = repr(trained)
+    for word in ("compiling", "setting up", "training", "evaluation"):
+        assert f"{word} " in text
+    assert "384 steps of 389 asked for (whole iterations of 64)" in text
+
+
 def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
     seen = []
 
@@ -86,7 +102,7 @@ def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
         seen.append((tick.step, tick.iteration, tick.total_steps, tick.metrics["entropy"]))
         iteration = jax.device_get(tick.state.iteration)
         assert iteration == tick.iteration
-        return tick.iteration == 2
+        return np.bool_(tick.iteration == 2)  # what comparisons of arrays give
 
     run = msrl.train(
         "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[stop_after_two],

@@ -16,11 +16,15 @@ class Clock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lottery:
-    """An episode is short or long, by even chances that the first observation shows; every step is worth 1."""
+    """An episode is short or long, by even chances that the first observation shows; every step is worth 1.
+
+    Episodes terminate, or are truncated.
+    """
 
     short: int = 1
     long: int = 40
     name: str = "Lottery"
+    truncates: bool = False
 
     @property
     def observation_space(self):
@@ -41,7 +45,7 @@ class Lottery:
     def step(self, key, state, action):
         state = Clock(state.step + 1, state.length)
         done = state.step >= state.length
-        return state, self._observe(state), jnp.float32(1), done, jnp.bool(False)
+        return state, self._observe(state), jnp.float32(1), done & (not self.truncates), done & self.truncates
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,7 @@ def make_unroll(
     def bootstrap(params, obs):
         return values(network, params, obs)
 
-    drain = fragment(role="env", name="drain")(venv.drain)
+    drain = fragment(role="env", name="drain")(venv.pop_episodes)
 
     def unroll(params, actor_keys, env_state, obs):
         def step(carry, keys):

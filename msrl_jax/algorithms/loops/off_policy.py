@@ -242,7 +242,7 @@ def off_policy_agent(
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    drain = fragment(role="env", name="drain")(venv.drain)
+    drain = fragment(role="env", name="drain")(venv.pop_episodes)
 
     @fragment(role="buffer")
     def remember(replay, pending, items):

@@ -1,8 +1,8 @@
-"""Recording a run: what its environments do is kept in their state, and goes to disk after every chunk of iterations.
+"""Recording a run: environments keep their last steps in their state, and a writer takes them to disk after every chunk.
 
-The recorder sits around the innermost vector environment, so that it sees raw observations and rewards, whatever the
-algorithm. It is a part of the training program: nothing is called back, and every distribution policy does with it what it
-does with environments. In the shape descriptions, `S` is the number of steps of a chunk and `E` that of the environments.
+The recorded environment is the innermost vector environment, so it sees raw observations and rewards under any algorithm. It
+is a part of the training program: nothing is called back, and every distribution policy places it like other environments.
+In the shape descriptions, `S` is the number of steps of a chunk and `E` that of the environments.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.data.files import PARTS, check_new, read_parts, save, write_part
 from msrl_jax.envs import Box, Discrete, Environment, Space, TimeStep, VectorEnvironment, vectorize
@@ -27,24 +28,26 @@ from msrl_jax.metrics import Mean
 from msrl_jax.replay import Transition
 
 
-class RecorderState(NamedTuple):
-    """State of `Recorder`.
+class RecordedState(NamedTuple):
+    """State of `RecordedVectorEnvironment`.
 
     Attributes:
       env_state: of the environments.
-      obs: the raw observations that are acted on next. `[E, ...]`
+      obs: the raw observations that the next actions are for. `[E, ...]`
       rows: the last `S` steps, a ring. `[S, E, ...]`
-      taken: steps so far. int32
+      position: the row of the ring that the next step is written to. int32
+      taken: steps so far of every environment.
     """
 
     env_state: PyTree
     obs: jax.Array
     rows: Transition
-    taken: jax.Array
+    position: jax.Array
+    taken: Counter
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
+class RecordedEnvironment:
     """An environment whose vectorized form keeps its last steps.
 
     Attributes:
@@ -71,12 +74,12 @@ class Recorded:
 
     @property
     def observation_space(self) -> Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.observation_space
 
     @property
     def action_space(self) -> Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
@@ -87,13 +90,13 @@ class Recorded:
         """Advances the episode."""
         return self.env.step(key, state, action)
 
-    def vectorize(self, num_envs: int) -> "Recorder":
-        """Makes `E` copies and the recorder of their steps."""
-        return Recorder(vectorize(self.env, num_envs), self.steps)
+    def vectorize(self, num_envs: int) -> "RecordedVectorEnvironment":
+        """Makes `E` copies whose steps are kept."""
+        return RecordedVectorEnvironment(vectorize(self.env, num_envs), self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder:
+class RecordedVectorEnvironment:
     """A vector environment that keeps its last steps in its state.
 
     Attributes:
@@ -111,25 +114,25 @@ class Recorder:
 
     @property
     def num_envs(self) -> int:
-        """`E`."""
+        """The number of environments, `E`."""
         return self.env.num_envs
 
     @property
     def observation_space(self) -> Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.observation_space
 
     @property
     def action_space(self) -> Space:
-        """That of the environment."""
+        """The space of the environment."""
         return self.env.action_space
 
     @property
     def axes(self) -> Any:
         """Logical axes of the state."""
-        return RecorderState(self.env.axes, ENV_AXIS, P(None, "env"), P())  # type: ignore[arg-type]
+        return RecordedState(self.env.axes, ENV_AXIS, P(None, "env"), P(), P())  # type: ignore[arg-type]
 
-    def reset(self, key: jax.Array) -> tuple[RecorderState, PyTree]:
+    def reset(self, key: jax.Array) -> tuple[RecordedState, PyTree]:
         """Starts all environments, with nothing recorded."""
         env_state, obs = self.env.reset(key)
         item, action = struct(self.observation_space), struct(self.action_space)
@@ -138,86 +141,86 @@ class Recorder:
         rows = Transition(item, action, number, flag, flag, item)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
-        return RecorderState(env_state, jnp.copy(obs), rows, jnp.int32(0)), obs
+        return RecordedState(env_state, jnp.copy(obs), rows, jnp.int32(0), counter()), obs
 
-    def step(self, state: RecorderState, action: PyTree) -> tuple[RecorderState, TimeStep]:
-        """Advances all environments, and writes down what they did."""
+    def step(self, state: RecordedState, action: PyTree) -> tuple[RecordedState, TimeStep]:
+        """Advances all environments, and keeps the step."""
         env_state, t = self.env.step(state.env_state, action)
         action = jnp.asarray(action, struct(self.action_space).dtype)
         row = Transition(state.obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
-        where = state.taken % self.steps
+        where = state.position
         rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
-        return RecorderState(env_state, t.obs, rows, state.taken + 1), t
+        return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
 
-    def drain(self, state: RecorderState) -> tuple[RecorderState, dict[str, Mean]]:
-        """Passes on."""
-        env_state, metrics = self.env.drain(state.env_state)
+    def pop_episodes(self, state: RecordedState) -> tuple[RecordedState, dict[str, Mean]]:
+        """Takes the metrics of the environment."""
+        env_state, metrics = self.env.pop_episodes(state.env_state)
         return state._replace(env_state=env_state), metrics
 
-    def observe(self, state: RecorderState, obs: PyTree) -> PyTree:
-        """Passes on."""
+    def observe(self, state: RecordedState, obs: PyTree) -> PyTree:
+        """See `VectorEnvironment`."""
         return self.env.observe(state.env_state, obs)
 
-    def statistics(self, state: RecorderState) -> PyTree:
-        """Those of the environment."""
+    def statistics(self, state: RecordedState) -> PyTree:
+        """The statistics of the environment."""
         return self.env.statistics(state.env_state)
 
-    def with_statistics(self, state: RecorderState, statistics: PyTree) -> RecorderState:
-        """Passes on."""
+    def with_statistics(self, state: RecordedState, statistics: PyTree) -> RecordedState:
+        """See `VectorEnvironment`."""
         return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
 
 
-def _is_recorder(x: Any) -> bool:
-    return isinstance(x, RecorderState)
+def _is_recorded(x: Any) -> bool:
+    return isinstance(x, RecordedState)
 
 
-def without_recorder(state: Any) -> Any:
-    """The state of a run as it would be without its recorder."""
-    return jax.tree.map(lambda x: x.env_state if _is_recorder(x) else x, state, is_leaf=_is_recorder)
+def without_experience(state: Any) -> Any:
+    """The state of a run as it would be if the run were not recorded."""
+    return jax.tree.map(lambda x: x.env_state if _is_recorded(x) else x, state, is_leaf=_is_recorded)
 
 
-class Recording:
-    """The steps of a run on their way to a file: written part by part, and joined at the end.
+class ExperienceWriter:
+    """Writes the steps of a run to a file: part by part, joined at the end.
 
-    Until then they are in a folder beside the file, from which `load` reads as well: a run that is killed loses no more than
-    the chunk that it was in.
+    The parts are in a folder beside the file, which `load` reads as well: a run that is killed loses its last chunk at most.
     """
 
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any]):
-        """Checks that the file can be written; nothing is until there is something to write.
+        """Checks that the file can be written. The first step creates the folder of the parts.
 
         Args:
-          path: of the data set, with a suffix that `save` knows.
-          about: of the data set.
+          path: file of the data set, with a suffix that `save` knows.
+          about: where the rows come from, as in `Dataset.about`.
 
         Raises:
-          ValueError: if there is something already, or the suffix is unknown.
+          ValueError: if the file or its parts exist, or the suffix is unknown.
         """
         self._path, self._about, self._taken = Path(path), dict(about), 0
         check_new(self._path)
         self._parts = self._path.with_name(self._path.name + PARTS)
         if self._parts.exists():
             raise ValueError(
-                f"{self._parts} holds what a run recorded that was killed; keep it with msrl_jax.data.save(msrl_jax.data.load("
-                f"{str(self._parts)!r}), ...), and delete it"
+                f"{self._parts} holds a killed run's recording; keep it with msrl_jax.data.save(msrl_jax.data.load("
+                f"{str(self._parts)!r}), ...), and delete the folder"
             )
 
     def add(self, state: Any, steps: int) -> None:
-        """Writes what a chunk of iterations did.
+        """Writes the steps of a chunk of iterations.
 
         Args:
-          state: that of the run, or of its members.
-          steps: how many steps the chunk had of every environment.
+          state: state of the run, or of its members.
+          steps: how many steps every environment took in the chunk.
 
         Raises:
           RuntimeError: if the environments took another number of steps.
         """
-        (recorder,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorder) if _is_recorder(x))
-        rows, taken = jax.device_get((recorder.rows, recorder.taken))
+        (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
+        rows, taken = jax.device_get((recorded.rows, recorded.taken))
+        taken = taken.high.astype(np.uint64) * 2**32 + taken.low
         first, held = self._taken, rows.reward.shape[-2]
         self._taken += steps
         if (taken != self._taken).any():
-            raise RuntimeError(f"the environments took {taken - first} steps, where the algorithm says that it takes {steps}")
+            raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm says {steps}")
         if np.ndim(taken):  # members are further environments
             rows = jax.tree.map(lambda x: np.moveaxis(x, 0, 1).reshape(held, -1, *x.shape[3:]), rows)
         which = np.arange(first, first + steps) % held
@@ -227,7 +230,7 @@ class Recording:
         write_part(self._parts, jax.tree.map(lambda x: x[which], rows))
 
     def finish(self) -> Dataset | None:
-        """Joins the parts to the file; returns the data set, or None if no step was taken."""
+        """Joins the parts into the file; returns the data set, or None if no step was taken."""
         if not self._parts.exists():
             return None
         dataset = read_parts(self._parts)

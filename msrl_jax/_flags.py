@@ -1,0 +1,194 @@
+"""Reading a command line: flags for the fields of a command and of an algorithm's config, and which of them were given."""
+
+import contextlib
+import dataclasses
+import decimal
+import inspect
+import io
+import re
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, Union
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from msrl_jax._spelling import suggestion
+
+
+class UsageError(ValueError):
+    """Bad input that is found while the command line is read."""
+
+
+def whole_number(text: str) -> int:
+    """Reads an integer, also one that is written as a float: `1_000_000`, `1e6`.
+
+    Args:
+      text: the digits.
+
+    Returns:
+      The number.
+
+    Raises:
+      ValueError: if the text is no whole number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    with contextlib.suppress(decimal.InvalidOperation):
+        number = decimal.Decimal(text)
+        if number.is_finite() and abs(number.adjusted()) < 30 and number == number.to_integral_value():
+            return int(number)
+    raise ValueError(f"{text!r} is no whole number")
+
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar="INT", instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda x: isinstance(x, int) and not isinstance(x, bool), str_from_instance=lambda x: [str(x)],
+    )  # fmt: skip
+
+
+def values_of(argv: Sequence[str], flag: str) -> list[str]:
+    """The values that follow a flag, read before the command line is parsed: they decide which other flags there are."""
+    values: list[str] = []
+    for i, word in enumerate(argv):
+        if word.startswith(f"{flag}="):
+            values = [word.partition("=")[2]]
+        elif word == flag:
+            rest = argv[i + 1 :]
+            end = next((j for j, w in enumerate(rest) if w.startswith("-")), len(rest))
+            values = list(rest[:end])
+    return values
+
+
+def _given(argv: Sequence[str]) -> set[str]:
+    """The fields whose flags stand on a command line, whatever their values."""
+    names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}
+
+
+def field_texts(config: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and of its bases say about its fields.
+
+    Args:
+      config: a dataclass whose docstrings have a section `Attributes:`.
+
+    Returns:
+      The text of each field that has one; that of the most derived class counts.
+    """
+    texts: dict[str, str] = {}
+    for cls in config.__mro__:
+        _, _, section = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
+        for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE):
+            texts.setdefault(name, " ".join(text.split()))
+    return texts
+
+
+def _default_text(configs: dict[str, type], name: str) -> str | None:
+    """The defaults of several configs in words; None if they are the same."""
+    defaults = {algo: next(f.default for f in dataclasses.fields(c) if f.name == name) for algo, c in configs.items()}
+    if len({repr(x) for x in defaults.values()}) == 1:
+        return None
+    return f"(default: {', '.join(f'{x} of {algo}' for algo, x in defaults.items())})"
+
+
+def with_config_flags(command: type, algos: Sequence[str]) -> type:
+    """A command with flags for configs.
+
+    Args:
+      command: a dataclass.
+      algos: names of algorithms.
+
+    Returns:
+      `command` with a flag for every field that the configs of all algorithms have and that it does not have itself. Their
+      values are in a field `config`; where defaults differ, an omitted flag has the value of the first algorithm.
+    """
+    from msrl_jax import algorithms
+
+    configs = {name: algorithms.get(name).config for name in algos}
+    first, *_ = configs.values()
+    taken = {f.name for f in dataclasses.fields(command)} | {"total_steps"}
+    shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
+    hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_texts(first)
+
+    def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
+        kind = Union[tuple(hint[field.name] for hint in hints)]  # noqa: UP007
+        about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
+        return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
+
+    # Not the config itself: it would be checked before the run fills in what it knows, such as total_steps.
+    fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
+    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
+    unprefixed = Annotated[flags, tyro.conf.arg(name="")]
+    return dataclasses.make_dataclass(
+        command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],
+        bases=(command,), frozen=True, kw_only=True,
+    )  # fmt: skip
+
+
+def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Reads the arguments of a command.
+
+    Args:
+      prog: what messages call the command.
+      base: its dataclass. If it has a field `algo`, the fields of the algorithms' configs are flags too.
+      argv: the arguments.
+
+    Returns:
+      An instance of `base`, and the fields of configs that were given, also those that equal a default.
+
+    Raises:
+      UsageError: on an argument that does not exist, a value that cannot be read or one that is missing.
+      SystemExit: after the help, if it was asked for.
+    """
+    command: Any = base
+    if any(f.name == "algo" for f in dataclasses.fields(base)):
+        command = with_config_flags(base, values_of(argv, "--algo") or ["ppo"])
+    for i, word in enumerate(argv):
+        if word == "" or (word.startswith("--") and word.endswith("=")):
+            flag = word.removesuffix("=") or (argv[i - 1] if i else "an argument")
+            raise UsageError(f"the value of {flag} is empty; give one, or leave the option out")
+    args, unknown = _parse(prog, command, argv, (base.__doc__ or "").splitlines()[0])
+    config = getattr(args, "config", None)
+    own = [f.name for f in dataclasses.fields(args) if f.name != "config"]
+    others = [f.name for f in dataclasses.fields(config)] if config is not None else []
+    if unknown:
+        what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
+        near = suggestion(unknown[0].strip("-"), [name.replace("_", "-") for name in (*own, *others)])
+        near = near.replace("'", "'--", 1)
+        raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
+    given = _given(argv)
+    for name in own:
+        if name in given and getattr(args, name) == ():
+            raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")
+    return args, {name: getattr(config, name) for name in others if name in given}
+
+
+def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:
+    """Lets tyro parse; its messages, boxes of several lines, become one line."""
+    messages, terminal = io.StringIO(), sys.stderr
+    try:
+        sys.stderr = messages
+        with _REGISTRY:
+            return tyro.cli(
+                command, args=list(argv), prog=prog, description=description, return_unknown_args=True
+            )
+    except SystemExit as error:
+        if not error.code:
+            raise
+        lines = [line.strip("│ ") for line in messages.getvalue().splitlines()[1:]]
+        end = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
+        text = " ".join(lines[:end]) or messages.getvalue()
+        raise UsageError(f"{text.removesuffix('.')}; {prog} --help lists the options") from None
+    finally:
+        sys.stderr = terminal

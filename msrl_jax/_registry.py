@@ -1,0 +1,53 @@
+"""Things by name: what the registries of algorithms, environments, policies and codecs have in common.
+
+Each of them has `register`, `names`, and `get` (`make` for environments).
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from msrl_jax._spelling import suggestion
+
+T = TypeVar("T")
+
+
+def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
+    """Adds an entry.
+
+    Args:
+      kind: what the entries are, for messages.
+      table: the entries by name.
+      name: the name of the new one.
+      value: the new one; adding the same again changes nothing.
+
+    Returns:
+      `value`.
+
+    Raises:
+      ValueError: if another entry has the name.
+    """
+    if table.setdefault(name, value) is not value:
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ValueError(f"{article} {kind} named {name!r} is registered already; choose another name")
+    return value
+
+
+def find(kind: str, table: Mapping[str, T], name: str) -> T:
+    """Looks up an entry.
+
+    Args:
+      kind: what the entries are, for messages.
+      table: the entries by name.
+      name: the name, whatever its case.
+
+    Returns:
+      The entry.
+
+    Raises:
+      ValueError: if there is none of that name; the message suggests the nearest.
+    """
+    by_lower = {other.lower(): other for other in table}
+    found = name if name in table else by_lower.get(name.lower())
+    if found is None:
+        raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
+    return table[found]

@@ -1,0 +1,63 @@
+"""Text that fits the terminal: tables and paragraphs."""
+
+import io
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 100
+"""Columns of text that goes to no terminal."""
+
+
+def text_width() -> int:
+    """The columns of the terminal; `WIDTH` if there is none."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
+    """A table of text, in which words that do not fit go to a further line of their cell.
+
+    Args:
+      head: the titles of the columns.
+      rows: a cell for each column.
+      indent: spaces before every line.
+
+    Returns:
+      The lines, at most as wide as the terminal.
+    """
+    rows, width = [list(row) for row in rows], max(text_width() - indent, 20)
+    cells = [max((len(row[i]) for row in rows), default=0) for i in range(len(head))]
+    if sum(max(len(title), cell) + 2 for title, cell in zip(head, cells, strict=True)) - 2 > width:
+        head = [title.replace("/", "/\n") for title in head]
+    grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    # Numbers and short words stay whole, if there is space for them; sentences and paths are folded.
+    least = [max(len(line) for line in title.split("\n")) for title in head]
+    least = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(least, cells, strict=True)]
+    fits = sum(least) + 2 * len(least) <= width
+    for title, narrowest in zip(head, least, strict=True):
+        grid.add_column(Text(title), overflow="fold", min_width=narrowest if fits else None)
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row))
+    page = io.StringIO()
+    Console(file=page, width=width, color_system=None, force_jupyter=False).print(grid)
+    return [f"{' ' * indent}{line}".rstrip() for line in page.getvalue().splitlines()]
+
+
+def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
+    """A paragraph of text.
+
+    Args:
+      text: the words.
+      first: what the first line starts with.
+      rest: what the other lines start with.
+
+    Returns:
+      The lines, at most as wide as the terminal.
+    """
+    return textwrap.wrap(
+        text, max(text_width(), 20), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )  # fmt: skip

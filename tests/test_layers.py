@@ -1,0 +1,98 @@
+"""The order of the packages: imports point down only, those for types and those inside of functions included."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "msrl_jax"
+FLOORS = [
+    {"__init__", "__main__"},
+    {"cli"},
+    {"_flags"},
+    {"training"},
+    {"algorithms"},
+    {"data"},
+    {"policies", "replay"},
+    {"fragments", "envs"},
+    {"codecs"},
+    {"_checks", "_registry", "_streams", "_tables"},
+    {"_compat", "_deprecated", "_device_memory", "_spelling", "counters", "metrics"},
+]  # fmt: skip
+"""From the top floor to the ground; packages on the same floor do not know each other."""
+
+FILES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in sorted(PACKAGE.rglob("*.py"))}
+NAMES = sorted(FILES)
+
+
+def imported(name):
+    """The modules that a module imports, as dotted names: a name from a package is its module if there is one."""
+    package, found = name.split(".")[:-1], set()
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{source}.{alias.name}" for alias in node.names}
+    return found
+
+
+def resolved(target):
+    """The module of this package that a dotted name leads to; None if it leads elsewhere."""
+    parts = target.split(".")
+    while parts and parts[0] == "msrl_jax":
+        for name in (".".join(parts), ".".join([*parts, "__init__"])):
+            if name in FILES:
+                return name
+        parts.pop()
+    return None
+
+
+IMPORTS = {name: imported(name) for name in NAMES}
+
+
+def floor(name):
+    top = name.split(".")[1]
+    (number,) = (i for i, members in enumerate(FLOORS) if top in members)
+    return number
+
+
+def test_every_module_has_a_floor():
+    assert {name.split(".")[1] for name in NAMES} == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_point_down(name):
+    modules = {module for target in IMPORTS[name] if (module := resolved(target))}
+    up = {m for m in modules if floor(m) <= floor(name) and m.split(".")[1] != name.split(".")[1]}
+    assert not up, f"{name} imports {sorted(up)} of its own floor or from above"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {name: {m for target in IMPORTS[name] if (m := resolved(target)) and m != name} for name in NAMES}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_algorithms_know_no_distribution_policy():
+    algorithms = [name for name in NAMES if name.startswith("msrl_jax.algorithms.")]
+    assert len(algorithms) > 14
+    assert not {n for n in algorithms for target in IMPORTS[n] if target.startswith("msrl_jax.policies")}
+
+
+def test_only_one_file_reaches_into_jax():
+    def reaching(*inner):
+        return {n for n in NAMES for t in IMPORTS[n] if any(f"{t}.".startswith(f"{module}.") for module in inner)}
+
+    assert reaching("jax.extend", "jax.interpreters") == {"msrl_jax._compat"}
+    assert reaching("jax._src") == set()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".__init__")])
+def test_a_folder_s_init_is_a_table_of_contents(name):
+    docstring, *rest = ast.parse(FILES[name].read_text()).body
+    assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
+    for node in rest:
+        is_alias = isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Call)
+        assert is_alias or isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
