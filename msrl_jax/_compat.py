@@ -1,6 +1,6 @@
 """The one door to JAX's unstable interfaces: `jax.extend` and `jax.interpreters` are imported nowhere else."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.core import ShapedArray, Tracer
@@ -19,6 +19,7 @@ from jax.extend.core import (
 from jax.extend.core.primitives import (
     closed_call_p,
     cond_p,
+    convert_element_type_p,
     custom_jvp_call_p,
     custom_vjp_call_p,
     jit_p,
@@ -28,8 +29,10 @@ from jax.extend.core.primitives import (
 )
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+from jax.ref import AbstractRef
 
 __all__ = [
+    "AbstractRef",
     "Atom",
     "ClosedJaxpr",
     "DebugInfo",
@@ -39,14 +42,18 @@ __all__ = [
     "Primitive",
     "Scan",
     "ShapedArray",
+    "Tracer",
     "Var",
     "ad",
     "aval",
     "batching",
     "call_body",
+    "call_labels",
     "cond_p",
+    "context",
     "drop_unused",
     "fresh",
+    "is_conversion",
     "is_dropped",
     "is_reference",
     "is_traced_here",
@@ -73,11 +80,28 @@ _CALLS = {
     remat_p: "jaxpr",
 }
 
+_LABELS = frozenset(("name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
+
 
 def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call equation that may be inlined, or None if `eqn` is not such a call."""
     name = _CALLS.get(eqn.primitive)
     return None if name is None else _closed(eqn.params[name])
+
+
+def call_labels(eqn: JaxprEqn) -> frozenset[str]:
+    """Parameters of a call equation that say nothing about what a traced program computes: names and derivative rules."""
+    return _LABELS if eqn.primitive in _CALLS else frozenset()
+
+
+def context(eqn: JaxprEqn) -> Hashable:
+    """The settings of JAX under which an equation was traced, such as the mesh and how random bits are partitioned."""
+    return eqn.ctx
+
+
+def is_conversion(eqn: JaxprEqn) -> bool:
+    """Whether an equation converts a value to a dtype, perhaps the one that it has."""
+    return eqn.primitive is convert_element_type_p
 
 
 def _closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
@@ -142,6 +166,7 @@ def is_reference(var: Var) -> bool:
 
 def is_traced_here(x: Any) -> bool:
     """Whether the innermost transformation being traced acts on `x`: gives it a batch axis, a tangent."""
+    # JAX has no public name for the trace of a tracer; without it every value would count as batched or differentiated.
     return isinstance(x, Tracer) and x._trace is find_top_trace((x,))
 
 

@@ -1,5 +1,6 @@
-"""How much memory devices have, as far as they say."""
+"""How much memory arrays take, and how much devices have, as far as they say."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,3 +20,15 @@ def device_memory(devices: Sequence[Any]) -> int:
     if len(limits) == len(devices):
         return min(limits) * len(limits)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def array_bytes(aval: Any) -> int:
+    """Bytes of an array, typed PRNG keys included (8 for each threefry key, 16 for each rbg key).
+
+    Args:
+      aval: anything that has a shape and a dtype.
+
+    Returns:
+      The bytes.
+    """
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import decimal
-import inspect
 import io
-import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -76,24 +74,6 @@ def _given(argv: Sequence[str]) -> set[str]:
     return names | {name.removeprefix("no_") for name in names}
 
 
-def field_texts(config: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and of its bases say about its fields.
-
-    Args:
-      config: a dataclass whose docstrings have a section `Attributes:`.
-
-    Returns:
-      The text of each field that has one; that of the most derived class counts.
-    """
-    texts: dict[str, str] = {}
-    for cls in config.__mro__:
-        _, _, section = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition("Attributes:\n")
-        section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
-        for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE):
-            texts.setdefault(name, " ".join(text.split()))
-    return texts
-
-
 def _default_text(configs: dict[str, type], name: str) -> str | None:
     """The defaults of several configs in words; None if they are the same."""
     defaults = {algo: next(f.default for f in dataclasses.fields(c) if f.name == name) for algo, c in configs.items()}
@@ -114,12 +94,13 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
       values are in a field `config`; where defaults differ, an omitted flag has the value of the first algorithm.
     """
     from msrl_jax import algorithms
+    from msrl_jax.algorithms.configs.base import field_docs
 
     configs = {name: algorithms.get(name).config for name in algos}
     first, *_ = configs.values()
     taken = {f.name for f in dataclasses.fields(command)} | {"total_steps"}
     shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
-    hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_texts(first)
+    hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_docs(first)
 
     def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
         kind = Union[tuple(hint[field.name] for hint in hints)]  # noqa: UP007
@@ -128,7 +109,8 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
 
     # Not the config itself: it would be checked before the run fills in what it knows, such as total_steps.
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
-    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
+    summary = (first.__doc__ or "").partition("Attributes:")[0]
+    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": summary}, frozen=True)
     unprefixed = Annotated[flags, tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(
         command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],

@@ -19,7 +19,7 @@ def text_width() -> int:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """A table of text, in which words that do not fit go to a further line of their cell.
+    """A table of text. Sentences and paths that do not fit are folded; if numbers do not fit either, a row is a paragraph.
 
     Args:
       head: the titles of the columns.
@@ -37,14 +37,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
     # Numbers and short words stay whole, if there is space for them; sentences and paths are folded.
     least = [max(len(line) for line in title.split("\n")) for title in head]
     least = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(least, cells, strict=True)]
-    fits = sum(least) + 2 * len(least) <= width
+    if sum(least) + 2 * (len(least) - 1) > width:
+        return [line for row in rows for line in _as_paragraph(head, row, " " * indent)]
     for title, narrowest in zip(head, least, strict=True):
-        grid.add_column(Text(title), overflow="fold", min_width=narrowest if fits else None)
+        grid.add_column(Text(title), overflow="fold", min_width=narrowest)
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     page = io.StringIO()
     Console(file=page, width=width, color_system=None, force_jupyter=False).print(grid)
     return [f"{' ' * indent}{line}".rstrip() for line in page.getvalue().splitlines()]
+
+
+def _as_paragraph(head: Sequence[str], row: Sequence[str], indent: str) -> list[str]:
+    titles = [title.replace("\n", "") for title in head[1:]]
+    rest = ", ".join(f"{title} {cell.strip()}" for title, cell in zip(titles, row[1:], strict=True))
+    return paragraph(f"{row[0].strip()}: {rest}", indent, f"{indent}  ")
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:

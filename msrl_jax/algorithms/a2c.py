@@ -5,123 +5,117 @@ and `E` is `num_envs`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
+import optax
+from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.loops.acting import Trajectory, evaluate, next_values
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.single_update import single_update_agent
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
+from msrl_jax.algorithms.loops.acting import (
+    Trajectory,
+    evaluate,
+    next_values,
+    parameter_age,
+    parameter_version,
+    split_keys,
+    values,
+)
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_transform, actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class A2CConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class A2CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
     """Everything about what A2C computes; where it runs is a distribution policy's concern.
 
     Attributes:
-      num_envs: environments stepped in parallel, `E`. Usual: 8 to 4096.
       unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
-      discount: the factor per step. Usual: 0.99.
       gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
         long as the unroll allows. Usual: 1, or 0.95.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
       normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 16
-    optimizer: str = "rmsprop"
     learning_rate: float = 2e-3
-    anneal_learning_rate: bool = False
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
     max_grad_norm: float = 0.5
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
-    normalize_advantage: str = "none"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
-    total_steps: int | None = None
-
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_choice(self, "normalize_advantage", ("batch", "none"))
+    normalize_advantage: Literal["batch", "none"] = "none"
 
 
-def make_gradients(
+class A2CState(NamedTuple):
+    """The state of a run.
+
+    Attributes:
+      params: parameters of the `ActorCritic`.
+      opt_state: state of the optimizer.
+      iteration: iterations done.
+      actor_keys: one key per environment, which samples actions. shape=(E,)
+      env_state: state of the vector environment.
+      obs: the observations to act on next. shape=(E, ...)
+    """
+
+    params: Any
+    opt_state: optax.OptState
+    iteration: Counter
+    actor_keys: jax.Array
+    env_state: Any
+    obs: jax.Array
+
+
+def advantage_loss(
+    params: Any,
     network: ActorCritic,
+    trajectory: Trajectory,
+    last_obs: jax.Array,
+    bootstrap_value: jax.Array,
     *,
     discount: float,
     gae_lambda: float,
     entropy_coef: float,
     value_coef: float,
-    normalize_advantage: bool,
-) -> Callable[[Any, Trajectory, jax.Array, jax.Array], tuple[Any, dict[str, jax.Array]]]:
-    """Makes the function that computes the gradient of an advantage actor-critic, A2C's and A3C's alike.
+    normalize: bool,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of an advantage actor-critic, of A2C and of a worker of A3C.
 
     Args:
+      params: parameters of the network.
       network: the network.
+      trajectory: the experience. `[T, E, ...]`
+      last_obs: the observations after it. `[E, ...]`
+      bootstrap_value: values of the true successors, read where an episode was truncated. `[T, E]`
       discount: the factor per step.
       gae_lambda: bias (0) against variance (1) of the advantages.
       entropy_coef: weight of the entropy bonus.
       value_coef: weight of the value loss.
-      normalize_advantage: whether advantages are standardized over the trajectory.
+      normalize: whether advantages are standardized over the trajectory.
 
     Returns:
-      `(params, trajectory [T, E, ...], last_obs [E, ...], final_value [T, E]) -> (gradient, statistics)`.
+      The loss and its parts, float32 scalars: means over the trajectory.
     """
-
-    def gradients(params, trajectory, last_obs, final_value):
-        def loss(params):
-            log_prob, entropy, value = evaluate(network, params, trajectory)
-            now = jax.lax.stop_gradient(value)
-            last_value = jax.lax.stop_gradient(network.value(params, last_obs))
-            advantage = gae(
-                trajectory.reward, now, next_values(now, last_value, final_value, trajectory.truncated),
-                trajectory.terminated, trajectory.truncated, discount=discount, gae_lambda=gae_lambda,
-            )  # fmt: skip
-            target = now + advantage
-            if normalize_advantage:
-                advantage = standardize(advantage)
-            stats = {
-                "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
-                "value_loss": value_loss(value, target).mean(),
-                "entropy": entropy.mean(),
-            }
-            total = stats["policy_loss"] + value_coef * stats["value_loss"]
-            return total - entropy_coef * stats["entropy"], stats
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    return gradients
+    t = trajectory
+    log_prob, entropy, value = evaluate(network, params, trajectory)
+    now = jax.lax.stop_gradient(value)
+    last_value = jax.lax.stop_gradient(network.value(params, last_obs))
+    next_value = next_values(now, last_value, bootstrap_value, t.truncated)
+    advantage = gae(t.reward, now, next_value, t.terminated, t.truncated, discount=discount, gae_lambda=gae_lambda)
+    target = now + advantage
+    if normalize:
+        advantage = standardize(advantage)
+    stats = {
+        "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
+        "value_loss": value_loss(value, target).mean(),
+        "entropy": entropy.mean(),
+    }
+    return stats["policy_loss"] + value_coef * stats["value_loss"] - entropy_coef * stats["entropy"], stats
 
 
 def build(env: Environment, config: A2CConfig) -> Agent:
@@ -138,29 +132,124 @@ def build(env: Environment, config: A2CConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards, discount=config.discount,
-    )  # fmt: skip
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
-    )  # fmt: skip
+        env,
+        config.num_envs,
+        normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards,
+        discount=config.discount,
+    )
+    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
-    gradients = fragment(role="learner", name="gradients")(
-        make_gradients(
-            network, discount=config.discount, gae_lambda=config.gae_lambda, entropy_coef=config.entropy_coef,
-            value_coef=config.value_coef, normalize_advantage=config.normalize_advantage == "batch",
-        )
-    )  # fmt: skip
 
-    return single_update_agent(
-        venv, network, optimizer, gradients, unroll_length=config.unroll_length, learning_rate=config.learning_rate,
-        anneal_over=config.total_steps if config.anneal_learning_rate else None,
-    )  # fmt: skip
+    def init(key: jax.Array) -> A2CState:
+        params_key, env_key, actor_key = jax.random.split(key, 3)
+        env_state, obs = venv.reset(env_key)
+        params = network.init(params_key, obs)
+        return A2CState(
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_state=env_state,
+            obs=obs,
+        )
+
+    axes = logical_axes(
+        A2CState, params=P(), opt_state=P(), iteration=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+    )
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        return split_keys(keys, config.unroll_length)
+
+    @fragment(role="actor")
+    def act(params, obs, keys):
+        policy = network.policy(params, obs)
+        action = policy.sample(keys)
+        return action, policy.log_prob(action)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    @fragment(role="actor")
+    def bootstrap(params, final_obs):
+        return values(network, params, final_obs)
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+    @fragment(role="learner")
+    def gradients(params, trajectory, last_obs, bootstrap_value):
+        def loss(params):
+            return advantage_loss(
+                params,
+                network,
+                trajectory,
+                last_obs,
+                bootstrap_value,
+                discount=config.discount,
+                gae_lambda=config.gae_lambda,
+                entropy_coef=config.entropy_coef,
+                value_coef=config.value_coef,
+                normalize=config.normalize_advantage == "batch",
+            )
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+
+    @fragment(role="learner")
+    def learn(params, opt_state, iteration, trajectory, last_obs, bootstrap_value, version):
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
+        params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+        age = parameter_age(iteration, version)
+        metrics = {**stats, "grad_norm": grad_norm, "parameter_age": age, "learning_rate": learning_rate}
+        return params, opt_state, advance(iteration), metrics
+
+    def iteration(state: A2CState) -> tuple[A2CState, Metrics]:
+        def step(carry, keys):
+            env_state, obs = carry
+            action, log_prob = act(state.params, obs, keys)
+            env_state, t = env_step(env_state, action)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            return (env_state, t.obs), (experience, t.final_obs)
+
+        version = parameter_version(state.iteration)
+        actor_keys, keys = draw_keys(state.actor_keys)
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        bootstrap_value = bootstrap(state.params, final_obs)
+        env_state, episodes = pop_episodes(env_state)
+        params, opt_state, count, metrics = learn(
+            state.params, state.opt_state, state.iteration, trajectory, obs, bootstrap_value, version
+        )
+        after = state._replace(
+            params=params, opt_state=opt_state, iteration=count, actor_keys=actor_keys, env_state=env_state, obs=obs
+        )
+        return after, {**metrics, **episodes}
+
+    def choose_action(state: A2CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        policy = network.policy(state.params, obs)
+        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=1,
+        env=venv,
+    )
 
 
 A2C = register(Algorithm("a2c", A2CConfig, build))

@@ -3,34 +3,47 @@
 `W` workers own `E / W` neighboring environments each, and a copy of the parameters. In every iteration
 
 1. each worker unrolls `T` steps with its own copy, and computes one gradient with that same copy;
-2. the server applies the gradients of workers 0, 1, ..., `W - 1`, one after another, each to the parameters that the one
-   before it left; and right after its own gradient was applied, a worker fetches the parameters.
+2. the server applies the gradients of workers 0, 1, ..., `W - 1`, one after another, each to the newest parameters; and
+   right after its own gradient was applied, a worker fetches the parameters.
 
 So from its second gradient on, every worker's gradient is applied `W - 1` updates after it fetched the parameters: the
-asynchrony of A3C whose workers are equally fast, reproducibly. A distribution policy's staleness comes on top: it
-delays what acts, not what differentiates. In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`.
+asynchrony of A3C whose workers are equally fast, reproducibly. A distribution policy's staleness comes on top. It
+delays the parameters that act, not the parameters that gradients are taken of. In the shape descriptions, `T` is
+`unroll_length` and `E` is `num_envs`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.a2c import make_gradients
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.loops.acting import make_choose_action, make_unroll, stamp
-from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at, make_optimizer
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, actor_critic
+from msrl_jax.algorithms.a2c import advantage_loss
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.checks import check_integers
+from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
+from msrl_jax.algorithms.loops.acting import (
+    Trajectory,
+    flatten,
+    parameter_age,
+    parameter_version,
+    split_keys,
+    unflatten,
+)
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class A3CConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
     """Everything about what A3C computes; where it runs is a distribution policy's concern.
 
     Attributes:
@@ -38,70 +51,40 @@ class A3CConfig:
       num_workers: groups of environments with parameters of their own, `W`; they can be split over as many devices.
         Usual: 8 to 16.
       unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
-      discount: the factor per step. Usual: 0.99.
       gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
         long as the unroll allows. Usual: 1, or 0.95.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
       normalize_advantage: over what advantages are standardized: the part of each "worker", or "none". Usual: "none".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
     num_envs: int = 64
     num_workers: int = 8
     unroll_length: int = 16
-    optimizer: str = "rmsprop"
     learning_rate: float = 2e-3
-    anneal_learning_rate: bool = False
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
     max_grad_norm: float = 0.5
-    discount: float = 0.99
-    gae_lambda: float = 0.95
     entropy_coef: float = 0.001
-    value_coef: float = 0.5
-    normalize_advantage: str = "none"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
-    total_steps: int | None = None
+    normalize_advantage: Literal["worker", "none"] = "none"
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "num_workers")
-        check.check_choice(self, "normalize_advantage", ("worker", "none"))
+    def check(self) -> None:
+        """Raises ValueError unless the workers divide the environments."""
+        check_integers(self, 1, "num_workers")
         if self.num_envs % self.num_workers:
             above = -(-self.num_envs // self.num_workers) * self.num_workers
             raise ValueError(
-                f"A3CConfig.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
                 f"num_envs={above}, or a num_workers that divides it"
             )
 
 
 class A3CState(NamedTuple):
-    """All of a run.
+    """The state of a run.
 
     Attributes:
       params: the server's parameters of the `ActorCritic`.
       opt_state: state of the server's optimizer, which all workers share.
-      iteration: iterations done; the server has made `W` times as many updates. shape=(), dtype=int32
+      iteration: iterations done; the server has made `W` times as many updates.
       worker_params: the parameters that each worker fetched last; every leaf has shape=(W, ...)
-      fetched: the number of updates that the server had made by then. shape=(W,), dtype=int32
+      fetched: the number of updates that the server had made by then, modulo 2**32. shape=(W,), dtype=uint32
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
       obs: the observations to act on next. shape=(E, ...)
@@ -109,25 +92,12 @@ class A3CState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: jax.Array
+    iteration: Counter
     worker_params: Any
     fetched: jax.Array
     actor_keys: jax.Array
     env_state: Any
     obs: jax.Array
-
-
-def per_worker(network: ActorCritic, num_workers: int) -> ActorCritic:
-    """A network whose parameters have a leading dimension `W`; inputs `[W * n, ...]` hold `n` rows of each worker in turn."""
-
-    def split(method):
-        def apply(params, x):
-            grouped = jax.vmap(method)(params, x.reshape(num_workers, -1, *x.shape[1:]))
-            return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), grouped)
-
-        return apply
-
-    return ActorCritic(network.init, split(network.apply), split(network.policy), split(network.value))
 
 
 def build(env: Environment, config: A3CConfig) -> Agent:
@@ -144,85 +114,163 @@ def build(env: Environment, config: A3CConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards, discount=config.discount,
-    )  # fmt: skip
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
-    )  # fmt: skip
+        env,
+        config.num_envs,
+        normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards,
+        discount=config.discount,
+    )
+    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
     num_workers = config.num_workers
-    unroll = make_unroll(venv, per_worker(network, num_workers), config.unroll_length)
-    steps_per_iteration = config.num_envs * config.unroll_length
-    anneal_over = config.total_steps if config.anneal_learning_rate else None
 
     def init(key: jax.Array) -> A3CState:
         params_key, env_key, actor_key = jax.random.split(key, 3)
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key, obs)
-        worker_params = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params)
-        fetched = jnp.zeros(num_workers, jnp.int32)
-        actor_keys = jax.random.split(actor_key, config.num_envs)
         return A3CState(
-            params, optimizer.init(params), jnp.int32(0), worker_params, fetched, actor_keys, env_state, obs
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            worker_params=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
+            fetched=jnp.zeros(num_workers, jnp.uint32),
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_state=env_state,
+            obs=obs,
         )
 
-    worker_gradients = make_gradients(
-        network, discount=config.discount, gae_lambda=config.gae_lambda, entropy_coef=config.entropy_coef,
-        value_coef=config.value_coef, normalize_advantage=config.normalize_advantage == "worker",
-    )  # fmt: skip
+    axes = logical_axes(
+        A3CState,
+        params=P(),
+        opt_state=P(),
+        iteration=P(),
+        worker_params=P("worker"),
+        fetched=P("worker"),
+        actor_keys=P("env"),
+        env_state=venv.axes,
+        obs=P("env"),
+    )
+
+    def by_worker(x: jax.Array, axis: int = 0) -> jax.Array:
+        """Splits a dimension that holds the rows of each worker in turn: `[..., W * n, ...]` to `[..., W, n, ...]`."""
+        return x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :])
+
+    def merge(x: jax.Array) -> jax.Array:
+        """Merges `[W, n, ...]` into `[W * n, ...]`."""
+        return x.reshape(-1, *x.shape[2:])
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        return split_keys(keys, config.unroll_length)
+
+    @fragment(role="actor")
+    def act(worker_params, obs, keys):
+        policy = jax.tree.map(merge, jax.vmap(network.policy)(worker_params, by_worker(obs)))
+        action = policy.sample(keys)
+        return action, policy.log_prob(action)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    @fragment(role="actor")
+    def bootstrap(worker_params, final_obs):
+        value = merge(jax.vmap(network.value)(worker_params, by_worker(flatten(final_obs))))
+        return unflatten(value, config.unroll_length)
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
-    def gradients(worker_params, trajectory, last_obs, final_value):
-        def group(x, axis):
-            return x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :])
+    def gradients(worker_params, trajectory, last_obs, bootstrap_value):
+        def loss(params, trajectory, last_obs, bootstrap_value):
+            return advantage_loss(
+                params,
+                network,
+                trajectory,
+                last_obs,
+                bootstrap_value,
+                discount=config.discount,
+                gae_lambda=config.gae_lambda,
+                entropy_coef=config.entropy_coef,
+                value_coef=config.value_coef,
+                normalize=config.normalize_advantage == "worker",
+            )
 
-        trajectory, final_value = jax.tree.map(lambda x: group(x, 1), (trajectory, final_value))
-        return jax.vmap(worker_gradients, in_axes=(0, 1, 0, 1))(worker_params, trajectory, group(last_obs, 0), final_value)
+        trajectory, bootstrap_value = jax.tree.map(lambda x: by_worker(x, axis=1), (trajectory, bootstrap_value))
+        gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
+        return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
 
     @fragment(role="server")
     def apply_updates(params, opt_state, iteration, fetched, grads):
-        learning_rate = learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
 
         def update(carry, worker):
             params, opt_state = carry
             grads, count, fetched = worker
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = descend(params, updates, learning_rate)
-            age = (count - fetched).astype(jnp.float32)
+            age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
             return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
 
-        counts = iteration * num_workers + jnp.arange(num_workers, dtype=jnp.int32)
+        counts = iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
         (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
             update, (params, opt_state), (grads, counts, fetched)
         )
         metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
-        return params, opt_state, iteration + 1, worker_params, fetched, metrics
+        return params, opt_state, advance(iteration), worker_params, fetched, metrics
 
     @fragment(role="learner")
-    def summarize(iteration, acted_at, stats):
-        return jax.tree.map(jnp.mean, stats) | {"parameter_age": (iteration - acted_at).astype(jnp.float32)}
+    def summarize(iteration, version, stats):
+        return jax.tree.map(jnp.mean, stats) | {"parameter_age": parameter_age(iteration, version)}
 
     def iteration(state: A3CState) -> tuple[A3CState, Metrics]:
-        acted_at = stamp(state.iteration)
-        acted = unroll(state.worker_params, state.actor_keys, state.env_state, state.obs)
-        grads, stats = gradients(state.worker_params, acted.trajectory, acted.obs, acted.final_value)
+        def step(carry, keys):
+            env_state, obs = carry
+            action, log_prob = act(state.worker_params, obs, keys)
+            env_state, t = env_step(env_state, action)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            return (env_state, t.obs), (experience, t.final_obs)
+
+        version = parameter_version(state.iteration)
+        actor_keys, keys = draw_keys(state.actor_keys)
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        bootstrap_value = bootstrap(state.worker_params, final_obs)
+        env_state, episodes = pop_episodes(env_state)
+        grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
         params, opt_state, count, worker_params, fetched, metrics = apply_updates(
             state.params, state.opt_state, state.iteration, state.fetched, grads
         )
         after = A3CState(
-            params, opt_state, count, worker_params, fetched, acted.actor_keys, acted.env_state, acted.obs
+            params=params,
+            opt_state=opt_state,
+            iteration=count,
+            worker_params=worker_params,
+            fetched=fetched,
+            actor_keys=actor_keys,
+            env_state=env_state,
+            obs=obs,
         )
-        return after, {**metrics, **summarize(state.iteration, acted_at, stats), **acted.episodes}
+        return after, {**metrics, **summarize(state.iteration, version, stats), **episodes}
 
-    axes = A3CState._make([P(), P(), P(), P("env"), P("env"), P("env"), venv.axes, P("env")])
-    act = make_choose_action(network, venv.action_space)
-    return Agent(init, iteration, act, axes, steps_per_iteration, updates_per_iteration=num_workers, env=venv)
+    def choose_action(state: A3CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        policy = network.policy(state.params, obs)
+        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=num_workers,
+        env=venv,
+    )
 
 
 A3C = register(Algorithm("a3c", A3CConfig, build))

@@ -5,7 +5,7 @@ In the shape descriptions of this package, `T` denotes the length of an unroll a
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -23,18 +23,17 @@ class Agent:
     Attributes:
       init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
       iteration: one training iteration, `state -> (state, metrics)`; it calls fragments and knows no placement.
-      act: `(state, obs [E, ...], key) -> action [E, ...]`; observations and actions are those of `env`, and the action
-        is the most probable one if `key` is None. If there is an `initial_memory`, it is `(state, obs, key, memory) ->
-        (action, memory)`: what acting remembers of the earlier observations of an episode.
+      act: `(state, obs [E, ...], key) -> action [E, ...]`. Observations and actions are those of `env`; the action is the
+        most probable one if `key` is None. With an `initial_carry`, it is `(state, obs, key, carry) -> (action, carry)`.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
-      steps_per_iteration: environment steps that one iteration takes, over all environments.
-      updates_per_iteration: gradient steps that one iteration takes at most: how often the optimizer changes the parameters.
+      steps_per_iteration: environment steps per iteration, over all environments.
+      updates_per_iteration: gradient steps per iteration, at most: how often the optimizer changes the parameters.
       env: the vector environment that `iteration` steps.
-      initial_memory: `num_envs -> memory [E, ...]`, that with which an episode begins; None if acting needs no memory.
-      env_group: environments come in groups of this many adjacent ones, and a group has to lie on one device.
-      data: for fields of the state that hold data from outside of the run, such as a data set, what stands there: pytrees of
-        host arrays. `init` gives `()` for them, `with_data` puts them in, and `iteration` leaves them as they are. So data
-        are arguments of a program rather than constants, are held once for all members, and are no part of a checkpoint.
+      initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode; None if acting needs none.
+      env_group: environments come in groups of this many adjacent ones; a group has to lie on one device.
+      data: for every field of the state that holds data from outside of the run, such as a data set: a pytree of host
+        arrays. `init` gives `()` for such a field, `with_data` fills it in, and `iteration` leaves it as it is. So data are
+        arguments of a program rather than constants, are held once for all members, and are no part of a checkpoint.
       unit: what a step of the run is.
     """
 
@@ -45,7 +44,7 @@ class Agent:
     steps_per_iteration: int
     updates_per_iteration: int
     env: VectorEnvironment
-    initial_memory: Callable[[int], Any] | None = None
+    initial_carry: Callable[[int], Any] | None = None
     env_group: int = 1
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: Literal["environment steps", "updates"] = "environment steps"
@@ -92,6 +91,26 @@ def training_environment(
     vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
     observed = envs.NormalizeObservation(vector) if normalize_observations else vector
     return envs.NormalizeReward(observed, discount) if normalize_rewards else observed
+
+
+StateT = TypeVar("StateT")
+
+
+def logical_axes(state: type[StateT], **axes: Any) -> StateT:
+    """Names the logical axes of the fields of a state.
+
+    Args:
+      state: its class, a NamedTuple.
+      **axes: for every field without a default, a `PartitionSpec` of logical axis names for the dimensions of its leaves, or
+        a prefix tree of such.
+
+    Returns:
+      A tree as the state, with these in place of arrays: `Agent.axes`.
+
+    Raises:
+      TypeError: if a field is missing, or if there is no such field.
+    """
+    return state(**axes)
 
 
 ALGORITHMS: dict[str, Algorithm] = {}

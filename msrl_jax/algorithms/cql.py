@@ -1,74 +1,62 @@
-"""Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779), on double DQN for choices and on SAC for vectors.
+"""Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779): on double DQN or, for continuous actions, on SAC.
 
-The values of all actions are pushed down, softly the highest most, and those of the actions in the data up. In the shape
-descriptions, `B` is `batch_size`, `K` is `num_updates`, `C` denotes the two critics of SAC and `S` is `num_samples`.
+The values of all actions are pushed down, weighted by a soft maximum, and those of the actions in the data are pushed up. Both
+rules stand here; the loop is `loops/offline.py`. In the shape descriptions, `B` is `batch_size`, `C` denotes the two critics,
+`D` the length of a continuous action and `S` is `num_samples`.
 """
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.dqn import DQNConfig
-from msrl_jax.algorithms.loops.off_policy import Batch, Rule
-from msrl_jax.algorithms.loops.offline import check_actions, check_config, learning_rate_of, offline_agent
-from msrl_jax.algorithms.loops.q_learning import q_learning
+from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
+from msrl_jax.algorithms.configs.offline import OfflineConfig
+from msrl_jax.algorithms.configs.rollout import DiscountConfig
+from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.configs.targets import TargetConfig
+from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
+from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
-from msrl_jax.algorithms.losses.soft_actor_critic import temperature_loss
-from msrl_jax.algorithms.networks.actor_and_critics import make_critics, make_policy, uniform_actions
+from msrl_jax.algorithms.losses.q_learning import greedy_target
+from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, soft_value, temperature_loss
+from msrl_jax.algorithms.networks.critics import init_critics, make_critics
 from msrl_jax.algorithms.networks.distributions import TanhNormal
-from msrl_jax.algorithms.sac import SACConfig, soft_actor_critic
-from msrl_jax.envs import Discrete, Environment
+from msrl_jax.algorithms.networks.policies import make_policy
+from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.recurrent import Carry
+from msrl_jax.envs import Box, Discrete, Environment
+from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class CQLConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
     """Everything about what CQL computes; where it runs is a distribution policy's concern.
 
-    What the paper's code does otherwise: it learns the policy at a lower rate than the critics.
+    One difference from the paper's code: that learns the policy at a lower rate than the critics.
 
     Attributes:
-      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
-        Training needs it. Usual: a path.
-      validation_fraction: which part of the episodes is held out, for metrics that start with `validation_`. Usual: 0.1.
-      num_updates: updates per iteration, `K`. Usual: 10 to 100.
-      batch_size: transitions per update, `B`. Usual: 256.
-      learning_rate: step size of Adam, for all that is trained. Usual: 3e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
-      discount: the factor per step. Usual: 0.99.
-      tau: by which share target networks move per update. Usual: 0.005.
-      conservative_weight: what it costs that values of other actions lie above those of the data's; None for 0.5 for choices
-        and 5 for vectors. The larger rewards are, the larger it should be. Usual: 0.1 to 10.
+      max_grad_norm: gradients of each network are scaled down to this norm. Usual: 10.
+      conservative_weight: weight of the conservative penalty; None for 0.5 with discrete actions and 5 with continuous ones.
+        The larger rewards are, the larger it should be. Usual: 0.1 to 10.
       target_gap: if given, the weight starts at `conservative_weight` and is learned, so that the values of other actions lie
-        that far above those of the data's (the paper's Lagrange variant); for vectors only. Usual: None, or 5 to 10.
-      num_samples: actions drawn of each kind (uniform, of the policy now, of the policy one step later) to estimate how high
-        values of vectors are, `S`. Usual: 4 to 10.
-      initial_temperature: what a nat of entropy is worth at first; for vectors. Usual: 0.1 to 1.
+        that far above those of the data's (the paper's Lagrange variant); for continuous actions only. Usual: None, or 5 to 10.
+      num_samples: actions drawn of each kind (uniform, of the policy now, of the policy one step later) to estimate the soft
+        maximum over continuous actions, `S`. Usual: 4 to 10.
+      initial_temperature: value of a nat of entropy at first; for continuous actions. Usual: 0.1 to 1.
       learn_temperature: whether the temperature is learned; else it stays. Usual: True.
       target_entropy: the entropy to hold, in nats; None for minus the length of an action. Usual: None.
-      double: whether the online network chooses the choice that the target network values. Usual: True.
-      max_grad_norm: gradients of each network are scaled down to this norm. Usual: 10.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64) to (256, 256).
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      storage: codec of stored observations: "bfloat16", "uint8" or "scaled_uint8"; None stores them as they are. Usual: None.
-      shards: parts of the data, which may lie on devices of their own; None for the greatest common divisor of `batch_size`
-        and 8. Usual: None.
-      total_steps: updates over which the learning rate falls; it stays as it is if that is None.
+      double: whether the online network chooses the discrete action that the target network values. Usual: True.
     """
 
-    data: str | None = None
-    validation_fraction: float = 0.1
-    num_updates: int = 20
-    batch_size: int = 256
-    learning_rate: float = 1e-3
-    anneal_learning_rate: bool = True
-    discount: float = 0.99
-    tau: float = 0.005
+    max_grad_norm: float = 10.0
     conservative_weight: float | None = None
     target_gap: float | None = None
     num_samples: int = 4
@@ -76,21 +64,13 @@ class CQLConfig:
     learn_temperature: bool = True
     target_entropy: float | None = None
     double: bool = True
-    max_grad_norm: float = 10.0
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "relu"
-    network: str = "auto"
-    storage: str | None = None
-    shards: int | None = None
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check_config(self)
-        check.check_integers(self, 1, "num_samples")
-        check.check_numbers(self, "tau", above=0.0, high=1.0)
-        check.check_numbers(self, "conservative_weight", low=0.0)
-        check.check_numbers(self, "initial_temperature", above=0.0)
-        check.check_numbers(self, "target_gap", "target_entropy")
+    def check(self) -> None:
+        """Raises ValueError unless the numbers are in their ranges."""
+        check_integers(self, 1, "num_samples")
+        check_numbers(self, "conservative_weight", low=0.0)
+        check_numbers(self, "initial_temperature", above=0.0)
+        check_numbers(self, "target_gap", "target_entropy")
         if self.target_gap is not None and self.conservative_weight == 0:
             raise ValueError("CQLConfig.conservative_weight=0 is no weight to learn from; use one above 0, or target_gap=None")
 
@@ -107,72 +87,175 @@ def build(env: Environment, config: CQLConfig) -> Agent:
 
     Raises:
       ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if a weight is to
-        be learned for choices.
+        be learned for discrete actions.
       TypeError: if a space is not supported.
     """
-    check_actions("cql", env.action_space)
-    make_rule = _for_choices if isinstance(env.action_space, Discrete) else _for_vectors
-    return offline_agent(env, config, make_rule(env, config), "cql")
+    action_space = check_discrete_or_bounded("cql", env.action_space)
+    if isinstance(action_space, Discrete):
+        rule = discrete_rule(env, action_space, config)
+    else:
+        rule = continuous_rule(env, action_space, config)
+    return offline_agent(env, config, rule, read_data(env, config, discount=config.discount))
 
 
-def _for_choices(env: Environment, config: CQLConfig) -> Rule:
+def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -> Rule:
+    """Double DQN, with the penalty added to the loss of every example.
+
+    Args:
+      env: the environment, for the shapes of observations.
+      action_space: its actions.
+      config: what to compute.
+
+    Returns:
+      The rule; parameters are those of the Q-network.
+
+    Raises:
+      ValueError: if a weight is to be learned.
+    """
     if config.target_gap is not None:
         raise ValueError(
-            f"CQLConfig.target_gap={config.target_gap} learns a weight, but not for choices ({env.action_space}); use "
+            f"CQLConfig.target_gap={config.target_gap} learns a weight, but not for discrete actions ({action_space}); use "
             "target_gap=None and a conservative_weight"
         )
-    assert isinstance(env.action_space, Discrete)
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
+    network = q_network(env.observation_space, action_space, config)
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+    apply_update = make_apply_update(optimizer)
 
-    def penalty(q: jax.Array, action: jax.Array):
-        gap = conservative_gap(q, action)
-        return weight * gap, {"conservative_gap": gap.mean()}
+    def init(key: jax.Array, obs: jax.Array) -> Learner:
+        params = network.init(key, obs)
+        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
 
-    learns = _common_fields(config, DQNConfig)
-    return q_learning(env.observation_space, env.action_space, learns, learning_rate_of(config), penalty)
+    def values(params, obs):
+        return network.apply(params, obs)[..., 0]
+
+    @fragment(role="learner")
+    def gradients(params, target_params, e):
+        next_target = values(target_params, e.next_obs)
+        next_online = values(params, e.next_obs) if config.double else next_target
+        target = e.reward + e.discount * jax.vmap(greedy_target)(next_online, next_target)
+
+        def loss(params):
+            q = values(params, e.obs)
+            taken = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
+            gap = conservative_gap(q, e.action)
+            losses = value_loss(taken, target) + weight * gap
+            stats = {"value": taken.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
+            return losses.mean(), (target - taken, stats)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
+        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
+        rate = annealed_learning_rate(config, progress.update, 1)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
+        target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
+        return Learner(params, target_params, opt_state), td_error, stats
+
+    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+        return values(params, obs).argmax(-1).astype(jnp.int32), carry
+
+    return Rule(init, update, choose_action)
 
 
-def _for_vectors(env: Environment, config: CQLConfig) -> Rule:
-    policy = make_policy(env.observation_space, env.action_space, config)
-    critics = make_critics(env.observation_space, env.action_space, 2, config)
-    size: int = math.prod(env.action_space.shape)  # pyright: ignore[reportAssignmentType]
+def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> Rule:
+    """SAC, with the penalty added to the loss of the critics.
+
+    Args:
+      env: the environment, for the shapes of observations.
+      action_space: its actions.
+      config: what to compute.
+
+    Returns:
+      The rule; parameters have the entries "actor", "critic", "log_temperature" and, if it is learned, "log_weight".
+    """
+    policy = make_policy(env.observation_space, action_space, config)
+    critics = make_critics(env.observation_space, action_space, 2, config)
+    size, count = math.prod(action_space.shape), config.num_samples
+    target_entropy = -float(size) if config.target_entropy is None else config.target_entropy
     first_weight = 5.0 if config.conservative_weight is None else config.conservative_weight
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
+    apply_update = make_apply_update(optimizer)
 
-    def sample_actions(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Actions `[B, 3 * S, D]`, and the logarithms of the densities that they were drawn with."""
-        seen, count = batch.experience, config.num_samples
-        # The first two rows are the keys that SAC draws with.
-        keys = jax.random.split(batch.key, (2 + 3 * count, len(seen.reward)))[2:].T
-        uniform = jax.vmap(lambda keys: uniform_actions(keys, env.action_space))(keys[:, :count])
+    def init(key: jax.Array, obs: jax.Array) -> Learner:
+        actor_key, critic_key = jax.random.split(key)
+        params = {
+            "actor": policy.init(actor_key, obs),
+            "critic": init_critics(critics, critic_key, action_space, obs),
+            "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
+        }
+        if config.target_gap is not None:
+            params["log_weight"] = jnp.log(jnp.float32(first_weight))
+        return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
+
+    def draw(actor, obs, keys):
+        """Actions and log-probabilities of the policy."""
+        distribution = policy.apply(actor, obs)
+        assert isinstance(distribution, TanhNormal)
+        return distribution.sample_and_log_prob(keys)
+
+    def draw_many(actor, e, keys):
+        """Actions `[B, 3 * S, D]` with keys `[B, 3 * S]`, and the logarithms of the densities that they were drawn with."""
+        uniform = jax.vmap(lambda keys: uniform_actions(keys, action_space))(keys[:, :count])
         drawn = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
-        for i, obs in enumerate((seen.obs, seen.next_obs), 1):
-            distribution = policy.apply(params["actor"], obs[:, None])
-            assert isinstance(distribution, TanhNormal)
-            drawn.append(distribution.sample_and_log_prob(keys[:, i * count : (i + 1) * count]))
-        action, log_prob = (jnp.concatenate(parts, 1) for parts in zip(*drawn, strict=True))
-        return action, log_prob
+        for i, obs in enumerate((e.obs, e.next_obs), 1):
+            drawn.append(draw(actor, obs[:, None], keys[:, i * count : (i + 1) * count]))
+        actions, log_probs = zip(*drawn, strict=True)
+        return jnp.concatenate(actions, 1), jnp.concatenate(log_probs, 1)
 
-    def penalty(trained: Any, params: Any, batch: Batch, q: jax.Array):
-        action, log_prob = sample_actions(params, batch)
-        obs = batch.experience.obs
-        many = jnp.broadcast_to(obs[:, None], (*action.shape[:2], *obs.shape[1:]))
-        gap = log_partition(critics.apply(trained["critic"], many, action), log_prob) - q
-        if config.target_gap is None:
-            return first_weight * gap.sum(0).mean(), {"conservative_gap": gap.mean()}
-        weight = jnp.exp(params["log_weight"])
-        weight_loss = temperature_loss(trained["log_weight"], gap, -config.target_gap).mean()
-        loss = weight * (gap - config.target_gap).sum(0).mean() + weight_loss
-        return loss, {"conservative_gap": gap.mean(), "conservative_weight": weight}
+    @fragment(role="learner")
+    def gradients(params, target_critic, batch):
+        e, temperature = batch.experience, jnp.exp(params["log_temperature"])
+        next_keys, now_keys, *many_keys = jax.random.split(batch.key, (2 + 3 * count, len(e.reward)))
+        next_action, next_log_prob = draw(params["actor"], e.next_obs, next_keys)
+        next_q = pessimistic_value(critics.apply(target_critic, e.next_obs, next_action))
+        target = e.reward + e.discount * soft_value(next_q, next_log_prob, temperature)
+        others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
+        obs_of_others = jnp.broadcast_to(e.obs[:, None], (*others.shape[:2], *e.obs.shape[1:]))
 
-    more = {} if config.target_gap is None else {"log_weight": jnp.log(jnp.float32(first_weight))}
-    learns = _common_fields(config, SACConfig)
-    return soft_actor_critic(policy, critics, env.action_space, learns, learning_rate_of(config), penalty, more)
+        # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
+        def loss(trained):
+            q = critics.apply(trained["critic"], e.obs, e.action)
+            critic_loss = jax.vmap(value_loss, (0, None))(q, target).sum(0).mean()
+            action, log_prob = draw(trained["actor"], e.obs, now_keys)
+            soft = soft_value(pessimistic_value(critics.apply(params["critic"], e.obs, action)), log_prob, temperature)
+            total = critic_loss - soft.mean()
+            if config.learn_temperature:
+                total += temperature_loss(trained["log_temperature"], log_prob, target_entropy).mean()
 
+            gap = log_partition(critics.apply(trained["critic"], obs_of_others, others), others_log_prob) - q
+            stats = {"conservative_gap": gap.mean()}
+            if config.target_gap is None:
+                total += first_weight * gap.sum(0).mean()
+            else:
+                weight = jnp.exp(params["log_weight"])
+                weight_loss = temperature_loss(trained["log_weight"], gap, -config.target_gap).mean()
+                total += weight * (gap - config.target_gap).sum(0).mean() + weight_loss
+                stats["conservative_weight"] = weight
+            stats |= {
+                "loss": total,
+                "critic_loss": critic_loss,
+                "actor_loss": -soft.mean(),
+                "q": q.mean(),
+                "entropy": -log_prob.mean(),
+                "temperature": temperature,
+            }
+            return total, (target - q.mean(0), stats)
 
-def _common_fields(config: CQLConfig, kind: type) -> Any:
-    """A config of another algorithm with the fields that both have."""
-    names = {field.name for field in dataclasses.fields(kind)} & {field.name for field in dataclasses.fields(config)}
-    return kind(**{name: getattr(config, name) for name in names})
+        return jax.grad(loss, has_aux=True)(params)
+
+    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
+        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.update, 1)
+        for name, old in learner.params.items():
+            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
+        share = jnp.where(progress.ready, config.tau, 0.0)
+        return Learner(params, polyak_update(learner.target_params, params["critic"], share), opt_state), td_error, stats
+
+    def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
+        return policy.choose_action(params["actor"], obs, key), carry
+
+    return Rule(init, update, choose_action)
 
 
 CQL = register(Algorithm("cql", CQLConfig, build))

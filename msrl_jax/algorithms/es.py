@@ -1,10 +1,10 @@
 """Evolution strategies as OpenAI's (Salimans et al., 2017, arXiv 1703.03864): a search that needs no gradient of a policy.
 
 Every member of a population acts with parameters of its own for one episode; the better it does, the further the next
-parameters lie in its direction. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts
+parameters move in its direction. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts
 in environment `i`), and `D` the number of parameters. Members `2j` and `2j + 1` add and subtract the same noise, made of
-one seed. Noise is never sent anywhere: whoever needs it draws it again, so acting and learning exchange no more than
-seeds, returns and one copy of the parameters.
+one seed. Noise never crosses between devices: every fragment that needs it draws it again from the seed. So acting and
+learning exchange no more than seeds, returns and one copy of the parameters.
 """
 
 import dataclasses
@@ -17,64 +17,63 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.loops.optimizer import descend, learning_rate_at
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.checks import check_numbers
+from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.configs.optimizer import LearningRateConfig
+from msrl_jax.algorithms.configs.rollout import RolloutConfig
+from msrl_jax.algorithms.loops.acting import parameter_age
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class ESConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ESConfig(NetworkConfig, LearningRateConfig, RolloutConfig):
     """Everything about what the search computes; where it runs is a distribution policy's concern.
 
     Attributes:
       num_envs: size of the population, one environment each, `E`; even. Usual: 64 to 10000.
-      unroll_length: steps of an evaluation, `T`: the return of a longer episode is that of its first `T` steps, and what
-        follows a shorter one does not count. Usual: the longest episode.
+      unroll_length: steps of an evaluation, `T`: the return of a longer episode is the return of its first `T` steps; steps
+        after the end of a shorter one do not count. Usual: the longest episode.
       noise_scale: standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.
       learning_rate: step size of Adam. Usual: 0.01 to 0.05.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
       weight_decay: this times the parameters is added to the gradient of the loss. Usual: 0.005.
       normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
     num_envs: int = 256
     unroll_length: int = 500
     noise_scale: float = 0.1
     learning_rate: float = 0.05
-    anneal_learning_rate: bool = False
     weight_decay: float = 0.005
     normalize_observations: bool = False
     hidden_sizes: tuple[int, ...] = (32, 32)
-    activation: str = "tanh"
-    network: str = "auto"
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_numbers(self, "noise_scale", above=0.0)
-        check.check_numbers(self, "weight_decay", low=0.0)
+    def check(self) -> None:
+        """Raises ValueError unless the population consists of pairs, and the noise is above 0."""
+        check_numbers(self, "noise_scale", above=0.0)
+        check_numbers(self, "weight_decay", low=0.0)
         if self.num_envs % 2:
             raise ValueError(
-                f"ESConfig.num_envs={self.num_envs} cannot be split into pairs of members; use num_envs={self.num_envs + 1}"
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into pairs of members; use "
+                f"num_envs={self.num_envs + 1}"
             )
 
 
 class ESState(NamedTuple):
-    """All of a run.
+    """The state of a run.
 
     Attributes:
-      params: parameters of the policy in the middle of the population: a tree of `D` numbers.
+      params: parameters of the policy at the center of the population: a tree of `D` numbers.
       opt_state: state of the optimizer.
-      iteration: iterations done. shape=(), dtype=int32
-      actor_keys: one key per member, those of even members make the seeds of noise. shape=(E,)
-      env_key: the key of the environments' next start. shape=()
+      iteration: iterations done.
+      actor_keys: one key per member; the keys of even members make the seeds of noise. shape=(E,)
+      env_key: the key for the next start of the environments. shape=()
       env_state: state of the vector environment.
       obs: the observations after the last step. shape=(E, ...)
       midway: whether an environment is in the middle of an episode, not at the start of one. shape=(E,), dtype=bool
@@ -82,7 +81,7 @@ class ESState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: jax.Array
+    iteration: Counter
     actor_keys: jax.Array
     env_key: jax.Array
     env_state: Any
@@ -104,20 +103,15 @@ def build(env: Environment, config: ESConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
     )
     # Frozen, a reset neither starts new statistics of observations nor normalizes by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=False,
-    )  # fmt: skip
+    network = actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.scale_by_adam()
-    steps_per_iteration = config.num_envs * config.unroll_length
-    anneal_over = config.total_steps if config.anneal_learning_rate else None
 
     def init_params(key, obs):
         params = network.init(key, obs)["params"]
@@ -132,9 +126,28 @@ def build(env: Environment, config: ESConfig) -> Agent:
         params_key, env_key, start_key, actor_key = jax.random.split(key, 4)
         env_state, obs = venv.reset(start_key)
         params = init_params(params_key, obs)
-        actor_keys = jax.random.split(actor_key, config.num_envs)
-        midway = jnp.zeros(config.num_envs, bool)
-        return ESState(params, optimizer.init(params), jnp.int32(0), actor_keys, env_key, env_state, obs, midway)
+        return ESState(
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_key=env_key,
+            env_state=env_state,
+            obs=obs,
+            midway=jnp.zeros(config.num_envs, bool),
+        )
+
+    axes = logical_axes(
+        ESState,
+        params=P(),
+        opt_state=P(),
+        iteration=P(),
+        actor_keys=P("env"),
+        env_key=P(),
+        env_state=venv.axes,
+        obs=P("env"),
+        midway=P("env"),
+    )
 
     @fragment(role="env")
     def start(key, env_state, obs, midway):
@@ -142,17 +155,17 @@ def build(env: Environment, config: ESConfig) -> Agent:
         new_state, raw_obs = starting.reset(start_key)
         new = (new_state, venv.observe(env_state, raw_obs))
 
-        # An environment whose episode has ended has begun another one already. What all share, statistics, goes on.
+        # An environment whose episode has ended has begun another one already. Statistics, shared by all, go on.
         def begin(axes, old, new):
             return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
 
-        axes = (venv.axes, P("env"))
-        return key, *jax.tree.map(begin, axes, (env_state, obs), new, is_leaf=lambda x: isinstance(x, P))
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        return key, *jax.tree.map(begin, (venv.axes, P("env")), (env_state, obs), new, is_leaf=is_spec)
 
     @fragment(role="actor")
-    def draw_seeds(keys, iteration):
+    def draw_seeds(keys, version):
         keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-        return keys[0], keys[1].reshape(-1, 2)[:, 0], iteration
+        return keys[0], keys[1].reshape(-1, 2)[:, 0], version
 
     @fragment(role="actor")
     def perturb(params, seeds):
@@ -174,7 +187,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
     def score(reward, ended):
         return first_episode_return(reward, ended), ~ended[-1]
 
-    drain = fragment(role="env", name="drain")(venv.pop_episodes)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
     def gradients(params, seeds, fitness):
@@ -188,8 +201,8 @@ def build(env: Environment, config: ESConfig) -> Agent:
         return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, seeds, fitness, acted_at):
-        learning_rate = learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over)
+    def learn(params, opt_state, iteration, seeds, fitness, version):
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         grads = gradients(params, seeds, fitness)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
         metrics = {
@@ -197,13 +210,13 @@ def build(env: Environment, config: ESConfig) -> Agent:
             "fitness_max": fitness.max(),
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "parameter_age": (iteration - acted_at).astype(jnp.float32),
+            "parameter_age": parameter_age(iteration, version),
         }
-        return params, opt_state, iteration + 1, metrics
+        return params, opt_state, advance(iteration), metrics
 
     def iteration(state: ESState) -> tuple[ESState, Metrics]:
         env_key, env_state, obs = start(state.env_key, state.env_state, state.obs, state.midway)
-        actor_keys, seeds, acted_at = draw_seeds(state.actor_keys, state.iteration)
+        actor_keys, seeds, version = draw_seeds(state.actor_keys, state.iteration.low)
         population = perturb(state.params, seeds)
 
         def step(carry, _):
@@ -212,19 +225,33 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
         (env_state, obs), outcomes = jax.lax.scan(step, (env_state, obs), None, length=config.unroll_length)
         fitness, midway = score(*outcomes)
-        params, opt_state, count, metrics = learn(
-            state.params, state.opt_state, state.iteration, seeds, fitness, acted_at
+        params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, seeds, fitness, version)
+        env_state, episodes = pop_episodes(env_state)
+        after = ESState(
+            params=params,
+            opt_state=opt_state,
+            iteration=count,
+            actor_keys=actor_keys,
+            env_key=env_key,
+            env_state=env_state,
+            obs=obs,
+            midway=midway,
         )
-        env_state, episodes = drain(env_state)
-        state = ESState(params, opt_state, count, actor_keys, env_key, env_state, obs, midway)
-        return state, {**metrics, **episodes}
+        return after, {**metrics, **episodes}
 
     def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         del key
         return choose(state.params, obs)
 
-    axes = ESState._make([P(), P(), P(), P("env"), P(), venv.axes, P("env"), P("env")])
-    return Agent(init, iteration, choose_action, axes, steps_per_iteration, updates_per_iteration=1, env=venv)
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=1,
+        env=venv,
+    )
 
 
 def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
@@ -242,7 +269,7 @@ def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
 
 
 def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
-    """Standard normal noise, the same wherever and whenever it is drawn from these seeds.
+    """Standard normal noise; the same seeds give the same noise, in any fragment.
 
     Args:
       seeds: typed keys, one for each pair of members. `[E / 2]`
@@ -252,7 +279,7 @@ def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
       The noise. `[E / 2, D]` float32
     """
     noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,)))(seeds)
-    # Without the barrier, XLA merges the last factor of the noise with what it is multiplied by, if nothing else reads it.
+    # Without the barrier, XLA may merge the last factor of the noise with the factor that the caller multiplies it by.
     return jax.lax.optimization_barrier(noise)
 
 

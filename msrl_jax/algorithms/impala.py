@@ -1,97 +1,123 @@
 """IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic whose actors may lag behind, corrected by V-trace.
 
-Every iteration makes one update from the unrolls of all environments. With replay it makes several, each from a batch drawn
-uniformly from those kept; V-trace corrects for the age of these batches too. How old the parameters are that acted is the
-distribution policy's choice: its staleness, 0 under a synchronous one. In the shape descriptions, `T` is `unroll_length`
-and `E` is `num_envs`.
+Every iteration makes one update from the unrolls of all environments. With replay, whole batches are kept, and every
+iteration makes several updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too. The
+age of the parameters that act is the distribution policy's choice: its staleness, 0 under a synchronous one. In the shape
+descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
 """
 
 import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.loops.acting import evaluate, next_values
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
-from msrl_jax.algorithms.loops.single_update import single_update_agent
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
+from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
+from msrl_jax.algorithms.loops.acting import (
+    Trajectory,
+    evaluate,
+    next_values,
+    parameter_age,
+    parameter_version,
+    split_keys,
+    values,
+)
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.algorithms.returns import standardize, vtrace
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
+from msrl_jax.replay import FifoState, fifo
 
 
-@dataclasses.dataclass(frozen=True)
-class IMPALAConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPolicyConfig):
     """Everything about what IMPALA computes; where it runs, and how stale its actors are, is a distribution policy's concern.
 
     Attributes:
-      num_envs: environments stepped in parallel, `E`. Usual: 16 to 4096.
       unroll_length: steps of every environment per iteration, `T`. Usual: 20 to 100.
-      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
       max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
-      discount: the factor per step. Usual: 0.99.
+      entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
       vtrace_lambda: the factor per step by which the traces fall beyond the discount. Usual: 1, or 0.95.
       clip_rho: largest importance weight of an error of the value function. Usual: 1.
       clip_c: largest importance weight of a trace. Usual: 1.
       clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
-      entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
       normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
       replay_batches: batches that are kept for replay, the newest included; 0 keeps none. Usual: 0, or 10 to 1000.
       num_updates: updates per iteration, each from a batch drawn uniformly from those kept. Usual: 1, or 2 to 4 with replay.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 16
-    optimizer: str = "rmsprop"
     learning_rate: float = 2e-3
-    anneal_learning_rate: bool = False
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
     max_grad_norm: float = 0.5
-    discount: float = 0.99
     vtrace_lambda: float = 0.95
     clip_rho: float = 1.0
     clip_c: float = 1.0
     clip_pg_rho: float = 1.0
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
-    normalize_advantage: str = "none"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
+    normalize_advantage: Literal["batch", "none"] = "none"
     replay_batches: int = 0
     num_updates: int = 1
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "num_updates")
-        check.check_integers(self, 0, "replay_batches")
+    def check(self) -> None:
+        """Raises ValueError unless the weights' bounds are positive, and there is a batch for every update."""
+        check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
+        check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
+        check_integers(self, 0, "replay_batches")
+        check_integers(self, 1, "num_updates")
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
-                f"IMPALAConfig.num_updates={self.num_updates}: without replay an iteration has one batch to learn from; "
-                "use num_updates=1, or replay_batches of at least 1"
+                f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
+                "from; use num_updates=1, or replay_batches of at least 1"
             )
-        check.check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
-        check.check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
-        check.check_choice(self, "normalize_advantage", ("batch", "none"))
+
+
+class IMPALAState(NamedTuple):
+    """The state of a run.
+
+    Attributes:
+      params: parameters of the `ActorCritic`.
+      opt_state: state of the optimizer.
+      iteration: iterations done.
+      actor_keys: one key per environment, which samples actions. shape=(E,)
+      env_state: state of the vector environment.
+      obs: the observations to act on next. shape=(E, ...)
+      replay: the batches that are kept; `()` without replay.
+      replay_key: the buffer's key, which draws. shape=(); `()` without replay.
+    """
+
+    params: Any
+    opt_state: optax.OptState
+    iteration: Counter
+    actor_keys: jax.Array
+    env_state: Any
+    obs: jax.Array
+    replay: FifoState | tuple[()] = ()
+    replay_key: jax.Array | tuple[()] = ()
+
+
+class Batch(NamedTuple):
+    """What an update learns from.
+
+    Attributes:
+      trajectory: the experience. shape=(T, E, ...)
+      last_obs: the observations after it. shape=(E, ...)
+      bootstrap_value: values of the true successors, read where an episode was truncated. shape=(T, E)
+      version: the version of the parameters that acted. shape=(), dtype=uint32
+    """
+
+    trajectory: Trajectory
+    last_obs: jax.Array
+    bootstrap_value: jax.Array
+    version: jax.Array
 
 
 def build(env: Environment, config: IMPALAConfig) -> Agent:
@@ -102,36 +128,126 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
       config: what to compute.
 
     Returns:
-      The agent.
+      The agent. Its metrics have `parameter_age`: how many iterations old the parameters were that acted, the mean over the
+      batches learned from.
 
     Raises:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards, discount=config.discount,
-    )  # fmt: skip
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
-    )  # fmt: skip
+        env,
+        config.num_envs,
+        normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards,
+        discount=config.discount,
+    )
+    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay
     )
 
+    def begin(key: jax.Array) -> IMPALAState:
+        params_key, env_key, actor_key = jax.random.split(key, 3)
+        env_state, obs = venv.reset(env_key)
+        params = network.init(params_key, obs)
+        return IMPALAState(
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_state=env_state,
+            obs=obs,
+        )
+
+    axes = logical_axes(
+        IMPALAState, params=P(), opt_state=P(), iteration=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+    )
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        return split_keys(keys, config.unroll_length)
+
+    @fragment(role="actor")
+    def act(params, obs, keys):
+        policy = network.policy(params, obs)
+        action = policy.sample(keys)
+        return action, policy.log_prob(action)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    @fragment(role="actor")
+    def bootstrap(params, final_obs):
+        return values(network, params, final_obs)
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+    def unroll(state: IMPALAState) -> tuple[IMPALAState, Batch, Metrics]:
+        def step(carry, keys):
+            env_state, obs = carry
+            action, log_prob = act(state.params, obs, keys)
+            env_state, t = env_step(env_state, action)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            return (env_state, t.obs), (experience, t.final_obs)
+
+        version = parameter_version(state.iteration)
+        actor_keys, keys = draw_keys(state.actor_keys)
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
+        env_state, episodes = pop_episodes(env_state)
+        return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
+
+    queue = None
+    if config.replay_batches:
+        example = jax.eval_shape(lambda key: unroll(begin(key))[1], jax.random.key(0))
+        batch_axes = logical_axes(
+            Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
+        )
+        queue = fifo(example, capacity=config.replay_batches, axes=batch_axes)
+        axes = axes._replace(replay=queue.axes, replay_key=P())
+
+    def init(key: jax.Array) -> IMPALAState:
+        if queue is None:
+            return begin(key)
+        key, replay_key = jax.random.split(key)
+        return begin(key)._replace(replay=queue.init(), replay_key=replay_key)
+
+    @fragment(role="buffer")
+    def sample_batches(replay, key, batch):
+        assert queue is not None
+        # A full queue would refuse the batch, so the oldest one gives way.
+        full, (popped, _) = queue.size(replay) == config.replay_batches, queue.pop(replay)
+        first, length = jnp.where(full, popped.first, replay.first), jnp.where(full, popped.length, replay.length)
+        replay = queue.insert(replay._replace(first=first, length=length), batch)
+        key, *keys = jax.random.split(key, config.num_updates + 1)
+        return replay, key, jax.vmap(queue.sample, (None, 0))(replay, jnp.stack(keys))
+
     @fragment(role="learner")
-    def gradients(params, trajectory, last_obs, final_value):
+    def gradients(params, trajectory, last_obs, bootstrap_value):
+        t = trajectory
+
         def loss(params):
-            log_prob, entropy, value = evaluate(network, params, trajectory)
-            now, log_ratio = jax.lax.stop_gradient((value, log_prob - trajectory.log_prob))
+            log_prob, entropy, value = evaluate(network, params, t)
+            now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
             last_value = jax.lax.stop_gradient(network.value(params, last_obs))
             target, advantage = vtrace(
-                log_ratio, trajectory.reward, now, next_values(now, last_value, final_value, trajectory.truncated),
-                trajectory.terminated, trajectory.truncated, discount=config.discount, lambda_=config.vtrace_lambda,
-                clip_rho=config.clip_rho, clip_c=config.clip_c, clip_pg_rho=config.clip_pg_rho,
-            )  # fmt: skip
+                log_ratio,
+                t.reward,
+                now,
+                next_values(now, last_value, bootstrap_value, t.truncated),
+                t.terminated,
+                t.truncated,
+                discount=config.discount,
+                lambda_=config.vtrace_lambda,
+                clip_rho=config.clip_rho,
+                clip_c=config.clip_c,
+                clip_pg_rho=config.clip_pg_rho,
+            )
             if config.normalize_advantage == "batch":
                 advantage = standardize(advantage)
             stats = {
@@ -145,11 +261,50 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    return single_update_agent(
-        venv, network, optimizer, gradients, unroll_length=config.unroll_length, learning_rate=config.learning_rate,
-        anneal_over=config.total_steps if config.anneal_learning_rate else None,
-        replay_batches=config.replay_batches, num_updates=config.num_updates,
-    )  # fmt: skip
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
+
+    @fragment(role="learner")
+    def learn(params, opt_state, iteration, batches):
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+
+        def update(carry, batch):
+            params, opt_state = carry
+            grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value)
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
+            age = parameter_age(iteration, batch.version)
+            return (params, opt_state), {**stats, "grad_norm": grad_norm, "parameter_age": age}
+
+        if queue is None:  # one batch, the newest
+            (params, opt_state), metrics = update((params, opt_state), batches)
+        else:
+            (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
+            metrics = jax.tree.map(lambda x: x.mean(0), metrics)
+        return params, opt_state, advance(iteration), {**metrics, "learning_rate": learning_rate}
+
+    def iteration(state: IMPALAState) -> tuple[IMPALAState, Metrics]:
+        after, batches, episodes = unroll(state)
+        if queue is not None:  # K batches, drawn from those that are kept
+            replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
+            after = after._replace(replay=replay, replay_key=replay_key)
+        params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, batches)
+        return after._replace(params=params, opt_state=opt_state, iteration=count), {**metrics, **episodes}
+
+    def choose_action(state: IMPALAState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        policy = network.policy(state.params, obs)
+        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=config.num_updates,
+        env=venv,
+    )
 
 
 IMPALA = register(Algorithm("impala", IMPALAConfig, build))

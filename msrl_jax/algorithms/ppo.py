@@ -1,6 +1,6 @@
 """Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) with generalized advantage estimation.
 
-In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `B` is `T / num_minibatches`: a minibatch holds
+In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `B` is `T / num_minibatches`. A minibatch holds
 some time steps of all environments, so a shuffle moves nothing along `E`, which may be split over devices.
 """
 
@@ -12,90 +12,59 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.loops import proximal
-from msrl_jax.algorithms.loops.acting import flatten, make_choose_action, make_unroll, next_values, stamp, values
-from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
-from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.loss import ProximalConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
+from msrl_jax.algorithms.loops.acting import (
+    Trajectory,
+    flatten,
+    next_values,
+    parameter_age,
+    parameter_version,
+    split_keys,
+    values,
+)
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
+from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class PPOConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
     """Everything about what PPO computes; where it runs is a distribution policy's concern.
 
     Attributes:
-      num_envs: environments stepped in parallel, `E`. Usual: 8 to 4096.
       unroll_length: steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048.
-      num_epochs: passes over the batch per iteration. Usual: 3 to 10.
-      num_minibatches: updates per pass. Usual: 4 to 32.
-      learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      discount: the factor per step. Usual: 0.99.
-      gae_lambda: bias (0) against variance (1) of the advantages. Usual: 0.95.
-      clip_ratio: how far from 1 the probability ratio still pays off. Usual: 0.1 to 0.3.
-      clip_value: how far a value may move to its profit, in units of the return; None does not clip. Usual: None.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
-      target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
-        exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: over what advantages are standardized: each "minibatch", the whole "batch" once, or "none".
-        Usual: "minibatch".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      shared_torso: whether policy and value share all but their last layers. Usual: False, or True for images.
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 64
-    num_epochs: int = 4
-    num_minibatches: int = 8
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = False
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    clip_ratio: float = 0.2
-    clip_value: float | None = None
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
     max_grad_norm: float = 0.5
-    target_kl: float | None = None
-    normalize_advantage: str = "minibatch"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    hidden_sizes: tuple[int, ...] = (64, 64)
-    activation: str = "tanh"
-    network: str = "auto"
-    shared_torso: bool = False
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_choice(self, "normalize_advantage", ("minibatch", "batch", "none"))
+    def check(self) -> None:
+        """Raises ValueError unless the minibatches divide the time steps."""
         if self.unroll_length % self.num_minibatches:
             below = self.unroll_length - self.unroll_length % self.num_minibatches
             raise ValueError(
-                f"PPOConfig.unroll_length={self.unroll_length} cannot be split into num_minibatches="
+                f"{type(self).__name__}.unroll_length={self.unroll_length} cannot be split into num_minibatches="
                 f"{self.num_minibatches} groups of time steps; use unroll_length={below + self.num_minibatches}, or "
                 f"a num_minibatches that divides it"
             )
 
 
 class PPOState(NamedTuple):
-    """All of a run.
+    """The state of a run.
 
     Attributes:
       params: parameters of the `ActorCritic`.
       opt_state: state of the optimizer.
-      iteration: iterations done. shape=(), dtype=int32
+      iteration: iterations done.
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
@@ -104,11 +73,27 @@ class PPOState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: jax.Array
+    iteration: Counter
     key: jax.Array
     actor_keys: jax.Array
     env_state: Any
     obs: jax.Array
+
+
+class Batch(NamedTuple):
+    """What the learner learns from.
+
+    Attributes:
+      trajectory: the experience. shape=(T, E, ...)
+      advantage: the estimated advantages. shape=(T, E)
+      old_value: values of the observations, before the updates. shape=(T, E)
+      target: targets of the values. shape=(T, E)
+    """
+
+    trajectory: Trajectory
+    advantage: jax.Array
+    old_value: jax.Array
+    target: jax.Array
 
 
 def build(env: Environment, config: PPOConfig) -> Agent:
@@ -125,86 +110,155 @@ def build(env: Environment, config: PPOConfig) -> Agent:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards, discount=config.discount,
-    )  # fmt: skip
-    network = actor_critic(
-        venv.observation_space, venv.action_space, hidden_sizes=config.hidden_sizes,
-        activation=config.activation, network=config.network, shared_torso=config.shared_torso,
-    )  # fmt: skip
+        env,
+        config.num_envs,
+        normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards,
+        discount=config.discount,
+    )
+    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    unroll = make_unroll(venv, network, config.unroll_length)
-    steps_per_iteration = config.num_envs * config.unroll_length
-    anneal_over = config.total_steps if config.anneal_learning_rate else None
 
     def init(key: jax.Array) -> PPOState:
         params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key, obs)
-        actor_keys = jax.random.split(actor_key, config.num_envs)
-        return PPOState(params, optimizer.init(params), jnp.int32(0), learner_key, actor_keys, env_state, obs)
+        return PPOState(
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            key=learner_key,
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_state=env_state,
+            obs=obs,
+        )
+
+    axes = logical_axes(
+        PPOState, params=P(), opt_state=P(), iteration=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+    )
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        return split_keys(keys, config.unroll_length)
+
+    @fragment(role="actor")
+    def act(params, obs, keys):
+        policy = network.policy(params, obs)
+        action = policy.sample(keys)
+        return action, policy.log_prob(action)
+
+    @fragment(role="env")
+    def env_step(env_state, action):
+        return venv.step(env_state, to_env_action(action))
+
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    @fragment(role="actor")
+    def bootstrap(params, final_obs):
+        return values(network, params, final_obs)
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
-    def estimate_advantages(params, trajectory, last_obs, final_value):
-        value = values(network, params, trajectory.obs)
-        next_value = next_values(value, network.value(params, last_obs), final_value, trajectory.truncated)
+    def estimate_advantages(params, trajectory, last_obs, bootstrap_value):
+        t = trajectory
+        value = values(network, params, t.obs)
+        next_value = next_values(value, network.value(params, last_obs), bootstrap_value, t.truncated)
         advantage = gae(
-            trajectory.reward, value, next_value, trajectory.terminated, trajectory.truncated,
-            discount=config.discount, gae_lambda=config.gae_lambda,
-        )  # fmt: skip
+            t.reward, value, next_value, t.terminated, t.truncated, discount=config.discount, gae_lambda=config.gae_lambda
+        )
         target = value + advantage
         if config.normalize_advantage == "batch":
             advantage = standardize(advantage)
-        return advantage, value, target
+        return Batch(trajectory, advantage, value, target)
 
     @fragment(role="learner")
     def gradients(params, batch, times):
-        seen, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
+        minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
         if config.normalize_advantage == "minibatch":
             advantage = standardize(advantage)
 
         def loss(params):
-            policy, value = network.apply(params, seen.obs)
-            return proximal.surrogate_loss(
-                policy, value, action=seen.action, log_prob=seen.log_prob, advantage=advantage, old_value=old_value,
-                target=target, clip_ratio=config.clip_ratio, clip_value=config.clip_value, value_coef=config.value_coef,
-                entropy_coef=config.entropy_coef,
-            )  # fmt: skip
+            policy, value = network.apply(params, minibatch.obs)
+            return ppo_loss(
+                policy,
+                value,
+                action=minibatch.action,
+                log_prob=minibatch.log_prob,
+                advantage=advantage,
+                old_value=old_value,
+                target=target,
+                config=config,
+            )
 
         return jax.grad(loss, has_aux=True)(params)
 
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate, diverged):
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
+        if diverged is not None:
+            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
+        return *new, optax.tree.norm(grads)
+
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, key, acted_at, trajectory, last_obs, final_value):
-        batch = (trajectory, *estimate_advantages(params, trajectory, last_obs, final_value))
+    def learn(params, opt_state, iteration, key, trajectory, last_obs, bootstrap_value, version):
+        batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
-        times = times.reshape(config.num_epochs * config.num_minibatches, -1)
-        params, opt_state, metrics = proximal.optimize(
-            optimizer, lambda params, times: gradients(params, batch, times), params, opt_state, times,
-            learning_rate=learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over),
-            target_kl=config.target_kl,
-        )  # fmt: skip
-        age = (iteration - acted_at).astype(jnp.float32)
-        return params, opt_state, iteration + 1, key, metrics | {"parameter_age": age}
+
+        def update(carry, times):
+            params, opt_state, diverged = carry
+            grads, stats = gradients(params, batch, times)
+            if diverged is not None:  # once the divergence exceeds its target, all later updates are skipped
+                diverged |= stats["approx_kl"] > config.target_kl
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
+            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
+
+        diverged = None if config.target_kl is None else jnp.bool(False)
+        minibatches = times.reshape(config.num_epochs * config.num_minibatches, -1)
+        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
+        metrics = jax.tree.map(jnp.mean, stats)
+        metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
+        return params, opt_state, advance(iteration), key, metrics
 
     def iteration(state: PPOState) -> tuple[PPOState, Metrics]:
-        acted_at = stamp(state.iteration)
-        acted = unroll(state.params, state.actor_keys, state.env_state, state.obs)
-        params, opt_state, count, key, metrics = learn(
-            state.params, state.opt_state, state.iteration, state.key,
-            acted_at, acted.trajectory, acted.obs, acted.final_value,
-        )  # fmt: skip
-        after = PPOState(params, opt_state, count, key, acted.actor_keys, acted.env_state, acted.obs)
-        return after, {**metrics, **acted.episodes}
+        def step(carry, keys):
+            env_state, obs = carry
+            action, log_prob = act(state.params, obs, keys)
+            env_state, t = env_step(env_state, action)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            return (env_state, t.obs), (experience, t.final_obs)
 
-    axes = PPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env")])
-    act = make_choose_action(network, venv.action_space)
+        version = parameter_version(state.iteration)
+        actor_keys, keys = draw_keys(state.actor_keys)
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        bootstrap_value = bootstrap(state.params, final_obs)
+        env_state, episodes = pop_episodes(env_state)
+        params, opt_state, count, key, metrics = learn(
+            state.params, state.opt_state, state.iteration, state.key, trajectory, obs, bootstrap_value, version
+        )
+        after = state._replace(
+            params=params, opt_state=opt_state, iteration=count, key=key, actor_keys=actor_keys, env_state=env_state, obs=obs
+        )
+        return after, {**metrics, **episodes}
+
+    def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        policy = network.policy(state.params, obs)
+        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+
     return Agent(
-        init, iteration, act, axes, steps_per_iteration=steps_per_iteration,
-        updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
-    )  # fmt: skip
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=config.num_epochs * config.num_minibatches,
+        env=venv,
+    )
 
 
 PPO = register(Algorithm("ppo", PPOConfig, build))

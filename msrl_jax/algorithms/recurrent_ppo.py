@@ -1,7 +1,7 @@
-"""PPO with a recurrent network: proximal policy optimization (arXiv 1707.06347) for what one observation does not tell.
+"""PPO with a recurrent network: proximal policy optimization (arXiv 1707.06347) where one observation does not tell enough.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `M` is `num_minibatches` and `H` is `memory_size`.
-Sequences are whole unrolls, through which gradients flow back to the first step. A minibatch holds one environment out of
+Sequences are whole unrolls; gradients flow back through them to the first step. A minibatch holds one environment out of
 every `M` adjacent ones, so a shuffle stays within groups of `M`, and nothing moves between devices that hold whole groups.
 """
 
@@ -13,20 +13,24 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register, training_environment
-from msrl_jax.algorithms.configs import checks as check
-from msrl_jax.algorithms.loops import proximal
-from msrl_jax.algorithms.loops.acting import next_values
-from msrl_jax.algorithms.loops.optimizer import learning_rate_at, make_optimizer
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.loss import ProximalConfig
+from msrl_jax.algorithms.configs.network import RecurrentConfig
+from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
+from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.algorithms.networks.recurrent import CELLS, Memory, forget, recurrent_actor_critic
+from msrl_jax.algorithms.networks.recurrent import Carry, forget, recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True)
-class RecurrentPPOConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
     """Everything about what recurrent PPO computes; where it runs is a distribution policy's concern.
 
     Attributes:
@@ -34,110 +38,67 @@ class RecurrentPPOConfig:
         devices that they are split over. Usual: 16 to 4096.
       unroll_length: steps of every environment per iteration, `T`, and the most that gradients flow back. Usual: 16 to
         256.
-      num_epochs: passes over the batch per iteration. Usual: 3 to 10.
       num_minibatches: updates per pass. Usual: 1 to 8.
-      learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
-      discount: the factor per step. Usual: 0.99.
-      gae_lambda: bias (0) against variance (1) of the advantages. Usual: 0.95.
-      clip_ratio: how far from 1 the probability ratio still pays off. Usual: 0.1 to 0.3.
-      clip_value: how far a value may move to its profit, in units of the return; None does not clip. Usual: None.
-      entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
-      target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
-        exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: over what advantages are standardized: each "minibatch", the whole "batch" once, or "none".
-        Usual: "minibatch".
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
-      core: "gru" or "lstm". Usual: "gru".
-      memory_size: size of the memory, `H`. Usual: 64 to 512.
-      hidden_sizes: widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
-      total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    num_envs: int = 32
     unroll_length: int = 64
-    num_epochs: int = 4
     num_minibatches: int = 4
     learning_rate: float = 1e-3
-    anneal_learning_rate: bool = False
-    discount: float = 0.99
-    gae_lambda: float = 0.95
-    clip_ratio: float = 0.2
-    clip_value: float | None = None
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
     max_grad_norm: float = 0.5
-    target_kl: float | None = None
-    normalize_advantage: str = "minibatch"
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    core: str = "gru"
-    memory_size: int = 64
-    hidden_sizes: tuple[int, ...] = (64,)
-    activation: str = "tanh"
-    network: str = "auto"
-    total_steps: int | None = None
 
-    def __post_init__(self):
-        check.check_common(self)
-        check.check_integers(self, 1, "memory_size")
-        check.check_choice(self, "normalize_advantage", ("minibatch", "batch", "none"))
-        check.check_choice(self, "core", CELLS)
+    def check(self) -> None:
+        """Raises ValueError unless the minibatches divide the environments."""
         if self.num_envs % self.num_minibatches:
             above = self.num_envs + -self.num_envs % self.num_minibatches
             raise ValueError(
-                f"RecurrentPPOConfig.num_envs={self.num_envs} cannot be split into num_minibatches={self.num_minibatches} "
-                f"groups of whole sequences; use num_envs={above}, or a num_minibatches that divides it"
+                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into "
+                f"num_minibatches={self.num_minibatches} groups of whole sequences; use num_envs={above}, or a "
+                "num_minibatches that divides it"
             )
 
 
 class RecurrentPPOState(NamedTuple):
-    """All of a run.
+    """The state of a run.
 
     Attributes:
       params: parameters of the `RecurrentNetwork`.
       opt_state: state of the optimizer.
-      iteration: iterations done. shape=(), dtype=int32
+      iteration: iterations done.
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
       obs: the observations to act on next. shape=(E, ...)
-      begins: whether they are the first of an episode. shape=(E,), dtype=bool
-      memory: what the actors remember of earlier observations. shape=(E, H) each
+      is_first: whether they are the first of an episode. shape=(E,), dtype=bool
+      carry: the recurrent state of the actors. shape=(E, H) each
     """
 
     params: Any
     opt_state: optax.OptState
-    iteration: jax.Array
+    iteration: Counter
     key: jax.Array
     actor_keys: jax.Array
     env_state: Any
     obs: jax.Array
-    begins: jax.Array
-    memory: Memory
+    is_first: jax.Array
+    carry: Carry
 
 
 class Sequences(NamedTuple):
-    """What the learner needs to know of an unroll.
+    """The experience of an unroll; every leaf is `[T, E, ...]`.
 
     Attributes:
-      obs: observations acted on. shape=(T, E, ...)
-      begins: whether they are the first of an episode. shape=(T, E), dtype=bool
-      action: the policy's actions, before they are fitted to the action space. shape=(T, E, ...)
-      log_prob: their log-probabilities under the policy that acted. shape=(T, E)
-      value: the values of the network that acted. shape=(T, E)
-      reward: rewards. shape=(T, E)
-      terminated: whether the episode ended in a terminal state. shape=(T, E), dtype=bool
-      truncated: whether the episode was cut short. shape=(T, E), dtype=bool
+      obs: observations acted on.
+      is_first: whether they are the first of an episode.
+      action: the policy's actions, before they are fitted to the action space.
+      log_prob: their log-probabilities under the policy that acted.
+      value: the values of the network that acted.
+      reward: rewards.
+      terminated: whether the episode ended in a terminal state.
+      truncated: whether the episode was cut short.
     """
 
     obs: jax.Array
-    begins: jax.Array
+    is_first: jax.Array
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
@@ -154,138 +115,192 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
       config: what to compute.
 
     Returns:
-      The agent; it acts with a memory.
+      The agent; it acts with a carry.
 
     Raises:
       ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    check.check_annealing(config)
+    config.check_annealing()
     venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards, discount=config.discount,
-    )  # fmt: skip
+        env,
+        config.num_envs,
+        normalize_observations=config.normalize_observations,
+        normalize_rewards=config.normalize_rewards,
+        discount=config.discount,
+    )
     network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    steps_per_iteration = config.num_envs * config.unroll_length
-    anneal_over = config.total_steps if config.anneal_learning_rate else None
     groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
 
     def init(key: jax.Array) -> RecurrentPPOState:
         params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
         env_state, obs = venv.reset(env_key)
         params = network.init(params_key)
-        actor_keys = jax.random.split(actor_key, config.num_envs)
-        begins, memory = jnp.ones(config.num_envs, bool), network.initial_memory((config.num_envs,))
         return RecurrentPPOState(
-            params, optimizer.init(params), jnp.int32(0), learner_key, actor_keys, env_state, obs, begins, memory
+            params=params,
+            opt_state=optimizer.init(params),
+            iteration=counter(),
+            key=learner_key,
+            actor_keys=jax.random.split(actor_key, config.num_envs),
+            env_state=env_state,
+            obs=obs,
+            is_first=jnp.ones(config.num_envs, bool),
+            carry=network.initial_carry((config.num_envs,)),
         )
+
+    axes = logical_axes(
+        RecurrentPPOState,
+        params=P(),
+        opt_state=P(),
+        iteration=P(),
+        key=P(),
+        actor_keys=P("env"),
+        env_state=venv.axes,
+        obs=P("env"),
+        is_first=P("env"),
+        carry=P("env"),
+    )
 
     @fragment(role="actor")
     def draw_keys(keys):
-        keys = jax.vmap(lambda key: jax.random.split(key, config.unroll_length + 1), out_axes=1)(keys)
-        return keys[0], keys[1:]
+        return split_keys(keys, config.unroll_length)
 
     @fragment(role="actor")
-    def act(params, obs, begins, memory, keys):
-        (policy, value), memory = network.step(params, obs, forget(begins, memory))
+    def act(params, obs, is_first, carry, keys):
+        (policy, value), carry = network.step(params, obs, forget(is_first, carry))
         action = policy.sample(keys)
-        return action, policy.log_prob(action), value, memory
+        return action, policy.log_prob(action), value, carry
 
     @fragment(role="env")
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not a memory. The
-    # counter tells how old their parameters are.
+    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not a carry. The version
+    # of their parameters, the lower word of the learner's counter, is read here too.
     @fragment(role="actor")
-    def bootstrap(params, iteration, final_obs, memories):
-        (_, final_value), _ = network.step(params, final_obs, memories)
-        return final_value, iteration
+    def bootstrap(params, version, final_obs, carries):
+        (_, bootstrap_value), _ = network.step(params, final_obs, carries)
+        return bootstrap_value, version
 
-    drain = fragment(role="env", name="drain")(venv.pop_episodes)
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
-    def estimate_advantages(seen, final_value):
-        next_value = next_values(seen.value, final_value[-1], final_value, seen.truncated)
+    def estimate_advantages(experience, bootstrap_value):
+        t = experience
+        next_value = next_values(t.value, bootstrap_value[-1], bootstrap_value, t.truncated)
         advantage = gae(
-            seen.reward, seen.value, next_value, seen.terminated, seen.truncated,
-            discount=config.discount, gae_lambda=config.gae_lambda,
-        )  # fmt: skip
-        target = seen.value + advantage
+            t.reward, t.value, next_value, t.terminated, t.truncated, discount=config.discount, gae_lambda=config.gae_lambda
+        )
+        target = t.value + advantage
         if config.normalize_advantage == "batch":
             advantage = standardize(advantage)
         return advantage, target
 
     @fragment(role="learner")
-    def gradients(params, sequences, memory, chosen):
+    def gradients(params, batch, carry, chosen):
         def pick(x):
             x = x.reshape(len(x), groups, members, *x.shape[2:])
             index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
             return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
-        seen, advantage, target = jax.tree.map(pick, sequences)
-        memory = tuple(pick(m[None])[0] for m in memory)
+        minibatch, advantage, target = jax.tree.map(pick, batch)
+        carry = tuple(pick(array[None])[0] for array in carry)
         if config.normalize_advantage == "minibatch":
             advantage = standardize(advantage)
 
         def loss(params):
-            (policy, value), _ = network.unroll(params, seen.obs, seen.begins, memory)
-            return proximal.surrogate_loss(
-                policy, value, action=seen.action, log_prob=seen.log_prob, advantage=advantage, old_value=seen.value,
-                target=target, clip_ratio=config.clip_ratio, clip_value=config.clip_value, value_coef=config.value_coef,
-                entropy_coef=config.entropy_coef,
-            )  # fmt: skip
+            (policy, value), _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
+            return ppo_loss(
+                policy,
+                value,
+                action=minibatch.action,
+                log_prob=minibatch.log_prob,
+                advantage=advantage,
+                old_value=minibatch.value,
+                target=target,
+                config=config,
+            )
 
         return jax.grad(loss, has_aux=True)(params)
 
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate, diverged):
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
+        if diverged is not None:
+            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
+        return *new, optax.tree.norm(grads)
+
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, key, seen, memory, final_value, acted_at):
-        sequences = (seen, *estimate_advantages(seen, final_value))
+    def learn(params, opt_state, iteration, key, experience, carry, bootstrap_value, version):
+        batch = (experience, *estimate_advantages(experience, bootstrap_value))
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
         key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
         order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
         shuffled = [jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys]
-        params, opt_state, metrics = proximal.optimize(
-            optimizer, lambda params, chosen: gradients(params, sequences, memory, chosen),
-            params, opt_state, jnp.concatenate(shuffled),
-            learning_rate=learning_rate_at(iteration, config.learning_rate, steps_per_iteration, anneal_over),
-            target_kl=config.target_kl,
-        )  # fmt: skip
-        age = (iteration - acted_at).astype(jnp.float32)
-        return params, opt_state, iteration + 1, key, metrics | {"parameter_age": age}
+
+        def update(updated, chosen):
+            params, opt_state, diverged = updated
+            grads, stats = gradients(params, batch, carry, chosen)
+            if diverged is not None:  # once the divergence exceeds its target, all later updates are skipped
+                diverged |= stats["approx_kl"] > config.target_kl
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
+            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
+
+        diverged = None if config.target_kl is None else jnp.bool(False)
+        minibatches = jnp.concatenate(shuffled)
+        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
+        metrics = jax.tree.map(jnp.mean, stats)
+        metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
+        return params, opt_state, advance(iteration), key, metrics
 
     def iteration(state: RecurrentPPOState) -> tuple[RecurrentPPOState, Metrics]:
-        def step(carry, keys):
-            env_state, obs, begins, memory = carry
-            action, log_prob, value, memory = act(state.params, obs, begins, memory, keys)
+        def step(before, keys):
+            env_state, obs, is_first, carry = before
+            action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
             env_state, t = env_step(env_state, action)
-            seen = Sequences(obs, begins, action, log_prob, value, t.reward, t.terminated, t.truncated)
-            return (env_state, t.obs, t.terminated | t.truncated, memory), (seen, t.final_obs, memory)
+            experience = Sequences(obs, is_first, action, log_prob, value, t.reward, t.terminated, t.truncated)
+            return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
         actor_keys, keys = draw_keys(state.actor_keys)
-        start = state.env_state, state.obs, state.begins, state.memory
-        (env_state, obs, begins, memory), (seen, final_obs, memories) = jax.lax.scan(step, start, keys)
-        final_value, acted_at = bootstrap(state.params, state.iteration, final_obs, memories)
+        start = state.env_state, state.obs, state.is_first, state.carry
+        (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
+        bootstrap_value, version = bootstrap(state.params, state.iteration.low, final_obs, carries)
+        env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, key, metrics = learn(
-            state.params, state.opt_state, state.iteration, state.key, seen,
-            state.memory, final_value, acted_at,
-        )  # fmt: skip
-        env_state, episodes = drain(env_state)
-        after = RecurrentPPOState(params, opt_state, count, key, actor_keys, env_state, obs, begins, memory)
-        return after, metrics | episodes
+            state.params, state.opt_state, state.iteration, state.key, experience, state.carry, bootstrap_value, version
+        )
+        after = RecurrentPPOState(
+            params=params,
+            opt_state=opt_state,
+            iteration=count,
+            key=key,
+            actor_keys=actor_keys,
+            env_state=env_state,
+            obs=obs,
+            is_first=is_first,
+            carry=carry,
+        )
+        return after, {**metrics, **episodes}
 
-    def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, memory: Memory):
-        (policy, _), memory = network.step(state.params, obs, memory)
+    def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
+        (policy, _), carry = network.step(state.params, obs, carry)
         action = policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
-        return to_env_action(action), memory
+        return to_env_action(action), carry
 
-    axes = RecurrentPPOState._make([P(), P(), P(), P(), P("env"), venv.axes, P("env"), P("env"), P("env")])
     return Agent(
-        init, iteration, choose_action, axes, steps_per_iteration=steps_per_iteration,
-        updates_per_iteration=config.num_epochs * config.num_minibatches, env=venv,
-        initial_memory=lambda num_envs: network.initial_memory((num_envs,)), env_group=members,
-    )  # fmt: skip
+        init=init,
+        iteration=iteration,
+        act=choose_action,
+        axes=axes,
+        steps_per_iteration=config.steps_per_iteration,
+        updates_per_iteration=config.num_epochs * config.num_minibatches,
+        env=venv,
+        initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
+        env_group=members,
+    )
 
 
 RecurrentPPO = register(Algorithm("recurrent_ppo", RecurrentPPOConfig, build))

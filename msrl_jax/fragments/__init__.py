@@ -12,12 +12,15 @@
     pack              packing.py           Partition, Graph, changed in place: codecs on edges; partition again until it rests
     schedule          schedule.py          Partition -> Schedule: Run, Move, Alloc and Loop instructions
     settle            lifetimes.py         Schedule -> Schedule with donations, copies and Free instructions
+    check_meshes      own_meshes.py        Schedule -> an error if a fragment brings a mesh of other devices
     lower             lower.py             Schedule -> compiled programs and shardings (on first use)
 
-`Executor` (runtime.py) then runs the instructions. `explain` (explain.py) describes them as a `Plan` (plan.py), with the help
-of cost.py (operations), collectives.py (what XLA's partitioner inserted) and advice.py (warnings). Under them: marker.py and
-implementations.py (what `fragment` makes), graph.py and instructions.py (data of the passes), placement.py (sub-meshes and
-layouts), divisibility.py (how a policy fits devices and sizes) and memory.py (where a state lies).
+`Executor` (runtime.py) then runs the instructions; a loop that one placement holds is one program instead (fused.py). `explain`
+(explain.py) describes them as a `Plan` (plan.py), with the help of cost.py (operations), collectives.py (what XLA's partitioner
+inserted), advice.py and idle_devices.py (warnings). Under them: marker.py and implementations.py (what `fragment` makes),
+graph.py and instructions.py (data of the passes), placement.py (sub-meshes and layouts), divisibility.py (how a policy fits
+devices and sizes), executables.py and program_key.py (compiled programs, and which of them are equal), given_state.py (checks
+of a state), memory.py (where a state lies) and readings.py (metrics on the host).
 """
 
 from msrl_jax.fragments.marker import fragment as fragment

@@ -1,9 +1,10 @@
-"""What of a plan looks expensive, in words: exchanged batches, tiny programs, waiting, copies, codecs without effect."""
+"""Warnings about expensive or fragile plans: exchanged batches, tiny programs, waiting, copies, idle codecs, callbacks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
+from msrl_jax._compat import Jaxpr, sub_jaxprs
 from msrl_jax.codecs import get
 from msrl_jax.fragments.cost import flops
 from msrl_jax.fragments.instructions import Instruction, Loop, Move, Run, Value, walk
@@ -23,7 +24,7 @@ def advise(
     shardings: Mapping[Value, NamedSharding],
     unused: Sequence[Edge],
 ) -> list[str]:
-    """Finds what looks expensive.
+    """Finds what looks expensive or fragile.
 
     Args:
       layout: the placements.
@@ -43,6 +44,7 @@ def advise(
         *_waiting_warnings(layout, instructions),
         *_replication_warnings(steps, shardings),
         *_codec_warnings(unused),
+        *_callback_warnings(steps),
     ]
 
 
@@ -131,3 +133,17 @@ def _codec_warnings(unused: Sequence[Edge]) -> Iterable[str]:
             f"codec {get(edge.codec).name!r} packs nothing: of what crosses from {edge.source!r} to {edge.destination!r}, no "
             f"value{only} has a dtype and a shape that it takes"
         )
+
+
+def _callback_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str]:
+    for i, _ in steps:
+        if isinstance(i, Run) and i.placement.mesh.size > 1 and _calls_host(i.jaxpr.jaxpr):
+            yield (
+                f"program {i.name!r} @ {i.placement.name} makes a host callback on {i.placement.mesh.size} devices: if it "
+                "raises an exception, the other devices wait for this one until XLA ends the process. Catch exceptions inside "
+                "the callback, or place this fragment on one device"
+            )
+
+
+def _calls_host(jaxpr: Jaxpr) -> bool:
+    return any("callback" in e.primitive.name or any(map(_calls_host, sub_jaxprs(e))) for e in jaxpr.eqns)

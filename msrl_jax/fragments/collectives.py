@@ -1,9 +1,10 @@
-"""What XLA's partitioner did: the collectives of a compiled program, read from its text."""
+"""The collectives that XLA put into a compiled program, read from its text."""
 
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -11,12 +12,14 @@ _KINDS = (
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
+_MENTION = re.compile(rf"(?<![\w\-])(?:{'|'.join(_KINDS)})(?:-start)?\(")
 _WHILE = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
 _CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _BRACKETS = re.compile(r"[()\[\]{},]")
+_QUOTED = re.compile(r'"[^"]*"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -38,14 +41,28 @@ class Collective:
     source: str
 
 
-def collectives(text: str) -> tuple[list[Collective], bool]:
+class Found(NamedTuple):
+    """The collectives of a program.
+
+    Attributes:
+      collectives: those that were found.
+      lengths_known: whether all of them are in loops of known length.
+      understood: whether these are all; if not, the text holds collectives, or code, that were not understood.
+    """
+
+    collectives: list[Collective]
+    lengths_known: bool
+    understood: bool
+
+
+def collectives(text: str) -> Found:
     """Finds the collectives of a compiled program.
 
     Args:
       text: the optimized HLO (`compiled.as_text()`).
 
     Returns:
-      The collectives, and whether all of them are in loops of known length.
+      What was found.
     """
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
@@ -56,7 +73,7 @@ def collectives(text: str) -> tuple[list[Collective], bool]:
             entry = current if match[1] else entry
         elif current:
             bodies[current].append(line)
-    known = True
+    known, read = True, set[str]()
 
     def visit(name: str, times: int, sure: bool) -> Iterator[Collective]:
         nonlocal known
@@ -64,6 +81,7 @@ def collectives(text: str) -> tuple[list[Collective], bool]:
             if match := _COLLECTIVE.search(line):
                 op = _OP_NAME.search(line)
                 known &= sure
+                read.add(line)
                 shape = _result(match[1]) if match[3] and match[2] != "all-reduce" else match[1]
                 yield Collective(match[2], _nbytes(shape), times, op[1] if op else "")
             if match := _WHILE.search(line):
@@ -79,7 +97,9 @@ def collectives(text: str) -> tuple[list[Collective], bool]:
             for called in inner:
                 yield from visit(called, times, sure)
 
-    return list(visit(entry, 1, True)), known
+    found = list(visit(entry, 1, True))
+    mentioned = {line for line in text.splitlines() if _MENTION.search(_QUOTED.sub("", line))}
+    return Found(found, known, bool(bodies.get(entry)) and mentioned <= read)
 
 
 def _result(shape: str) -> str:

@@ -1,40 +1,37 @@
-"""How a policy fits devices and sizes: what cannot be split is refused, and devices that stay idle are reported."""
+"""How a policy fits devices and sizes: what cannot be split is refused."""
 
-import dataclasses
-import itertools
 import math
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout, Placement
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A policy's layout, and what it was made from.
+    """A policy with the devices and sizes that it divides.
 
     Attributes:
       policy: the distribution policy.
       devices: the devices that it was given.
       leaves: logical axis -> the leaves of the state that carry it: path, and size along the axis.
+      groups: logical axis -> how many adjacent entries stay on one device; 1 where nothing is said.
     """
 
     policy: DistributionPolicy
     devices: tuple[Device, ...]
     leaves: Mapping[str, Sequence[tuple[str, int]]]
+    groups: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each logical axis: the greatest common divisor where leaves differ, as groups of environments do."""
-        return {axis: math.gcd(*(size for _, size in leaves)) for axis, leaves in self.leaves.items()}
+        """The size of each logical axis, in groups; the greatest common divisor where leaves differ."""
+        return {a: math.gcd(*(size for _, size in leaves)) // self.groups.get(a, 1) for a, leaves in self.leaves.items()}
 
+    @cached_property
     def layout(self) -> Layout:
         """The policy's layout.
-
-        Returns:
-          The layout.
 
         Raises:
           ValueError: if the devices do not fit the policy, or a logical axis cannot be split over those of a placement.
@@ -44,83 +41,33 @@ class Fit:
             self._check(placement, layout.policy)
         return layout
 
+    @property
     def idle(self) -> tuple[Device, ...]:
         """The devices that the policy does not use."""
-        used = self.layout().devices
-        return tuple(d for d in self.devices if d not in used)
-
-    def warn_of_idle(self) -> str | None:
-        """What to say of devices that stay idle, and how to use them; None if there are none."""
-        idle, total = self.idle(), len(self.devices)
-        if not idle:
-            return None
-        envs = f" with num_envs={self._num_envs()}" if self._num_envs() else ""
-        names = ", ".join(f"{d.platform}:{d.id}" for d in idle)
-        stay = "stay" if len(idle) > 1 else "stays"
-        fact = f"{len(idle)} of {total} devices {stay} idle ({names}): {self.layout().policy} uses {total - len(idle)}{envs}"
-        ways = [*self._sizes_that_fill(), *self._policies_that_fill()]
-        return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
-
-    def _num_envs(self) -> int:
-        """The number of environments, if all that belongs to them is of that size; else 0."""
-        return self.sizes["env"] if len({size for _, size in self.leaves.get("env", ())}) == 1 else 0
-
-    def _fills(self) -> bool:
-        try:
-            return not self.idle()
-        except Exception:  # a policy may refuse what it does not expect in any way
-            return False
-
-    def _sizes_that_fill(self) -> list[str]:
-        """The nearest numbers of environments, below and above, with which no device is idle."""
-        now = self._num_envs()
-        reach = len(self.devices) if now else 0  # some multiple of any number of them is no farther
-        found = []
-        for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
-            fitting = (n for n in numbers if dataclasses.replace(self, leaves={**self.leaves, "env": [("", n)]})._fills())
-            found += [f"num_envs={n}" for n in itertools.islice(fitting, 1)]
-        return found
-
-    def _policies_that_fill(self) -> list[str]:
-        """The policy with another number of devices somewhere, and if need be all others its own choice."""
-        if not dataclasses.is_dataclass(self.policy) or isinstance(self.policy, type):
-            return []
-        hints = typing.get_type_hints(type(self.policy))
-        numbers = {name: hint for name, hint in hints.items() if hint in (int, int | None)}
-        free = {name: None for name, hint in numbers.items() if hint == int | None}
-        found = []
-        for others in ({}, free):
-            for name in numbers:
-                fits = (self._with(others | {name: n}) for n in range(1, len(self.devices) + 1))
-                filling = (fit.layout().policy for fit in fits if fit is not None and fit._fills())
-                found += itertools.islice(filling, 1)
-            if found:
-                break
-        return found
-
-    def _with(self, changes: Mapping[str, int | None]) -> "Fit | None":
-        try:
-            return dataclasses.replace(self, policy=dataclasses.replace(cast(Any, self.policy), **changes))
-        except Exception:
-            return None
+        return tuple(d for d in self.devices if d not in self.layout.devices)
 
     def _check(self, placement: Placement, policy: str) -> None:
-        split: set[str] = set()
+        # Of environments, agents and members a placement splits the first that there is; the others lie whole where they do
+        # not divide. Workers and shards belong to arrays of their own.
+        first = next((axis for axis, _ in placement.rules if axis in self.leaves), None)
         for axis, mesh_axis in placement.rules:
-            if axis not in self.leaves or mesh_axis in split:
+            if axis not in self.leaves or axis not in (first, "worker", "shard"):
                 continue
-            split.add(mesh_axis)
-            ways = placement.mesh.shape[mesh_axis]
+            ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
+                together = f" in groups of {group}, which stay on one device" if group > 1 else ""
                 raise ValueError(
-                    f"{self._indivisible(axis, ways)} cannot be split over the {ways} devices of placement {placement.name!r}; "
-                    f"use a multiple of {ways}, or give {placement.name!r} {' or '.join(map(str, fit))} devices in {policy}"
+                    f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
+                    f"{placement.name!r}{together}; use a multiple of {ways * group}, or give {placement.name!r} "
+                    f"{' or '.join(map(str, fit))} devices in {policy}"
                 )
 
     def _indivisible(self, axis: str, ways: int) -> str:
-        """What to call the size of an axis that does not divide: leaves may have it in several, as batches and groups do."""
+        """Names the size of an axis that does not divide; leaves may have several sizes along one axis."""
         path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
         if len({size for _, size in self.leaves[axis]}) == 1:
-            return f"num_envs={size}" if axis == "env" else f"the size of axis {axis!r}={size}"
+            return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(
+                axis, f"the size of axis {axis!r}={size}"
+            )
         return f"axis {axis!r} of {path}, which is of size {size},"

@@ -6,9 +6,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.advice import advise
-from msrl_jax.fragments.collectives import collectives
+from msrl_jax.fragments.collectives import Found, collectives
 from msrl_jax.fragments.cost import FragmentCost
 from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.idle_devices import warn_of_idle
 from msrl_jax.fragments.instructions import Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
 from msrl_jax.fragments.plan import Crossing, FragmentPlan, LoopPlan, Plan, ProgramPlan
@@ -41,20 +42,26 @@ def explain(
     """
     steps = list(walk(instructions))
     fragments = tuple(_fragment(layout, c) for c in costs)
-    programs, sure = _programs(steps, compiled)
+    found = {i: collectives(compiled[i].as_text() or "") for i, _ in steps if isinstance(i, Run)}
+    programs = tuple(_program(i, times, compiled[i], found[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
     warnings = advise(layout, instructions, programs, shardings, unused)
-    if idle := fit.warn_of_idle():
+    if idle := warn_of_idle(fit):
         warnings.append(idle)
-    if not sure:
+    if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
+        warnings.append(
+            f"the text that XLA prints for {', '.join(unclear)} was not understood in full: there may be more collectives than "
+            "those listed"
+        )
+    if not all(f.lengths_known for f in found.values()):
         warnings.append("a program holds collectives in a loop of unknown length; their bytes are counted once")
     if not fragments:
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
         layout.policy,
-        {p.name: _names(p.devices) for p in layout.placements}, _names(fit.idle()),
+        {p.name: _names(p.devices) for p in layout.placements}, _names(fit.idle),
         layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
     )  # fmt: skip
 
@@ -70,28 +77,18 @@ def _fragment(layout: Layout, cost: FragmentCost) -> FragmentPlan:
     )
 
 
-def _programs(
-    steps: Sequence[tuple[Instruction, int]], compiled: Mapping[Instruction, jax.stages.Compiled]
-) -> tuple[tuple[ProgramPlan, ...], bool]:
-    plans, sure = [], True
-    for i, times in steps:
-        if not isinstance(i, Run):
-            continue
-        memory = compiled[i].memory_analysis()
-        found, known = collectives(compiled[i].as_text() or "")
-        sure &= known
-        plans.append(
-            ProgramPlan(
-                i.name, i.placement.name, times,
-                getattr(memory, "argument_size_in_bytes", 0), getattr(memory, "output_size_in_bytes", 0),
-                getattr(memory, "temp_size_in_bytes", 0), getattr(memory, "alias_size_in_bytes", 0), tuple(found),
-            )
-        )
-    return tuple(plans), sure
+def _program(run: Run, times: int, compiled: jax.stages.Compiled, found: Found) -> ProgramPlan:
+    memory = compiled.memory_analysis()
+    return ProgramPlan(
+        run.name, run.placement.name, times,
+        getattr(memory, "argument_size_in_bytes", 0), getattr(memory, "output_size_in_bytes", 0),
+        getattr(memory, "temp_size_in_bytes", 0), getattr(memory, "alias_size_in_bytes", 0),
+        tuple(found.collectives), found.understood,
+    )  # fmt: skip
 
 
 def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int) -> Iterable[Crossing]:
-    """What a Move carries; the arrays that a value is packed in are one entry."""
+    """The values that a Move carries; the arrays of one packed value are one entry."""
     values: dict[object, list[Value]] = {}
     for result in move.results:
         values.setdefault(result.packed or result, []).append(result)

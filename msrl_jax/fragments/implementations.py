@@ -1,4 +1,4 @@
-"""Implementations: other bodies of a fragment, each for one platform, between which lowering chooses."""
+"""Implementations: other bodies of a fragment, one for each platform. The platform of the devices decides."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from msrl_jax._spelling import suggestion
 _PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
-def check_platforms(implementations: Mapping[str, Callable], name: str) -> None:
+def check_platforms(implementations: Mapping[str, Callable[..., Any]], name: str) -> None:
     """Refuses implementations for unknown platforms, and ones that cannot be called.
 
     Args:
@@ -36,7 +36,10 @@ def check_platforms(implementations: Mapping[str, Callable], name: str) -> None:
 
 
 def evaluate_for_platform(
-    evaluate: Callable[[Callable], Any], default: Callable, implementations: Mapping[str, Callable], name: str
+    evaluate: Callable[[Callable[..., Any]], Any],
+    default: Callable[..., Any],
+    implementations: Mapping[str, Callable[..., Any]],
+    name: str,
 ) -> Any:
     """Evaluates, on each platform, the implementation for it.
 
@@ -47,7 +50,7 @@ def evaluate_for_platform(
       name: the fragment's, for errors.
 
     Returns:
-      What the body of the platform that this is lowered for returns.
+      The results of the body for the platform that the program is compiled for.
 
     Raises:
       TypeError: if the results of a body have another structure, shape or dtype than those of `default`.
@@ -55,7 +58,7 @@ def evaluate_for_platform(
     if not implementations:
         return evaluate(default)
     want = jax.eval_shape(lambda: evaluate(default))
-    branches: dict[str, Callable] = {}
+    branches: dict[str, Callable[..., Any]] = {}
     for platform, body in implementations.items():
         _compare(jax.eval_shape(lambda body=body: evaluate(body)), want, f"fragment {name!r}: the {platform!r} implementation")
         branches[platform] = lambda body=body: evaluate(body)

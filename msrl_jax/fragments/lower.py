@@ -6,58 +6,26 @@ reads the value chooses: XLA propagates shardings to parameters too.
 """
 
 import itertools
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr, Jaxpr, Literal, Var, is_dropped, jaxpr_as_fun
+from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.executables import Executables, understood, whole
 from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.program_key import program_key
 
 
-@dataclass(eq=False)
-class Programs:
-    """Compiled programs and the shardings between them.
-
-    Attributes:
-      compiled: the executable of every Run, of every copy and of every Alloc.
-      shardings: where each value lies.
-      seconds: time spent tracing, lowering and compiling.
-      count: number of XLA compilations.
-    """
-
-    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
-    shardings: dict[Value, NamedSharding] = field(default_factory=dict)
-    seconds: float = 0.0
-    count: int = 0
-    _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
-
-    def compile(
-        self, key: Hashable, fn: Callable, args: Sequence[jax.ShapeDtypeStruct], donate: Sequence[int], out: object
-    ) -> jax.stages.Compiled:
-        """Compiles `fn` ahead of time, unless an equal program with equal shardings has been compiled before."""
-        key = (key, tuple((a.shape, a.dtype, a.sharding) for a in args), tuple(donate), out)
-        if key not in self._cache:
-            start = time.perf_counter()
-            jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out)
-            try:
-                self._cache[key] = jitted.lower(*args).compile()
-            except ValueError as error:
-                raise explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
-            self.seconds += time.perf_counter() - start
-            self.count += 1
-        return self._cache[key]
-
-
-def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs) -> Schedule:
+def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
     """Compiles a schedule.
 
     Args:
       schedule: the instructions.
       axes: logical axes of each state leaf (and register).
-      programs: receives the compiled programs and the shardings of all values.
+      executables: receives the compiled programs and the shardings of all values.
 
     Returns:
       The schedule, with a copy wherever a carried value would otherwise come back with another sharding.
@@ -66,40 +34,26 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], programs: Programs)
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
     known: dict[Value, NamedSharding | None] = dict(inputs)
     for value in schedule.constants:
-        known[value] = _whole(value)
+        known[value] = whole(value)
     back = list(zip(schedule.inputs, schedule.outputs, strict=True))
     fixed = {leave: inputs[enter] for enters, leaves in back for enter, leave in zip(enters, leaves, strict=True)}
-    lowering = _Lowering(programs, known, logical)
+    lowering = _Lowering(executables, known, logical)
     body = lowering.line(schedule.body, fixed, {})
     outputs = []
     for enters, leaves in back:
         pairs = [(leave, inputs[enter]) for enter, leave in zip(enters, leaves, strict=True)]
         outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
-    programs.shardings.update({v: s or _whole(v) for v, s in known.items()})
+    executables.shardings.update({v: s or whole(v) for v, s in known.items()})
     return replace(schedule, body=tuple(body), outputs=tuple(outputs))
-
-
-def explained(error: ValueError, name: str, num_devices: int) -> ValueError:
-    """What to do about a program that JAX refuses to compile; the same error if that is unknown."""
-    if "ordered effects are not supported" in str(error):
-        return ValueError(
-            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
-            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
-        )
-    return error
-
-
-def _whole(value: Value) -> NamedSharding:
-    return NamedSharding(value.placement.mesh, PartitionSpec())
 
 
 class _Lowering:
     """`known` holds the sharding of each value, None while its reader may choose; `logical` the axes that were declared."""
 
     def __init__(
-        self, programs: Programs, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]
+        self, executables: Executables, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]
     ):
-        self.programs, self.known, self.logical = programs, known, logical
+        self.executables, self.known, self.logical = executables, known, logical
         self.numbers = itertools.count(1_000_000)
         self.to_shards: set[Value] = set()
 
@@ -156,7 +110,7 @@ class _Lowering:
             self.logical[result] = self.logical[source]
             return result.placement.sharding(self.logical[source], result.aval.shape)
         if result.placement.mesh.size == 1:
-            return _whole(result)
+            return whole(result)
         at = self.known[source]
         if at is None or source.placement.mesh.size == 1:
             return None
@@ -172,12 +126,12 @@ class _Lowering:
             if c.init in self.logical:
                 self.logical[c.enter] = self.logical[c.init]
         for v in i.indices:
-            self.known[v] = _whole(v)
+            self.known[v] = whole(v)
         body = self.line(i.body, {}, {c.leave: c.enter for c in i.carry})
         carry = []
         wanted: dict[Value, NamedSharding] = {}
         for c in i.carry:
-            at = self.known[c.enter] or self.known[c.leave] or _whole(c.enter)
+            at = self.known[c.enter] or self.known[c.leave] or whole(c.enter)
             self.known[c.enter] = self.known[c.result] = at
             leave = self.resharded(c.leave, at, body)
             init = c.init
@@ -197,47 +151,69 @@ class _Lowering:
         single = i.placement.mesh.size == 1
         if single or not any(self.known[v] for v in values):
             for v in values:
-                self.known[v] = self.known[v] or _whole(v)
+                self.known[v] = self.known[v] or whole(v)
         pairs = {**returns_to, **{leave: enter for enter, leave in i.writes}}
-
-        def spec(v: Value) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v])
-
-        def prescribed(v: Value) -> NamedSharding | None:
-            if v in fixed:
-                return fixed[v]
-            if v in pairs and self.known[pairs[v]] is not None:
-                return self.known[pairs[v]]
-            return _whole(v) if single or not values else scattered.get(v)
-
-        scattered: dict[Value, NamedSharding] = {}
-        key = (signature(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
-        while True:
-            out = tuple(prescribed(v) for v in results)
-            first = 1 if i.index else 0
+        prescribed: dict[Value, NamedSharding] = {}
+        for v in results:
+            enter = self.known[pairs[v]] if v in pairs else None
+            if at := fixed.get(v) or enter or (whole(v) if single or not values else None):
+                prescribed[v] = at
+        key = (program_key(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
+        first = 1 if i.index else 0
+        # Every further round prescribes what XLA chose otherwise than needed: one result more at least, or all inputs.
+        for _ in range(len(results) + 2):
+            out = tuple(prescribed.get(v) for v in results)
             donate = [first + k for k in self.reusable(i, out)]
             donate += [first + len(i.inputs) + k for k in range(len(i.writes))]
-            compiled = self.programs.compile(key, body(i), [spec(v) for v in values], donate, out)
-            chosen = list(compiled.input_shardings[0])
-            made = list(compiled.output_shardings)
-            for v, s in zip(values, chosen, strict=True):
-                self.known[v] = self.known[v] or _named(s, v)
-            wrong = [
-                v for v, s in zip(results, made, strict=True)
-                if v in pairs and self.known[pairs[v]] is not None and not _same(self.known[pairs[v]], s, v)
-            ]  # fmt: skip
-            # What only shards of another placement read need not be whole anywhere: a sum is then scattered as it is made.
-            whole = [v for v, s in zip(results, made, strict=True) if v not in pairs and not any(_named(s, v).spec)]
-            split = {v: _scattered(v) for v in whole if v in self.to_shards and v not in fixed and v not in scattered}
-            split = {v: s for v, s in split.items() if any(s.spec)}
-            scattered |= split
-            if not wrong and not split:
+            compiled = self.executables.compile(key, body(i), [self.spec(v) for v in values], donate, out)
+            settled = self.take_inputs(values, compiled)
+            more = self.demands(results, compiled, prescribed, pairs)
+            if settled and not more:
                 break
-        for v, s in zip(results, made, strict=True):
-            self.known[v] = prescribed(v) or _named(s, v)
+            prescribed |= more
+        else:
+            raise RuntimeError(f"XLA chooses other shardings for {i.name!r} @ {i.placement} whenever it is compiled")
+        for v, s in zip(results, compiled.output_shardings, strict=True):
+            self.known[v] = prescribed.get(v) or understood(s, v)
             if v in pairs and self.known[pairs[v]] is None:
                 self.known[pairs[v]] = self.known[v]
-        self.programs.compiled[i] = compiled
+        self.executables.compiled[i] = compiled
+
+    def spec(self, v: Value) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v], weak_type=v.aval.weak_type)
+
+    def take_inputs(self, values: Sequence[Value], compiled: jax.stages.Compiled) -> bool:
+        """Notes the shardings that XLA chose for arguments; returns whether it is clear what they are."""
+        settled = True
+        for v, s in zip(values, compiled.input_shardings[0], strict=True):
+            if self.known[v] is None:
+                chosen = understood(s, v)
+                settled &= chosen is not None
+                self.known[v] = chosen or whole(v)
+        return settled
+
+    def demands(
+        self,
+        results: Sequence[Value],
+        compiled: jax.stages.Compiled,
+        prescribed: dict[Value, NamedSharding],
+        pairs: dict[Value, Value],
+    ) -> dict[Value, NamedSharding]:
+        """The shardings to prescribe for results that XLA placed otherwise than they are needed."""
+        more: dict[Value, NamedSharding] = {}
+        for v, s in zip(results, compiled.output_shardings, strict=True):
+            if v in prescribed:
+                continue
+            made, enter = understood(s, v), self.known[pairs[v]] if v in pairs else None
+            if enter is not None:
+                if made is None or not _same(enter, made, v):
+                    more[v] = enter
+            elif made is None:
+                more[v] = whole(v)
+            elif v in self.to_shards and v not in pairs and not any(made.spec) and any((split := _scattered(v)).spec):
+                # What only shards of another placement read need not be whole anywhere: a sum is scattered as it is made.
+                more[v] = split
+        return more
 
     def reusable(self, i: Run, out: Sequence[NamedSharding | None]) -> Iterator[int]:
         """The donated inputs for which there is a result of the same size on each device."""
@@ -254,18 +230,19 @@ class _Lowering:
     def copy(self, i: Move) -> None:
         """Compiles the copy that a Move makes on the spot, or after a transfer that may have shared memory."""
         taken = i.sources if i.is_copy else i.results
-        args = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v] or _whole(v)) for v in taken]
-        out = tuple(self.known[v] or _whole(v) for v in i.results)
-        self.programs.compiled[i] = self.programs.compile("copy", _copy, args, (), out)
+        for v in taken:
+            self.known[v] = self.known[v] or whole(v)
+        out = tuple(self.known[v] or whole(v) for v in i.results)
+        self.executables.compiled[i] = self.executables.compile("copy", _copy, [self.spec(v) for v in taken], (), out)
 
     def alloc(self, i: Alloc) -> None:
-        out = tuple(self.known[v] or _whole(v) for v in i.results)
+        out = tuple(self.known[v] or whole(v) for v in i.results)
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.results)
 
-        def empty():
+        def empty() -> tuple[jax.Array, ...]:
             return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
 
-        self.programs.compiled[i] = self.programs.compile(("alloc", kinds), empty, (), (), out)
+        self.executables.compiled[i] = self.executables.compile(("alloc", kinds), empty, (), (), out)
 
 
 def _sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
@@ -284,21 +261,15 @@ def _scattered(value: Value) -> NamedSharding:
     return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)
 
 
-def _copy(*xs):
+def _copy(*xs: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.copy() for x in xs)
 
 
-def _named(sharding: object, value: Value) -> NamedSharding:
-    if isinstance(sharding, NamedSharding) and sharding.mesh == value.placement.mesh:
-        return NamedSharding(value.placement.mesh, sharding.spec)
-    return _whole(value)
+def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
+    return a.is_equivalent_to(b, len(value.aval.shape))
 
 
-def _same(wanted: NamedSharding | None, got: object, value: Value) -> bool:
-    return wanted is not None and wanted.is_equivalent_to(_named(got, value), len(value.aval.shape))
-
-
-def body(run: Run) -> Callable:
+def body(run: Run) -> Callable[..., Any]:
     """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows.
 
     Args:
@@ -309,9 +280,9 @@ def body(run: Run) -> Callable:
     """
     evaluate = jaxpr_as_fun(run.jaxpr)
 
-    def fn(*args):
-        index, *args = args if run.index is not None else (None, *args)
-        inputs, buffers = list(args[: len(run.inputs)]), args[len(run.inputs) :]
+    def fn(*args: Any) -> tuple[Any, ...]:
+        index, *rest = args if run.index is not None else (None, *args)
+        inputs, buffers = rest[: len(run.inputs)], rest[len(run.inputs) :]
         for k in run.rows:
             inputs[k] = jax.lax.dynamic_index_in_dim(inputs[k], index, 0, keepdims=False)
         results = evaluate(*inputs)
@@ -323,54 +294,3 @@ def body(run: Run) -> Callable:
 
     fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles
     return fn
-
-
-def signature(closed: ClosedJaxpr) -> Hashable:
-    """A key that two jaxprs share exactly if they are the same program up to the names of variables.
-
-    Args:
-      closed: a closed jaxpr without constants.
-
-    Returns:
-      A hashable value.
-    """
-    return _signature(closed.jaxpr)
-
-
-def _signature(jaxpr: Jaxpr) -> Hashable:
-    numbers: dict[Var, int] = {}
-
-    def atom(a) -> Hashable:
-        if isinstance(a, Literal):
-            return "literal", str(a.aval), repr(a.val)
-        if is_dropped(a):
-            return "dropped", str(a.aval)
-        return numbers.setdefault(a, len(numbers)), str(a.aval)
-
-    def param(p) -> Hashable:
-        if isinstance(p, ClosedJaxpr):
-            return _signature(p.jaxpr), tuple(id(c) for c in p.consts)
-        if isinstance(p, Jaxpr):
-            return _signature(p)
-        if isinstance(p, tuple | list):
-            return tuple(map(param, p))
-        try:
-            hash(p)
-        except TypeError:
-            return "object", id(p)
-        return p
-
-    names = ("name", "debug_info")
-    return (
-        tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars])),
-        tuple(
-            (
-                e.primitive,
-                tuple(map(atom, e.invars)),
-                tuple(map(atom, e.outvars)),
-                tuple((k, param(v)) for k, v in sorted(e.params.items()) if k not in names),
-            )
-            for e in jaxpr.eqns
-        ),
-        tuple(map(atom, jaxpr.outvars)),
-    )

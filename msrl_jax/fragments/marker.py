@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from jax.ref import AbstractRef
 
 from msrl_jax._compat import (
+    AbstractRef,
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,
@@ -32,22 +32,37 @@ from msrl_jax.fragments.implementations import check_platforms, evaluate_for_pla
 P = ParamSpec("P")
 R = TypeVar("R")
 
-fragment_p = Primitive("fragment")
-fragment_p.multiple_results = True
 
 
-def _evaluate(*xs, call_jaxpr: ClosedJaxpr, name: str, role: str):
+class _FragmentPrimitive(Primitive):
+    """Besides a body, takes a function that is still to be traced, as JAX's own call primitives do: checkify passes one."""
+
+    multiple_results = True
+
+    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        if not subfuns:
+            return super().bind(*args, **params)
+        (fn,) = subfuns
+        closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
+        body = _as_inputs(closed, params["name"], shapes)
+        return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
+
+
+fragment_p = _FragmentPrimitive("fragment")
+
+
+def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, name: str, role: str) -> Sequence[Any]:
     del name, role
     return jaxpr_as_fun(call_jaxpr)(*xs)
 
 
-def _batch(axis, xs, dims, *, call_jaxpr: ClosedJaxpr, **marks):
+def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: str) -> tuple[Any, Any]:
     mapped: list[bool] = []
 
-    def batched(*xs):
-        shared = []
+    def batched(*xs: Any) -> list[Any]:
+        shared: list[Any] = []
 
-        def evaluate(*xs):
+        def evaluate(*xs: Any) -> list[Any]:
             ys = jaxpr_as_fun(call_jaxpr)(*xs)
             mapped[:] = [is_traced_here(y) for y in ys]
             shared[:] = [y for y, is_mapped in zip(ys, mapped, strict=True) if not is_mapped]
@@ -67,12 +82,12 @@ def _batch(axis, xs, dims, *, call_jaxpr: ClosedJaxpr, **marks):
     return results, [0 if is_mapped else None for is_mapped in mapped]
 
 
-def _jvp(primals, tangents, *, call_jaxpr: ClosedJaxpr, **_):
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **_: str) -> tuple[Any, Any]:
     # Arguments and results without a tangent stay without one: a tangent of zeros would make 0 * inf = nan downstream.
     moving = [not isinstance(t, ad.Zero) for t in tangents]
     moved: list[bool] = []
 
-    def of_moving(*xs):
+    def of_moving(*xs: Any) -> Sequence[Any]:
         it = iter(xs)
         ys = jaxpr_as_fun(call_jaxpr)(*[next(it) if m else x for x, m in zip(primals, moving, strict=True)])
         moved[:] = map(is_traced_here, ys)
@@ -87,10 +102,10 @@ def _jvp(primals, tangents, *, call_jaxpr: ClosedJaxpr, **_):
     return ys, [dy if m else zero for dy, zero, m in zip(dys, zeros, moved, strict=True)]
 
 
-def _transpose(cotangents, *xs, call_jaxpr: ClosedJaxpr, **_):
+def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_: str) -> list[Any]:
     linear = [ad.is_undefined_primal(x) for x in xs]
 
-    def of_linear(*ys):
+    def of_linear(*ys: Any) -> Sequence[Any]:
         it = iter(ys)
         return jaxpr_as_fun(call_jaxpr)(*[next(it) if lin else x for x, lin in zip(xs, linear, strict=True)])
 
@@ -163,13 +178,13 @@ def fragment(
 
 
 def _mark(
-    fn: Callable,
+    fn: Callable[..., Any],
     *,
     role: str | None,
     name: str | None,
     static_argnames: str | Sequence[str],
-    implementations: Mapping[str, Callable],
-) -> Callable:
+    implementations: Mapping[str, Callable[..., Any]],
+) -> Callable[..., Any]:
     own_name = getattr(fn, "__name__", type(fn).__name__)
     name, role = str(name or own_name), str(role or own_name)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
@@ -183,7 +198,7 @@ def _mark(
         )
 
     @functools.wraps(fn)
-    def marked(*args, **kwargs):
+    def marked(*args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
         arrays, keywords, fixed = _split_static(signature, static, args, kwargs)
@@ -191,7 +206,7 @@ def _mark(
         if any(map(_fault, leaves)):
             raise _refusal(name, signature, static, args, kwargs)
 
-        def flat(*leaves):
+        def flat(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
             args, kwargs = _merge_static(args, fixed), kwargs | fixed.keywords
             return evaluate_for_platform(lambda body: body(*args, **kwargs), fn, implementations, name)
@@ -215,7 +230,7 @@ class _Fixed:
         self.positions, self.keywords = positions, keywords
 
 
-def _split_static(signature: inspect.Signature, static: frozenset[str], args: tuple, kwargs: dict):
+def _split_static(signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]):
     if not static:
         return args, kwargs, _Fixed({}, {})
     names = [
@@ -227,7 +242,7 @@ def _split_static(signature: inspect.Signature, static: frozenset[str], args: tu
     return rest, {k: v for k, v in kwargs.items() if k not in static}, _Fixed(positions, keywords)
 
 
-def _merge_static(args: tuple, fixed: _Fixed) -> list:
+def _merge_static(args: tuple[Any, ...], fixed: _Fixed) -> list[Any]:
     merged = list(args)
     for i in sorted(fixed.positions):
         merged.insert(i, fixed.positions[i])
@@ -251,7 +266,9 @@ def _makes_reference(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _refusal(name: str, signature: inspect.Signature, static: frozenset[str], args: tuple, kwargs: dict) -> TypeError:
+def _refusal(
+    name: str, signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TypeError:
     named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
     leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in named.items() if k not in static})
     path, fault = next((path, _fault(leaf)) for path, leaf in leaves if _fault(leaf))

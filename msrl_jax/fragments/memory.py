@@ -1,20 +1,21 @@
-"""Where a state lies: putting it there, computing it there, and how much memory it takes."""
+"""Puts a state where a program keeps it, computes it there, and counts the memory that it takes."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._device_memory import device_memory
+from msrl_jax._compat import ClosedJaxpr, Var, jaxpr_as_fun
+from msrl_jax._device_memory import array_bytes, device_memory
 from msrl_jax.fragments.placement import Device
 
 Leaves = list[tuple[jax.Array, ...]]
 """The leaves of a state, each with its copies on the placements that keep one."""
 
 LARGE = 2**24
-"""Bytes from which on a leaf is computed where it is kept: fewer are not worth compiling for."""
+"""Leaves of at least this many bytes are computed where they are kept; smaller ones are not worth a compilation."""
 
 
 def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
@@ -38,29 +39,65 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
         shared = on_host or bool(x.sharding.device_set & s.device_set)
         fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
         seen.add(id(x))
-    arrays = jax.device_put([flat[i] for i, _ in targets], [s for _, s in targets])
+    arrays = [flat[i] for i, _ in targets]
+    elsewhere = [k for k, (_, s) in enumerate(targets) if not isinstance(arrays[k], jax.Array) or arrays[k].sharding != s]
+    if elsewhere:
+        moved = jax.device_put([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
+        for k, x in zip(elsewhere, moved, strict=True):
+            arrays[k] = x
     by_mesh: dict[Any, list[int]] = {}
     for k, (_, s) in enumerate(targets):
         if fresh[k]:
             by_mesh.setdefault(s.mesh, []).append(k)
     for ks in by_mesh.values():
         out = [targets[k][1] for k in ks]
-        for k, x in zip(ks, jax.jit(_copies, out_shardings=out)([arrays[k] for k in ks]), strict=True):
+        for k, x in zip(ks, _copier(tuple(out))([arrays[k] for k in ks]), strict=True):
             arrays[k] = x
     it = iter(arrays)
     return [tuple(next(it) for _ in copies) for copies in shardings]
 
 
-def _copies(xs: list[jax.Array]) -> list[jax.Array]:
-    return [x.copy() for x in xs]
+@functools.lru_cache(maxsize=128)  # making a new jitted function costs more than copying a small state
+def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
 
 
-def compute(init: Callable[..., Any], args: Any, shardings: Mapping[int, tuple[NamedSharding, ...]]) -> dict[int, Any]:
+def constants(init: ClosedJaxpr) -> dict[int, Any]:
+    """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns as they are.
+
+    Args:
+      init: the traced initializer.
+
+    Returns:
+      The arrays, by the number of the leaf.
+    """
+    held = dict(zip(init.jaxpr.constvars, init.consts, strict=True))
+    return {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
+
+
+def select(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+    """Evaluates some leaves of a state; XLA drops what only the others need.
+
+    Args:
+      init: the traced initializer.
+      args: leaves of its arguments.
+      numbers: of the leaves that are wanted.
+
+    Returns:
+      The leaves.
+    """
+    flat = jaxpr_as_fun(init)(*args)
+    return [flat[i] for i in numbers]
+
+
+def compute(
+    init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
+) -> dict[int, tuple[jax.Array, ...]]:
     """Computes leaves of a state where they are kept: a device never holds more of one than its part.
 
     Args:
-      init: makes the state; pure.
-      args: its arguments.
+      init: the traced initializer.
+      args: leaves of its arguments.
       shardings: of every copy, by the number of the leaf.
 
     Returns:
@@ -72,30 +109,17 @@ def compute(init: Callable[..., Any], args: Any, shardings: Mapping[int, tuple[N
             by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
     found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
     for mesh, targets in by_mesh.items():
-        arguments = jax.device_put(args, NamedSharding(mesh, PartitionSpec()))
-        arrays = jax.jit(
-            lambda args, numbers=tuple(i for i, _ in targets): select(init(*args), numbers),
-            out_shardings=[sharding for _, sharding in targets],
-        )(arguments)
-        for (i, _), array in zip(targets, arrays, strict=True):
+        arguments = jax.device_put(list(args), NamedSharding(mesh, PartitionSpec()))
+        numbers = [i for i, _ in targets]
+        out = [sharding for _, sharding in targets]
+        arrays = jax.jit(lambda *xs, numbers=numbers: select(init, xs, numbers), out_shardings=out)(*arguments)
+        for i, array in zip(numbers, arrays, strict=True):
             found[i] += (array,)
     return found
 
 
-def select(state: Any, numbers: Sequence[int]) -> list[Any]:
-    """Some leaves of a state, by their numbers."""
-    flat = jax.tree.leaves(state)
-    return [flat[i] for i in numbers]
-
-
-def nbytes(aval: Any) -> int:
-    """Bytes of an array of this shape and dtype; 8 per element of a typed PRNG key."""
-    itemsize = 8 if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
-    return math.prod(aval.shape) * itemsize
-
-
 def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:
-    """What a state takes of every device.
+    """Counts the bytes that a state takes on every device.
 
     Args:
       avals: shapes and dtypes of the leaves.
@@ -109,7 +133,7 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
         for sharding in copies:
             part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
             for device in sharding.device_set:
-                held[device] = held.get(device, 0) + nbytes(part)
+                held[device] = held.get(device, 0) + array_bytes(part)
     return held
 
 

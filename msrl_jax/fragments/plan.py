@@ -25,7 +25,10 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class ProgramPlan:
-    """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it."""
+    """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it.
+
+    `collectives_known` says whether these are all of them: if not, the program's text was not understood in full.
+    """
 
     name: str
     placement: str
@@ -35,6 +38,7 @@ class ProgramPlan:
     temporary_bytes: int
     donated_bytes: int
     collectives: tuple[Collective, ...]
+    collectives_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def _subtree(path: str) -> str:
 
 def _crossing_rows(crossings: Sequence[Crossing]) -> list[list[str]]:
     """A row for the arrays of a subtree that have dtype, way, times and codec in common."""
-    together: dict[tuple, list[Crossing]] = {}
+    together: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
         key = (_subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)
         together.setdefault(key, []).append(c)
@@ -217,6 +221,7 @@ def _table(plan: Plan) -> str:
     rows = [row[:shown] for row in _crossing_rows(plan.crossings)]
     lines += _columns(head[:shown], rows) if rows else ["  nothing"]
     found = [(p, c) for p in plan.programs for c in p.collectives]
+    unclear = [p for p in plan.programs if not p.collectives_known]
     lines += ["", "collectives inside programs"]
     lines += _columns(
         ("program", "kind", "bytes", "times/iteration", "source"),
@@ -224,7 +229,8 @@ def _table(plan: Plan) -> str:
             (title[p.name], c.kind, size(c.nbytes), str(p.runs * c.times), "/".join(c.source.split("/")[-2:])[-60:])
             for p, c in found
         ],
-    ) if found else ["  none"]  # fmt: skip
+    ) if found else ["  none"] if not unclear else []  # fmt: skip
+    lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
     if plan.loops:
         lines += ["", "loops driven by the host"]
         lines += _columns(

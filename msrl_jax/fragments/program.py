@@ -2,31 +2,38 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax._device_memory import array_bytes
 from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
 from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
+from msrl_jax.fragments.fused import lower_fused, lower_once
+from msrl_jax.fragments.given_state import GivenState, check_not_given_away
 from msrl_jax.fragments.graph import Graph
-from msrl_jax.fragments.instructions import Instruction, Run, Schedule, walk
+from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
 from msrl_jax.fragments.lifetimes import settle
-from msrl_jax.fragments.lower import Programs, explained, lower
-from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, nbytes, put, state_bytes
+from msrl_jax.fragments.lower import lower
+from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
+from msrl_jax.fragments.own_meshes import check_meshes
 from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
 from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
+from msrl_jax.fragments.readings import join, stack
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.staleness import delay
-from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
+from msrl_jax.fragments.trace import Traced, axis_leaves, leaf_axes, state_avals, trace
 
 State = TypeVar("State")
 
@@ -52,6 +59,7 @@ def compile(
     *,
     policy: DistributionPolicy,
     axes: Any = None,
+    groups: Mapping[str, int] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> "Program[State]":
     """Compiles a training iteration for a distribution policy.
@@ -64,6 +72,7 @@ def compile(
       policy: where each role runs.
       axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
         part; None replicates.
+      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 unless said.
       devices: devices that the policy may use; all of the default platform if not given.
 
     Returns:
@@ -74,11 +83,13 @@ def compile(
       ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
+    _check_jit_is_on()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs))
-    layout = fit.layout()
-    closed, metrics = trace(iteration, state)
+    fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs), groups or {})
+    layout = fit.layout
+    traced = trace(iteration, state)
+    closed = traced.jaxpr
     _, paths = state_avals(state)
     graph = build(closed, layout, paths, specs)
     check_owners(graph)
@@ -91,11 +102,20 @@ def compile(
     while pack(parts, graph, layout):
         parts = partition(graph, default)
     instructions = settle(schedule(parts, graph, default))
+    check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fused = jaxpr_as_fun(closed) if len(used) <= 1 and not layout.staleness else None
-    trees = jax.tree.structure(state), jax.tree.structure(metrics)
     costs = tuple(fragment_costs(closed.jaxpr))
-    return Program(layout, graph, instructions, fused, trees, costs, fit, time.perf_counter() - start)
+    tree = jax.tree.structure(state)
+    return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)
+
+
+def _check_jit_is_on() -> None:
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise RuntimeError(
+            "jax.disable_jit is on, but a program consists of compiled code. Leave the context, or call the iteration itself "
+            "to debug it line by line"
+        )
 
 
 class Program(Generic[State]):
@@ -112,18 +132,20 @@ class Program(Generic[State]):
         layout: Layout,
         graph: Graph,
         schedule: Schedule,
-        fused: Callable | None,
-        trees: tuple[Any, Any],
+        fused: Callable[..., Any] | None,
+        tree: Any,
+        traced: Traced,
         costs: tuple[FragmentCost, ...],
         fit: Fit,
         seconds: float,
     ):
         self.layout, self.graph, self.schedule = layout, graph, schedule
         self._costs, self._fit = costs, fit
-        self._fused, (self._tree, self._metrics_tree) = fused, trees
-        self._programs = Programs(seconds=seconds)
-        self._scans: dict[int, jax.stages.Compiled] = {}
+        self._fused, self._tree, self._traced = fused, tree, traced
+        self._executables = Executables(seconds=seconds)
+        self._given = GivenState(tree, [copies[0] for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
+        self._once: Callable[..., Sequence[jax.Array]] | None = None
         self._shardings = [
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
             for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
@@ -148,12 +170,12 @@ class Program(Generic[State]):
     @property
     def compile_seconds(self) -> float:
         """Seconds spent tracing, partitioning and compiling so far."""
-        return self._programs.seconds
+        return self._executables.seconds
 
     @property
     def num_compilations(self) -> int:
         """XLA compilations so far."""
-        return self._programs.count
+        return self._executables.count
 
     @property
     def registers(self) -> dict[str, int]:
@@ -164,7 +186,7 @@ class Program(Generic[State]):
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; says bytes, and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
-        largest = max(range(len(avals)), key=lambda i: nbytes(avals[i]))
+        largest = max(range(len(avals)), key=lambda i: array_bytes(avals[i]))
         aval, label = avals[largest], self.schedule.inputs[largest][0].label
         check_state_fits(state_bytes(avals, self._shardings), f"{label}, {aval.dtype}{list(aval.shape)}")
 
@@ -189,22 +211,20 @@ class Program(Generic[State]):
         Returns:
           What `place` would return of that state.
         """
-        state, registers = self._shardings[: self._tree.num_leaves], self._shardings[self._tree.num_leaves :]
-        sizes = [nbytes(copies[0].aval) for copies in self.schedule.inputs]
-        large = {i: s for i, s in enumerate(state) if sizes[i] >= LARGE and i not in self.graph.delayed}
-        given: dict[int, np.ndarray] = {}
-
-        def small(args):
-            flat = dict(enumerate(jax.tree.leaves(init(*args))))
-            given.update((i, x) for i, x in flat.items() if isinstance(x, np.ndarray))
-            return {i: x for i, x in flat.items() if i not in given and i not in large}
-
-        flat = jax.jit(small)(args) | given
-        large = {i: s for i, s in large.items() if i not in given}
+        num_leaves = self._tree.num_leaves
+        closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
+        self._given.check_tree(jax.tree.structure(shapes))
+        state, registers = self._shardings[:num_leaves], self._shardings[num_leaves:]
+        sizes = [array_bytes(copies[0].aval) for copies in self.schedule.inputs]
+        given = constants(closed)
+        large = {i for i in range(num_leaves) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
+        small = [i for i in range(num_leaves) if i not in large and i not in given]
+        leaves = jax.tree.leaves(args)
+        flat = given | dict(zip(small, jax.jit(lambda *xs: select(closed, xs, small))(*leaves), strict=True))
         newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
         placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
-        leaves = compute(init, args, large) | dict(zip(flat, placed, strict=False))
-        return self._wrap([*(leaves[i] for i in range(len(state))), *placed[len(flat) :]])
+        found = compute(closed, leaves, {i: state[i] for i in large}) | dict(zip(flat, placed, strict=False))
+        return self._wrap([*(found[i] for i in range(num_leaves)), *placed[len(flat) :]])
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.
@@ -224,10 +244,22 @@ class Program(Generic[State]):
           state: the state. It stays valid.
 
         Returns:
-          The next state and the metrics, as `jax.Array` or NumPy arrays.
+          The next state and the metrics, as arrays that may still be on their way.
         """
-        state, metrics = self.run(state, 1)
-        return state, jax.tree.map(lambda x: x[0], metrics)
+        _check_jit_is_on()
+        if self._fused is None:
+            leaves, row, measured = self._ready()(self._fill(state, copy=True))
+            self._check_measured([measured])
+        else:
+            if self._once is None:
+                parts = (*self._first_copies(), self.schedule.metrics, self._executables)
+                self._once = self._executables.call(lower_once(self._fused, *parts))
+            flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
+            count = len(self.schedule.inputs)
+            leaves, row = [(x,) for x in flat[:count]], flat[count:]
+        if len(self.devices) > 1 and self.devices[0].platform == "cpu":
+            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices: see the runtime
+        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, row)
 
     def run(
         self, state: State | Delayed, iterations: int, *, chunk: int | None = None, donate: bool = False
@@ -245,19 +277,21 @@ class Program(Generic[State]):
           The state after the last iteration and the metrics as NumPy arrays, with a leading axis of length `iterations`.
 
         Raises:
-          ValueError: if `iterations` or `chunk` is not a positive integer.
+          ValueError: if `iterations` or `chunk` is not a positive integer, or the state is not like the one that the
+            program was compiled for.
+          RuntimeError: if an array of the state was given away by an earlier run, or under `jax.disable_jit`.
         """
+        _check_jit_is_on()
         chunk = min(iterations, 100) if chunk is None else chunk
         for name, number in (("iterations", iterations), ("chunk", chunk)):
-            if not isinstance(number, int | np.integer) or number < 1:
+            if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an integer of at least 1")
         leaves = self._fill(state, copy=not donate)
         parts = []
         for start in range(0, iterations, chunk):
             leaves, metrics = self._chunk(leaves, min(chunk, iterations - start))
             parts.append(metrics)
-        stacked = parts[0] if len(parts) == 1 else [np.concatenate(m) for m in zip(*parts, strict=True)]
-        return self._wrap(leaves), jax.tree.unflatten(self._metrics_tree, stacked)
+        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, join(parts))
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk needs, without running it.
@@ -283,7 +317,7 @@ class Program(Generic[State]):
         if self.is_fused:
             return [self._scan(chunk)]
         runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
-        return list(dict.fromkeys(self._programs.compiled[i] for i in runs))
+        return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
         """The plan: fragments, what crosses, collectives, dispatches and warnings. Compiles, but runs nothing.
@@ -292,16 +326,16 @@ class Program(Generic[State]):
           The plan; print it, or take `to_dict()`.
         """
         self.warm_up()
-        compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._programs.compiled
+        compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._executables.compiled
         return explain(
-            self.layout, self._costs, self.instructions, compiled, self._programs.shardings, self.is_fused, self._fit,
+            self.layout, self._costs, self.instructions, compiled, self._executables.shardings, self.is_fused, self._fit,
             unused_codecs(self.graph, self.layout),
         )  # fmt: skip
 
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
-            flat, metrics = self._scan(length)([copies[0] for copies in leaves])
-            return [(x,) for x in flat], jax.device_get(metrics)
+            flat = self._executables.call(self._scan(length))(*[copies[0] for copies in leaves])
+            return [(x,) for x in flat[: len(leaves)]], jax.device_get(list(flat[len(leaves) :]))
         execute = self._ready()
         rows: list[list[jax.Array]] = []
         measured: list[list[tuple[jax.Array, ...]]] = []
@@ -315,64 +349,45 @@ class Program(Generic[State]):
                 jax.block_until_ready(leaves)
             elif len(in_flight) > _AHEAD + self.layout.staleness:
                 jax.block_until_ready(in_flight.popleft())
-        rows, measured = jax.device_get((rows, measured))
-        for (check, _), columns in zip(self.schedule.checks, zip(*measured, strict=True), strict=True):
-            check.raise_if_lost(*(np.stack(column) for column in zip(*columns, strict=True)))
-        return leaves, [np.stack(column) for column in zip(*rows, strict=True)]
+        self._check_measured(measured)
+        return leaves, stack(rows)
+
+    def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
+        """Raises if a codec lost something, by what its check measured in each iteration."""
+        columns = zip(*jax.device_get(measured), strict=True)
+        for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
+            check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
     def _scan(self, length: int) -> jax.stages.Compiled:
         """`length` iterations as one program."""
-        if length not in self._scans:
-            body = self._fused
-            assert body is not None
-            num_state = len(self.schedule.inputs)
+        assert self._fused is not None
+        leaves, shardings = self._first_copies()
+        return lower_fused(self._fused, length, leaves, shardings, self.schedule.metrics, self._executables)
 
-            def iterations(leaves):
-                def step(leaves, _):
-                    results = body(*leaves)
-                    return results[:num_state], results[num_state:]
-
-                return jax.lax.scan(step, leaves, None, length=length)
-
-            args = [
-                jax.ShapeDtypeStruct(copies[0].aval.shape, copies[0].aval.dtype, sharding=shardings[0])
-                for copies, shardings in zip(self.schedule.inputs, self._shardings, strict=True)
-            ]
-            out = [shardings[0] for shardings in self._shardings], None
-            start = time.perf_counter()
-            try:
-                self._scans[length] = jax.jit(iterations, donate_argnums=0, out_shardings=out).lower(args).compile()
-            except ValueError as error:
-                raise explained(error, "the iteration", len(self.devices)) from error
-            self._programs.seconds += time.perf_counter() - start
-            self._programs.count += 1
-        return self._scans[length]
+    def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
+        """Of each leaf of the state the canonical copy, and its sharding."""
+        return [copies[0] for copies in self.schedule.inputs], [copies[0] for copies in self._shardings]
 
     def _ready(self) -> Executor:
         if self._executor is None:
-            self.schedule = lower(self.schedule, self.graph.axes, self._programs)
-            self._executor = Executor(self.schedule, self._programs)
+            self.schedule = lower(self.schedule, self.graph.axes, self._executables)
+            self._executor = Executor(self.schedule, self._executables)
         return self._executor
 
     def _fill(self, state: State | Delayed, *, copy: bool) -> Leaves:
         """The copies of every leaf where the program wants them; fresh memory if `copy`."""
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
-        if tree != self._tree:
-            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+        self._given.check_tree(tree)
         depth, extra = self.layout.staleness, len(self.schedule.inputs) - len(flat)
         if delayed and len(state.registers) != extra:
             raise ValueError(
                 f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
                 f"(staleness={depth}); pass program.unwrap(state) to start from its newest parameters"
             )
-        for x, copies in zip(flat, self.schedule.inputs, strict=False):
-            aval = copies[0].aval
-            if x.shape != aval.shape or x.dtype != aval.dtype:
-                raise ValueError(
-                    f"{copies[0].label} is {x.dtype}{list(x.shape)}, but the program was compiled for "
-                    f"{aval.dtype}{list(aval.shape)}"
-                )
+        self._given.check_leaves(flat)
+        for x in state.registers if delayed else ():
+            check_not_given_away(x, "a register of stale parameters")
         if extra:
             flat += state.registers if delayed else [flat[i] for i in self.graph.delayed for _ in range(depth)]
         return put(flat, self._shardings, copy)

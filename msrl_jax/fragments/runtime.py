@@ -1,19 +1,20 @@
 """The runtime: executes an instruction list, one asynchronous dispatch per instruction."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
-from msrl_jax.fragments.lower import Programs
 
-Slots = list
+Slots = list[Any]
 Step = Callable[[Slots], None]
 
-# A CPU device admits 32 programs at a time. Threads that launch programs on several devices take their places in any
-# order, so later programs can fill them while an earlier one, which they wait for, stands outside: nothing moves again.
+# A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
+# an earlier one that they depend on waits for a place: a deadlock.
 _CPU_PROGRAMS_AHEAD = 12
 
 
@@ -23,17 +24,17 @@ class Executor:
     The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
     """
 
-    def __init__(self, schedule: Schedule, programs: Programs):
-        self._schedule, self._programs = schedule, programs
+    def __init__(self, schedule: Schedule, executables: Executables):
+        self._schedule, self._executables = schedule, executables
         self._size = 1 + max(
             [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
-            + [v.index for v in programs.shardings],
+            + [v.index for v in executables.shardings],
             default=0,
         )
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
         self._constants = [
-            (v.index, jax.device_put(data, programs.shardings[v])) for v, data in schedule.constants.items()
+            (v.index, jax.device_put(data, executables.shardings[v])) for v, data in schedule.constants.items()
         ]
         self._steps = [self._step(i) for i in schedule.body]
 
@@ -77,12 +78,12 @@ class Executor:
         return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes())
 
     def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value]) -> Step:
-        compiled = self._programs.compiled[i]
+        call = self._executables.call(self._executables.compiled[i])
         ins, outs = [v.index for v in reads], [v.index for v in makes]
         mesh = makes[0].placement.mesh if makes else None
 
         def step(slots: Slots) -> None:
-            for o, x in zip(outs, compiled(*[slots[k] for k in ins]), strict=True):
+            for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
                 slots[o] = x
 
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
@@ -101,8 +102,9 @@ class Executor:
         ins, outs = [v.index for v in i.sources], [v.index for v in i.results]
         if i.is_copy:
             return self._call(i, i.sources, i.results)
-        shardings = [self._programs.shardings[v] for v in i.results]
-        copy = self._programs.compiled.get(i)
+        shardings = [self._executables.shardings[v] for v in i.results]
+        copied = self._executables.compiled.get(i)
+        copy = self._executables.call(copied) if copied else None
 
         def step(slots: Slots) -> None:
             arrays = jax.device_put([slots[k] for k in ins], shardings)
@@ -143,7 +145,7 @@ class Executor:
 
     def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
         """Row numbers as arrays that already lie on the devices: a loop must not wait for a transfer from the host."""
-        sharding = self._programs.shardings[index]
+        sharding = self._executables.shardings[index]
         known = self._rows.setdefault(sharding, [])
         if len(known) < length:
             more = [np.int32(t) for t in range(len(known), length)]

@@ -1,21 +1,62 @@
 """Tracing and checking a training iteration before anything compiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
+from msrl_jax.fragments.program_key import computation_key
 
 PyTree = Any
 
+# How often the weak types of a state may change from one iteration to the next before they have to settle.
+_MOST_CHANGES = 8
 
-def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
-    """Shapes, dtypes and readable paths of a state's leaves.
+
+def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state.
 
     Args:
-      state: pytree of arrays or of `jax.ShapeDtypeStruct`.
+      leaf: an array, a number, or a `jax.ShapeDtypeStruct`.
+      name: its path, for errors.
+
+    Returns:
+      The struct. Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
+
+    Raises:
+      TypeError: if the leaf is not an array, or is a mutable reference.
+      OverflowError: if it is a Python integer that does not fit.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=bool(leaf.weak_type))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state is an array: "
+            "close over Python objects in the iteration, or convert numbers with jnp.asarray"
+        ) from None
+    except OverflowError as error:
+        raise OverflowError(f"{name}: {error}; use a smaller number, or jax_enable_x64") from None
+    if not isinstance(aval, ShapedArray):
+        raise TypeError(
+            f"{name} is a mutable reference ({aval}). A training iteration is pure: pass the array itself "
+            "(ref[...]) and return its next value"
+        )
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
+    """Shapes, dtypes, weak types and readable paths of a state's leaves.
+
+    Args:
+      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
 
     Returns:
       One struct and one path for each leaf.
@@ -23,48 +64,66 @@ def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
     Raises:
       TypeError: if a leaf is not an array, or is a mutable reference; names its path.
     """
-    avals, paths = [], []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: x is None):
-        name = "state" + jax.tree_util.keystr(path)
-        if leaf is None:
-            continue
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            try:
-                aval = jax.typeof(leaf)
-            except TypeError:
-                raise TypeError(
-                    f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state is an array: "
-                    "close over Python objects in the iteration, or convert numbers with jnp.asarray"
-                ) from None
-            if not isinstance(aval, ShapedArray):
-                raise TypeError(
-                    f"{name} is a mutable reference ({aval}). A training iteration is pure: pass the array itself "
-                    "(ref[...]) and return its next value"
-                )
-            leaf = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        avals.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        paths.append(name)
-    return avals, paths
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = ["state" + jax.tree_util.keystr(path) for path, _ in leaves]
+    return [leaf_aval(leaf, name) for (_, leaf), name in zip(leaves, paths, strict=True)], paths
 
 
-def trace(iteration: Callable, state: PyTree) -> tuple[ClosedJaxpr, PyTree]:
-    """Traces an iteration and checks that it returns the state it was given, but for the values.
+@dataclass(frozen=True)
+class Traced:
+    """A traced iteration.
+
+    Attributes:
+      jaxpr: its inputs are the state's leaves, its outputs the next state's and the metrics'.
+      metrics: the metrics' structure.
+      trace_again: traces the iteration for leaves of other weak types; the jaxpr and the metrics' structure.
+    """
+
+    jaxpr: ClosedJaxpr
+    metrics: Any
+    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
+
+    def computes_the_same(self, weak: Sequence[bool]) -> bool:
+        """Whether iterations that start from leaves of these weak types are the ones that were traced.
+
+        `jax.jit` traces again for other weak types, and may then compute something else.
+
+        Args:
+          weak: of each leaf of a state, whether its type is weak.
+
+        Returns:
+          Whether the values are the same.
+        """
+        wanted, seen = computation_key(self.jaxpr), {_weak(self.jaxpr.in_avals)}
+        while tuple(weak) not in seen:
+            seen.add(tuple(weak))
+            closed, _ = self.trace_again(weak)
+            if computation_key(closed) != wanted or len(seen) > _MOST_CHANGES:
+                return False
+            weak = _weak(closed.out_avals[: len(weak)])
+        return True
+
+
+def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
+    """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
+
+    The trace is the one that `jax.jit` comes to use: for the weak types that the state's leaves keep.
 
     Args:
       iteration: pure function `state -> (state, metrics)`.
-      state: pytree of arrays or of `jax.ShapeDtypeStruct`.
+      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
 
     Returns:
-      The jaxpr, whose inputs are the state's leaves and whose outputs are the next state's and the metrics'; and the
-      structure of the metrics.
+      The trace.
 
     Raises:
-      TypeError: if the result is not a pair, or the next state differs in structure, shape or dtype; names the leaf.
+      TypeError: if the result is not a pair; if the next state differs in structure, shape or dtype; or if it differs in
+        weak types so that later iterations would compute something else than the first. Names the leaf.
     """
     avals, paths = state_avals(state)
     tree = jax.tree.structure(state)
 
-    def flat(*leaves):
+    def flat(*leaves: Any) -> tuple[Any, Any]:
         result = iteration(jax.tree.unflatten(tree, leaves))
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(
@@ -72,6 +131,11 @@ def trace(iteration: Callable, state: PyTree) -> tuple[ClosedJaxpr, PyTree]:
                 "return (state, {}) if it has no metrics"
             )
         return result
+
+    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, Any]:
+        typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=w) for a, w in zip(avals, weak, strict=True)]
+        closed, (_, metrics) = jax.make_jaxpr(flat, return_shape=True)(*typed)
+        return closed, jax.tree.structure(metrics)
 
     closed, (after, metrics) = jax.make_jaxpr(flat, return_shape=True)(*avals)
     _check_same_structure(state, tree, after)
@@ -82,7 +146,33 @@ def trace(iteration: Callable, state: PyTree) -> tuple[ClosedJaxpr, PyTree]:
                 f"the iteration changes {path} from {_short(before)} to {_short(now)}; the next state must have the "
                 "shapes and dtypes of the state it was given"
             )
-    return closed, metrics
+    return _steady(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
+
+
+def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(bool(a.weak_type) for a in avals)
+
+
+def _steady(traced: Traced, paths: Sequence[str]) -> Traced:
+    """The trace for the weak types that the state keeps from some iteration on, if all iterations compute the same."""
+    seen: set[tuple[bool, ...]] = set()
+    while True:  # ends, since weak types come back or differ from all before, and the number of those is bounded
+        before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
+        seen.add(before)
+        if after in seen:
+            return traced
+        closed, metrics = traced.trace_again(after)
+        if len(seen) > _MOST_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
+            break
+        traced = Traced(closed, metrics, traced.trace_again)
+    i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+    was, becomes = ("weak", "strong") if before[i] else ("strong", "weak")
+    aval = traced.jaxpr.in_avals[i]
+    raise TypeError(
+        f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes something else for the other: "
+        "jax.jit would promote dtypes differently in the first iteration than in the next. Write the dtype down where the "
+        f"state is made and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
+    )
 
 
 def _short(aval: Any) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from msrl_jax.fragments.placement import check_staleness
 from msrl_jax.policies.base import (
@@ -54,7 +54,7 @@ class SingleLearnerCoarse:
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places actors, learners and, if they have devices of their own, buffers on disjoint sub-meshes."""
-        own = {} if self.buffers in (None, "actors") else {"buffers": cast(int, self.buffers)}
+        own = {} if self.buffers in (None, "actors") else {"buffers": self.buffers}
         others = {"learners": self.learners, **own}
         buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
         axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *others)}

@@ -1,5 +1,6 @@
 """Replay buffers: what was experienced, to be learned from again."""
 
+from msrl_jax.replay.base import SHARD_AXIS as SHARD_AXIS
 from msrl_jax.replay.base import Indices as Indices
 from msrl_jax.replay.base import Replay as Replay
 from msrl_jax.replay.base import ReplayState as ReplayState

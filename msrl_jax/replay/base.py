@@ -7,10 +7,15 @@ moves nothing between them on insertion, and samples do not depend on how many d
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+SHARD_AXIS = "shard"
+"""The logical axis of the shards `G`."""
 
 
 class ReplayState(NamedTuple):
@@ -20,7 +25,7 @@ class ReplayState(NamedTuple):
       items: the stored leaves of the items, packed by their codecs. shape=(G, L, E/G, ...), a ring of `L` steps
       added: steps inserted of each environment, modulo a large multiple of `L`. shape=(), dtype=int32
       filled: steps held of each environment, at most `L`. shape=(), dtype=int32
-      lost: items inserted that a codec could not hold. shape=(G,), dtype=int32
+      lost: items inserted that a codec could not hold; it stops at the largest int32. shape=(G,), dtype=int32
       priorities: what prioritized sampling needs, `()` otherwise.
     """
 
@@ -52,11 +57,21 @@ class Sample(NamedTuple):
         transitions.
       indices: where they were.
       probability: with what probability a draw yields each of them. shape=(B,)
+      weight: what corrects a loss for these probabilities; 1 if all windows are equally probable. shape=(B,)
     """
 
     experience: Any
     indices: Indices
     probability: jax.Array
+    weight: jax.Array
+
+
+class SampleFunction(Protocol):
+    """Draws a batch."""
+
+    def __call__(self, state: ReplayState, key: jax.Array, data: Any = ()) -> Sample:
+        """Draws a batch from a state, with a typed PRNG key; `data` as in `Replay.data`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,29 +81,51 @@ class Replay:
     Attributes:
       init: `() -> state`, an empty buffer.
       insert: `(state, items [T, E, ...]) -> state`; the oldest steps give way.
-      sample: `(state, key) -> Sample`, with replacement. It means something once `ready(state)`: an empty buffer raises
-        ValueError, but under `jit`, where its state is not known, it gives zeros.
+      sample: `(state, key, data=()) -> Sample`, with replacement. It means something once `ready(state)`: an empty buffer
+        raises ValueError, but under `jit`, where its state is not known, it gives zeros.
       update: `(state, indices, td_error [..., B]) -> state`: new priorities from TD errors of either sign, of one sampled batch
         or of several, the last of which counts. Windows that have been overwritten since, and errors that are not finite, are
         left out. Buffers without priorities return the state. Call it outside of `lax.cond`, which would copy the
         priorities: errors of nan change nothing.
       size: `state -> int32 scalar`: how many windows there are to sample.
       ready: `state -> bool scalar`: whether `min_size` steps are held.
+      report: `state -> metrics`, float32 scalars: `replay_size`, and `replay_lost` if a codec can lose items.
       axes: a prefix tree of the state with the logical axis names of its dimensions.
       capacity: steps of all environments that it holds.
       min_size: steps of all environments from which on it serves.
+      batch_size: windows in a batch, `B`.
       nbytes: bytes of the state.
       shards: `G`.
+      data: host arrays that `sample` reads as well and no function changes, such as a data set; `()` for most buffers. They
+        are an argument of `sample`, so that they are no constants of a program.
+      data_axes: a prefix tree of the data, as `axes` is of the state.
     """
 
     init: Callable[[], ReplayState]
     insert: Callable[[ReplayState, Any], ReplayState]
-    sample: Callable[[ReplayState, jax.Array], Sample]
+    sample: SampleFunction
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState]
     size: Callable[[ReplayState], jax.Array]
     ready: Callable[[ReplayState], jax.Array]
+    report: Callable[[ReplayState], Mapping[str, jax.Array]]
     axes: ReplayState
     capacity: int
     min_size: int
+    batch_size: int
     nbytes: int
     shards: int
+    data: Any = ()
+    data_axes: Any = dataclasses.field(default_factory=P)
+
+
+def add_saturating(count: jax.Array, new: jax.Array) -> jax.Array:
+    """Adds to a count that stops at the largest number of its type, rather than wrap.
+
+    Args:
+      count: a count that is not negative. `[...]` int32
+      new: what to add, not negative. `[...]` int32
+
+    Returns:
+      The sum, or the largest int32 if the sum is larger. `[...]` int32
+    """
+    return count + jnp.minimum(new, jnp.iinfo(jnp.int32).max - count)

@@ -1,17 +1,22 @@
 """Replay buffers of environment steps: uniform and prioritized, of single steps, n-step transitions or sequences."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax import counters
 from msrl_jax._compat import Tracer
+from msrl_jax.counters import Counter
 from msrl_jax.replay import n_step, sum_tree
-from msrl_jax.replay.base import Indices, Replay, ReplayState, Sample
-from msrl_jax.replay.checks import check_memory, check_numbers, make_ring
-from msrl_jax.replay.ring import Ring
+from msrl_jax.replay.base import SHARD_AXIS, Indices, Replay, ReplayState, Sample, add_saturating
+from msrl_jax.replay.checks import check_integers, check_memory, check_numbers
+from msrl_jax.replay.ring import Ring, make_ring
 from msrl_jax.replay.storage import Storage
 
 
@@ -21,10 +26,12 @@ class Priorities(NamedTuple):
     Attributes:
       tree: a sum tree over the windows of each shard. shape=(G, nodes) of each level
       largest: the largest priority so far, which new windows get. shape=(G,)
+      past: insertions before the newest one. shape=()
     """
 
     tree: sum_tree.Tree
     largest: jax.Array
+    past: Counter
 
 
 def uniform(
@@ -64,22 +71,31 @@ def uniform(
     Raises:
       ValueError: if sizes do not fit each other or the devices' memory, or a codec does not fit what it is declared for.
     """
-    ring, least = make_ring(
-        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
-        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
-    )  # fmt: skip
+    ring = make_ring(
+        example,
+        capacity=capacity,
+        num_envs=num_envs,
+        unroll_length=unroll_length,
+        batch_size=batch_size,
+        length=length,
+        stride=stride,
+        min_size=min_size,
+        shards=shards,
+        storage=storage,
+        discount=discount,
+    )
 
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin, count = ring.oldest(state.added, state.filled)
 
-        def of_shard(key):
+        def of_shard(key: jax.Array) -> Indices:
             which = jax.random.randint(key, (ring.batch_size // ring.shards,), 0, jnp.maximum(count * ring.envs, 1))
             return Indices((begin + which // ring.envs * ring.stride) % ring.modulus, which % ring.envs)
 
         probability = 1 / jnp.maximum(count.astype(jnp.float32) * ring.num_envs, 1.0)
         return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
 
-    return _replay(ring, least, discount, draw, lambda: (), lambda priorities, added, filled: (), lambda state, *_: state)
+    return _replay(ring, discount, _Drawing(draw))
 
 
 def prioritized(
@@ -97,14 +113,16 @@ def prioritized(
     storage: Storage | None = None,
     alpha: float = 0.6,
     epsilon: float = 1e-6,
+    beta: float = 0.0,
+    beta_steps: int | None = None,
 ) -> Replay:
     """Makes a buffer that draws windows in proportion to `(|TD error| + epsilon) ** alpha` (Schaul et al., 2016).
 
     arXiv 1511.05952, the proportional variant: each shard draws one window from each of `B / G` equal parts of its sum of
-    priorities. New windows get the shard's largest priority so far. `importance_weights` corrects for the draws.
+    priorities. New windows get the shard's largest priority so far. `Sample.weight` corrects for the draws.
 
     Args:
-      example: as in `uniform`, and so for all arguments but the last two.
+      example: as in `uniform`, and so for all arguments but the last four.
       capacity: steps of all environments to hold at most.
       num_envs: environments, `E`.
       unroll_length: steps inserted at once, `T`.
@@ -117,31 +135,48 @@ def prioritized(
       storage: codecs.
       alpha: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
       epsilon: added to errors, so that every window has a chance. Usual: 1e-6 to 1e-2.
+      beta: exponent of `importance_weights` in `Sample.weight`; 0 makes all weights 1. Usual: 0.4 to 0.6.
+      beta_steps: steps of all environments, before the newest insertion, over which the exponent rises from `beta` to 1,
+        where it stays; None if it does not rise. Usual: those of the run.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: as in `uniform`, or if `alpha` is negative or `epsilon` is not above 0.
+      ValueError: as in `uniform`, if `alpha` or `beta` is negative, if `epsilon` is not above 0, or if `beta_steps` is no
+        positive integer.
     """
-    check_numbers(alpha=alpha, epsilon=epsilon)
+    check_numbers(alpha=alpha, epsilon=epsilon, beta=beta)
+    if beta_steps is not None:
+        check_integers(beta_steps=beta_steps)
     if not epsilon:
         raise ValueError("epsilon=0 never draws a window again whose TD error was 0; use a small number such as 1e-6")
-    ring, least = make_ring(
-        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
-        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
-    )  # fmt: skip
+    ring = make_ring(
+        example,
+        capacity=capacity,
+        num_envs=num_envs,
+        unroll_length=unroll_length,
+        batch_size=batch_size,
+        length=length,
+        stride=stride,
+        min_size=min_size,
+        shards=shards,
+        storage=storage,
+        discount=discount,
+    )
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
     def init() -> Priorities:
         tree = sum_tree.init(rows * ring.envs)
-        return Priorities(tuple(jnp.zeros((ring.shards, len(x))) for x in tree), jnp.ones(ring.shards))
+        levels = tuple(jnp.zeros((ring.shards, len(x))) for x in tree)
+        return Priorities(levels, jnp.ones(ring.shards), counters.counter())
 
-    def insert(priorities: Priorities, added: jax.Array, filled: jax.Array) -> Priorities:
-        """Adds the windows that the last insertion completed, and removes those that it broke into.
+    def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
+        """Adds the windows that an insertion completes, and removes those that it breaks into.
 
         Both are among the starts of the last T + S - 1 steps: the S - 1 newest ones lie in the places of broken windows.
         """
+        priorities: Priorities = before.priorities
         span = ring.unroll_length + ring.length - 1
         age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride)) * ring.stride
         whole = (age >= ring.length) & (age <= filled)
@@ -149,12 +184,13 @@ def prioritized(
         first = jnp.where(age <= span, first, sum_tree.NOWHERE)
         values = jnp.where(whole, priorities.largest[:, None], 0.0)[..., None]
         values = jnp.broadcast_to(values, (*values.shape[:2], ring.envs))
-        return priorities._replace(tree=jax.vmap(sum_tree.write, (0, None, 0))(priorities.tree, first, values))
+        tree = jax.vmap(sum_tree.write, (0, None, 0))(priorities.tree, first, values)
+        return Priorities(tree, priorities.largest, counters.advance(priorities.past, before.filled > 0))
 
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin = (state.added - state.filled) % ring.modulus
 
-        def of_shard(tree, key):
+        def of_shard(tree: sum_tree.Tree, key: jax.Array) -> tuple[Indices, jax.Array]:
             leaf, value = sum_tree.draw(tree, key, per_shard)
             row, env = leaf // ring.envs, leaf % ring.envs
             # The one step in that place that is held.
@@ -163,6 +199,12 @@ def prioritized(
             return Indices(step, env), jnp.where(total > 0, value / (ring.shards * total), 1.0)
 
         return jax.vmap(of_shard)(state.priorities.tree, keys)
+
+    def weigh(state: ReplayState, probability: jax.Array) -> jax.Array:
+        if beta_steps is None:
+            return importance_weights(probability, beta) if beta else jnp.ones_like(probability)
+        risen = counters.fraction(state.priorities.past, num_envs * unroll_length, beta_steps)
+        return importance_weights(probability, beta + (1 - beta) * risen)
 
     def update(state: ReplayState, indices: Indices, td_error: jax.Array) -> ReplayState:
         shapes = {x.shape for x in (*indices, td_error)}
@@ -182,9 +224,10 @@ def prioritized(
         value = jnp.where(keep, value, 0.0).reshape(ring.shards, per_shard)
         tree = jax.vmap(sum_tree.write)(state.priorities.tree, leaf, value[..., None])
         largest = jnp.maximum(state.priorities.largest, value.max(1))
-        return state._replace(priorities=Priorities(tree, largest))
+        return state._replace(priorities=state.priorities._replace(tree=tree, largest=largest))
 
-    return _replay(ring, least, discount, draw, init, insert, update)
+    axes = Priorities(tree=P(SHARD_AXIS), largest=P(SHARD_AXIS), past=P())  # pyright: ignore[reportArgumentType]
+    return _replay(ring, discount, _Drawing(draw, weigh, init, insert, update, axes))
 
 
 def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.Array:
@@ -200,22 +243,43 @@ def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.A
     Returns:
       The weights, at most 1. `[B]`
     """
+    chex.assert_rank(probability, 1)
     return (probability.min() / probability) ** beta
 
 
-def _replay(ring: Ring, least: int, discount: float | None, draw, init_priorities, insert_priorities, update) -> Replay:
-    """Binds what all buffers share to what they differ in: how windows are drawn."""
+@dataclasses.dataclass(frozen=True)
+class _Drawing:
+    """What buffers differ in: how windows are drawn. The defaults are those of a uniform buffer.
+
+    Attributes:
+      draw: `(state, keys [G]) -> (first steps and environments of a shard's windows [G, B / G], probabilities [G, B / G])`.
+      weigh: `(state, probability [B]) -> weight [B]`.
+      init: `() -> priorities`.
+      insert: `(state before an insertion, added and filled after it) -> priorities`.
+      update: `Replay.update`.
+      axes: a prefix tree of the priorities.
+    """
+
+    draw: Callable[[ReplayState, jax.Array], tuple[Indices, jax.Array]]
+    weigh: Callable[[ReplayState, jax.Array], jax.Array] = lambda state, probability: jnp.ones_like(probability)
+    init: Callable[[], Any] = tuple
+    insert: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: ()
+    update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state
+    axes: Any = dataclasses.field(default_factory=P)
+
+
+def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
+    """Binds what all buffers share to how windows are drawn."""
 
     def init() -> ReplayState:
         added, filled = jnp.int32(0), jnp.int32(0)  # two arrays, so that both can be donated
-        return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), init_priorities())
+        return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), drawing.init())
 
     def insert(state: ReplayState, items: Any) -> ReplayState:
         held, lost = ring.insert(state.items, state.added, items)
         added = (state.added + ring.unroll_length) % ring.modulus
         filled = jnp.minimum(state.filled + ring.unroll_length, ring.steps)
-        priorities = insert_priorities(state.priorities, added, filled)
-        return ReplayState(held, added, filled, state.lost + lost, priorities)
+        return ReplayState(held, added, filled, add_saturating(state.lost, lost), drawing.insert(state, added, filled))
 
     def read(held: list[Any], at: Indices) -> Any:
         if discount is None and ring.length == 1:
@@ -230,30 +294,55 @@ def _replay(ring: Ring, least: int, discount: float | None, draw, init_prioritie
 
     windowed = discount is None and ring.length > 1
 
-    def sample(state: ReplayState, key: jax.Array) -> Sample:
+    def whole(x: jax.Array, dim: int = 0) -> jax.Array:
+        """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
+        return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
+
+    def sample(state: ReplayState, key: jax.Array, data: Any = ()) -> Sample:
         if not isinstance(state.filled, Tracer) and int(state.filled) < ring.length:
             raise ValueError(
                 f"the buffer holds {state.filled} steps of each environment, but a window is length={ring.length} steps long; "
                 f"insert {ring.length} before sampling, and learn once `ready(state)`"
             )
-        at, probability = draw(state, jax.random.split(key, ring.shards))
+        at, probability = drawing.draw(state, jax.random.split(key, ring.shards))
         experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at)
-
-        def whole(x, dim=0):
-            return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
-
-        env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
         experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
-        return Sample(experience, Indices(whole(at.step), whole(env)), whole(probability))
+        env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
+        probability = whole(probability)
+        return Sample(experience, Indices(whole(at.step), whole(env)), probability, drawing.weigh(state, probability))
+
+    def windows(state: ReplayState) -> jax.Array:
+        return ring.oldest(state.added, state.filled)[1]
 
     def size(state: ReplayState) -> jax.Array:
-        return ring.oldest(state.added, state.filled)[1] * ring.num_envs
+        return jnp.minimum(windows(state), jnp.iinfo(jnp.int32).max // ring.num_envs) * ring.num_envs
 
     def ready(state: ReplayState) -> jax.Array:
-        return state.filled >= least
+        return state.filled >= ring.min_steps
 
-    axes = ReplayState._make([P("env"), P(), P(), P("env"), P("env")])
+    def report(state: ReplayState) -> dict[str, jax.Array]:
+        held = {"replay_size": windows(state).astype(jnp.float32) * ring.num_envs}
+        return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.format.codecs) else {})
+
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
     capacity = ring.steps * ring.num_envs
     check_memory(nbytes, ring.shards, f"a buffer of capacity={capacity} steps", capacity)
-    return Replay(init, insert, sample, update, size, ready, axes, capacity, least * ring.num_envs, nbytes, ring.shards)
+    return Replay(
+        init=init,
+        insert=insert,
+        sample=sample,
+        update=drawing.update,
+        size=size,
+        ready=ready,
+        report=report,
+        axes=_axes(drawing.axes),
+        capacity=capacity,
+        min_size=ring.min_steps * ring.num_envs,
+        batch_size=ring.batch_size,
+        nbytes=nbytes,
+        shards=ring.shards,
+    )
+
+
+def _axes(priorities: Any) -> Any:
+    return ReplayState(items=P(SHARD_AXIS), added=P(), filled=P(), lost=P(SHARD_AXIS), priorities=priorities)  # pyright: ignore

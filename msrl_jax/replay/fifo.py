@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax.replay.base import add_saturating
 from msrl_jax.replay.checks import check_integers, check_memory
 
 
@@ -18,7 +19,7 @@ class FifoState(NamedTuple):
       batches: the places for batches. shape=(N, ...)
       first: the place of the oldest batch. shape=(), dtype=int32
       length: batches held. shape=(), dtype=int32
-      refused: batches that found the queue full. shape=(), dtype=int32
+      refused: batches that found the queue full; it stops at the largest int32. shape=(), dtype=int32
     """
 
     batches: Any
@@ -89,10 +90,10 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         # A full queue writes what is there already: choosing between two whole states would copy them.
         place = (state.first + state.length) % capacity
         kept = jax.tree.map(lambda old, new: jnp.where(full, old, new), at(state, place), batch)
-        batches = jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept
-        )  # fmt: skip
-        return FifoState(batches, state.first, jnp.minimum(state.length + 1, capacity), state.refused + full)
+        batches = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept)
+        return FifoState(
+            batches, state.first, jnp.minimum(state.length + 1, capacity), add_saturating(state.refused, full.astype(jnp.int32))
+        )
 
     def pop(state: FifoState) -> tuple[FifoState, Any]:
         some = state.length > 0
@@ -108,6 +109,13 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
     check_memory(nbytes, len(jax.local_devices()), f"a queue of capacity={capacity} batches", capacity)
     return Fifo(
-        init, insert, pop, sample, lambda state: state.length, lambda state: state.length > 0,
-        FifoState._make([batch_axes, P(), P(), P()]), capacity, nbytes,
-    )  # fmt: skip
+        init=init,
+        insert=insert,
+        pop=pop,
+        sample=sample,
+        size=lambda state: state.length,
+        ready=lambda state: state.length > 0,
+        axes=FifoState(batches=batch_axes, first=P(), length=P(), refused=P()),  # pyright: ignore[reportArgumentType]
+        capacity=capacity,
+        nbytes=nbytes,
+    )

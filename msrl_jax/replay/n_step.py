@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +17,7 @@ class Transition(NamedTuple):
       terminated: whether the episode ended in a terminal state. shape=(), bool
       truncated: whether the episode was cut short. shape=(), bool
       next_obs: the true successor: `TimeStep.final_obs`, which is not what is acted on next where an episode ends.
+      carry: the recurrent state with which the actor saw `obs`, zeros at the first step of an episode; `()` if it has none.
     """
 
     obs: Any
@@ -24,6 +26,7 @@ class Transition(NamedTuple):
     terminated: Any
     truncated: Any
     next_obs: Any
+    carry: Any = ()
 
 
 class NStep(NamedTuple):
@@ -60,6 +63,8 @@ def fold(
     Returns:
       The discounted sum, the position of the last step in it (int32), and the weight of its successor's value. `[...]`
     """
+    chex.assert_equal_shape((reward, terminated, truncated))
+    chex.assert_type((terminated, truncated), bool)
     ends = terminated | truncated
     lives = jnp.concatenate([jnp.ones_like(ends[:1]), jnp.cumsum(ends[:-1], 0) == 0])
     steps = jnp.arange(len(reward)).reshape(-1, *[1] * (reward.ndim - 1))

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.replay.base import Indices
-from msrl_jax.replay.storage import Layout
+from msrl_jax.replay.checks import check_integers, check_numbers
+from msrl_jax.replay.storage import ItemFormat, Storage, item_format
 
+_FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 _COUNT = 2**30  # steps are counted modulo the largest multiple of the ring's length up to this: int32 cannot overflow
 
 
@@ -26,7 +28,8 @@ class Ring:
       length: steps of a window, `S`.
       stride: steps between starts of windows.
       shards: `G`.
-      layout: how items are stored.
+      format: how items are stored.
+      min_steps: steps of each environment from which on the buffer is ready.
     """
 
     num_envs: int
@@ -36,7 +39,8 @@ class Ring:
     length: int
     stride: int
     shards: int
-    layout: Layout
+    format: ItemFormat
+    min_steps: int
 
     @property
     def envs(self) -> int:
@@ -45,26 +49,29 @@ class Ring:
 
     @property
     def modulus(self) -> int:
-        """What steps are counted modulo."""
+        """The number modulo which steps are counted."""
         return _COUNT // self.steps * self.steps
 
-    def count(self, filled: Any) -> Any:
-        """Windows of an environment of which `filled` steps are held, from a step on at which a window may start."""
+    def count(self, filled: jax.Array) -> jax.Array:
+        """Number of complete windows in `filled` steps, the first of which may start a window."""
         return jnp.maximum((filled - self.length) // self.stride + 1, 0)
 
     @property
     def lag(self) -> int:
-        """Steps from the oldest one to the first at which a window may start, at most."""
+        """Most steps between the oldest one and the first that may start a window."""
         return self.stride - math.gcd(self.stride, self.unroll_length)
 
     @property
     def fewest_windows(self) -> int:
-        """Windows of an environment in a full ring, wherever its oldest step is."""
+        """Least number of windows of an environment in a full ring."""
         return max((self.steps - self.lag - self.length) // self.stride + 1, 0)
 
     @property
     def steps_of_batch(self) -> int:
-        """Steps of each environment that hold as many windows as a batch, if a window may start at the first of them."""
+        """Steps of each environment that hold a batch of windows, if the first step may start a window.
+
+        It may in a buffer that is not full: its first step is step 0.
+        """
         return self.length + (-(-self.batch_size // self.num_envs) - 1) * self.stride
 
     def oldest(self, added: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -76,7 +83,7 @@ class Ring:
     def empty(self) -> list[Any]:
         """The leaves that hold the items. `[G, L, E/G, ...]`"""
         lead = (self.shards, self.steps, self.envs)
-        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.layout.packed)
+        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.format.packed)
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
         """Writes items over the oldest steps.
@@ -94,19 +101,19 @@ class Ring:
         """
         self._check(items)
 
-        def by_shard(x):
+        def by_shard(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
-        packed, lost = self.layout.encode(jax.tree.map(by_shard, items), 3)
+        packed, lost = self.format.encode(jax.tree.map(by_shard, items), 3)
         row = added % self.steps
         held = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 1), held, packed)
         return held, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
-        def expected(x):
+        def expected(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((self.unroll_length, self.num_envs, *x.shape), x.dtype)
 
-        wanted = jax.tree.map(expected, self.layout.example)
+        wanted = jax.tree.map(expected, self.format.example)
         if jax.tree.structure(items) != jax.tree.structure(wanted):
             raise ValueError(f"items are {jax.tree.structure(items)}, but the buffer holds {jax.tree.structure(wanted)}")
         for (path, x), want in zip(jax.tree.leaves_with_path(items), jax.tree.leaves(wanted), strict=True):
@@ -130,11 +137,91 @@ class Ring:
         """
         rows = (indices.step + offset) % self.steps
         envs = jnp.broadcast_to(indices.env, rows.shape)
-        tree = jax.tree.structure(self.layout.example)
+        tree = jax.tree.structure(self.format.example)
         part, shape = jax.tree.flatten(select(jax.tree.unflatten(tree, range(tree.num_leaves))))
 
-        def read(leaf):
+        def read(leaf: int) -> jax.Array:
             packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), held[leaf])
-            return self.layout.decode(leaf, packed, rows.ndim)
+            return self.format.decode(leaf, packed, rows.ndim)
 
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
+
+
+def make_ring(
+    example: Any,
+    *,
+    capacity: int,
+    num_envs: int,
+    unroll_length: int,
+    batch_size: int,
+    length: int,
+    stride: int,
+    min_size: int | None,
+    shards: int | None,
+    storage: Storage | None,
+    discount: float | None,
+) -> Ring:
+    """Makes the ring of a buffer, after checks of its arguments.
+
+    Args:
+      example: one item.
+      capacity: steps of all environments to hold at most.
+      num_envs: environments.
+      unroll_length: steps inserted at once.
+      batch_size: windows per batch.
+      length: steps of a window.
+      stride: steps between starts of windows.
+      min_size: steps of all environments from which on the buffer is ready, or None.
+      shards: shards, or None.
+      storage: codecs.
+      discount: whether and how windows are folded.
+
+    Returns:
+      The ring.
+
+    Raises:
+      ValueError: if they do not fit.
+    """
+    sizes = {"capacity": capacity, "num_envs": num_envs, "unroll_length": unroll_length, "batch_size": batch_size}
+    sizes |= {"length": length, "stride": stride}
+    optional = {"min_size": min_size, "shards": shards}
+    check_integers(**sizes, **{name: value for name, value in optional.items() if value is not None})
+    if discount is not None:
+        check_numbers(discount=discount)
+        missing = [field for field in _FIELDS if not hasattr(example, field)]
+        if missing:
+            raise ValueError(
+                f"discount={discount} asks for n-step transitions, but the example has no {', '.join(missing)}; "
+                f"give a msrl_jax.replay.Transition, or discount=None"
+            )
+    both = math.gcd(num_envs, batch_size)
+    shards = math.gcd(both, 8) if shards is None else shards
+    if both % shards:
+        raise ValueError(
+            f"shards={shards} does not divide both num_envs={num_envs} and batch_size={batch_size}; use a divisor of {both}"
+        )
+    unit = math.lcm(unroll_length, stride)
+    steps = capacity // num_envs // unit * unit
+    format = item_format(example, storage)
+    ring = Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, format, min_steps=0)
+    what = f"capacity={capacity} holds {steps} steps of each of num_envs={num_envs} environments"
+    enough = num_envs * -(-(ring.steps_of_batch + ring.lag) // unit) * unit
+    if steps < length:
+        raise ValueError(
+            f"{what} (in whole multiples of {unit}: unroll_length={unroll_length}, stride={stride}), but a window is "
+            f"length={length} steps long; use a capacity of at least {enough}, or shorter windows"
+        )
+    if ring.fewest_windows * num_envs < batch_size:
+        raise ValueError(
+            f"{what}, which are {ring.fewest_windows * num_envs} windows of length={length}, fewer than "
+            f"batch_size={batch_size}; use a capacity of at least {enough}, or smaller batches"
+        )
+    if steps * ring.envs > 2**30:
+        raise ValueError(f"{what}, more than can be counted with 32 bits; use a smaller capacity, or more shards")
+    serves = -(-ring.steps_of_batch // unroll_length) * unroll_length
+    if min_size is not None and not serves * num_envs <= min_size <= steps * num_envs:
+        raise ValueError(
+            f"min_size={min_size}: a batch of {batch_size} windows of length={length} needs {serves * num_envs} steps of all "
+            f"environments, and the buffer holds {steps * num_envs}; use a number between these"
+        )
+    return dataclasses.replace(ring, min_steps=serves if min_size is None else -(-min_size // num_envs))

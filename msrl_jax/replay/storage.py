@@ -1,4 +1,4 @@
-"""What a buffer's items look like in memory: declared codecs for some of their leaves."""
+"""How a buffer's items are stored: a codec for each of the leaves that are declared to have one."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ Storage = Mapping[str, str | Codec]
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ItemFormat:
     """How items are stored.
 
     Attributes:
@@ -50,7 +50,8 @@ class Layout:
           What is stored, with the same leading dimensions, and which items do not come back as their codecs promise.
         """
         leaves = jax.tree.leaves(items)
-        packed, lost = [], jnp.zeros(leaves[0].shape[:dims], bool)
+        packed: list[Any] = []
+        lost = jnp.zeros(leaves[0].shape[:dims], bool)
         for c, x in zip(self.codecs, leaves, strict=True):
             packed.append(_over(c.encode, dims)(x) if c else x)
             lost |= ~_over(c.holds, dims)(x) if c and c.holds else False
@@ -74,14 +75,14 @@ class Layout:
         return _over(lambda p: codec.decode(p, aval), dims)(packed)
 
 
-def _over(fn: Callable, dims: int) -> Callable:
+def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     """Maps over `dims` leading dimensions."""
     for _ in range(dims):
         fn = jax.vmap(fn)
     return fn
 
 
-def layout(example: Any, storage: Storage | None) -> Layout:
+def item_format(example: Any, storage: Storage | None) -> ItemFormat:
     """Decides how items are stored.
 
     Args:
@@ -89,7 +90,7 @@ def layout(example: Any, storage: Storage | None) -> Layout:
       storage: for names on the paths of leaves, such as `"obs"`, the codec that packs every leaf under that name.
 
     Returns:
-      The layout.
+      The format.
 
     Raises:
       ValueError: if a name is on no path, or a codec is not known or cannot pack what it is declared for.
@@ -117,4 +118,4 @@ def layout(example: Any, storage: Storage | None) -> Layout:
             raise ValueError(
                 f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
             )
-    return Layout(example, tuple(used))
+    return ItemFormat(example, tuple(used))

@@ -5,6 +5,7 @@ dependent reads of memory, and each read is of adjacent numbers. A parent is alw
 differences are added instead, the rounding of large priorities stays in the sums, and leaves of 0 are drawn once all are small.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +54,8 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
       ValueError: if a value is negative or not finite and is known when this is called; where it is traced, as in a
         function under `jit`, such a value becomes 0, which is never drawn.
     """
+    chex.assert_rank((first, values), (1, 2))
+    chex.assert_equal_shape_prefix((first, values), 1)
     if not isinstance(values, Tracer):
         bad = np.asarray(values)[~(np.isfinite(values) & (np.asarray(values) >= 0))]
         if bad.size:

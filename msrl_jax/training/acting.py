@@ -41,7 +41,7 @@ class Behavior:
         Raises:
           ValueError: if the agent is recurrent.
         """
-        if self.agent.initial_memory is not None:
+        if self.agent.initial_carry is not None:
             raise ValueError(
                 "this agent remembers earlier observations, so one is not enough to act on; pass a carry from step to "
                 "step with act_with_carry"
@@ -50,7 +50,7 @@ class Behavior:
 
     def initial_carry(self, num_envs: int) -> Any:
         """The carry at the start of an episode: a pytree of arrays `[E, ...]`, empty unless the agent is recurrent."""
-        return () if self.agent.initial_memory is None else self.agent.initial_memory(num_envs)
+        return () if self.agent.initial_carry is None else self.agent.initial_carry(num_envs)
 
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
         """Chooses actions, whether the agent is recurrent or not.
@@ -65,7 +65,7 @@ class Behavior:
           Actions `[E, ...]` and the carry for the next step.
         """
         observed = self.agent.env.observe(state.env_state, obs)
-        if self.agent.initial_memory is None:
+        if self.agent.initial_carry is None:
             return self.agent.act(state, observed, key), carry
         return self.agent.act(state, observed, key, carry)
 

@@ -226,7 +226,7 @@ class Result:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the run has no such member, or
             if the agent is recurrent: `act_with_carry` is for those.
         """
-        if self.behavior.agent.initial_memory is not None:
+        if self.behavior.agent.initial_carry is not None:
             raise ValueError(
                 f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough to act "
                 "on; use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
@@ -386,7 +386,8 @@ class Result:
                 "Result.load(path, env=...)"
             )
         tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in description["config"].items()}
-        tuples |= {"data": None} if "data" in tuples else {}
+        for name in ("data", "data_fraction"):  # a run comes back without its data
+            tuples.pop(name, None)
         setup = resolve(
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], overrides=tuples,

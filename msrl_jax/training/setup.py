@@ -63,7 +63,8 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
       An instance of `algorithm.config`.
 
     Raises:
-      ValueError: on a config of another type and on a field that it does not have (the nearest one is suggested).
+      ValueError: on a config of another type, on a field that it does not have (the nearest one is suggested), and on a field
+        that has no effect beside the others.
     """
     config = config or algorithm.config()
     if not isinstance(config, algorithm.config):
@@ -76,7 +77,9 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
             raise ValueError(
                 f"{type(config).__name__} has no field {name!r}{suggestion(name, fields)}; its fields are {', '.join(fields)}"
             )
-    return dataclasses.replace(config, **overrides)
+    config = dataclasses.replace(config, **overrides)
+    config.check_given(overrides)
+    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +145,14 @@ class Setup:
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
         state = jax.eval_shape(self.initial_state)
-        program = compile_program(self.agent.iteration, state, policy=policy, axes=self.agent.axes, devices=devices)
-        for placement in program.layout.placements:
-            ways, group = placement.split("env"), self.behavior.agent.env_group
-            num_envs = self.behavior.agent.env.num_envs
-            if num_envs % ways == 0 and num_envs % (ways * group):
-                raise ValueError(
-                    f"num_envs={num_envs} cannot be split over the {ways} devices of placement {placement.name!r} in groups "
-                    f"of {group}, which {self.algorithm.name!r} keeps on one device; use a multiple of {ways * group}, or "
-                    "fewer minibatches or devices"
-                )
+        program = compile_program(
+            self.agent.iteration,
+            state,
+            policy=policy,
+            axes=self.agent.axes,
+            groups={"env": self.agent.env_group},
+            devices=devices,
+        )
         program.check_memory()
         return program
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms, replay
-from msrl_jax.algorithms.networks.actor_and_critics import make_buffer
+from msrl_jax.algorithms.loops.buffers import n_step_buffer
 
 E, B = 16, 32
 SMALL = {
@@ -29,11 +29,9 @@ def start(agent, iterations):
     return state
 
 
-def drawn(agent, config, state, after):
+def drawn(env, config, state, after):
     """The first batch that an iteration learned from, as an `NStep` of NumPy arrays, and its key."""
-    size = agent.env.action_space.shape
-    buffer = make_buffer(agent.env, jax.ShapeDtypeStruct(size, jnp.float32 if size else jnp.int32), config)
-    sample = buffer.sample(after.replay, jax.random.split(state.replay_key, config.num_updates + 1)[1])
+    sample = n_step_buffer(env, config).sample(after.replay, jax.random.split(state.replay_key, config.num_updates + 1)[1])
     assert isinstance(sample.experience, replay.NStep)
     return jax.tree.map(np.asarray, sample.experience), jax.random.split(state.key, config.num_updates + 1)[1]
 

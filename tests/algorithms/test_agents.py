@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 
@@ -28,3 +29,41 @@ def test_an_iteration_makes_the_declared_number_of_updates(algorithm):
     found = lambda state: [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]  # noqa: E731
     counts = jax.jit(lambda key: found(agent.iteration(agent.with_data(agent.init(key)))[0]))
     assert max(counts(jax.random.key(0))) == agent.updates_per_iteration
+
+
+def shapes_and_axes(algorithm, size):
+    """Shape and logical axes of every leaf of a state, where environments, shards and batches are multiples of a size."""
+    fields = {f.name for f in dataclasses.fields(algorithm.config)}
+    wanted = {
+        "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "capacity": 64 * size, "learning_starts": 64 * size,
+        "shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2, "prioritised": True,
+    }  # fmt: skip
+    options = {name: value for name, value in wanted.items() if name in fields}
+    if "trace_length" in fields:
+        options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
+    env = msrl.envs.make("Pendulum-v1" if algorithm.name in ("ddpg", "td3") else "CartPole-v1")
+    if algorithm.name in ("bc", "cql", "iql", "dqn", "sac"):
+        options |= {"data": noise(env, rows=640 * size)}
+    agent = algorithm.build(env, algorithm.config(**options))
+    state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    axes = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: tuple(spec), part), agent.axes, state, is_leaf=is_spec)
+    leaves = jax.tree.leaves_with_path(state)
+    return [(jax.tree_util.keystr(path), x.shape, a) for (path, x), a in zip(leaves, _tuples(axes), strict=True)]
+
+
+def _tuples(axes):
+    return jax.tree.leaves(axes, is_leaf=lambda x: type(x) is tuple and all(a is None or isinstance(a, str) for a in x) and x)
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3", "iql"])
+def test_logical_axes_are_of_the_dimensions_that_grow(name):
+    """A dimension that grows with environments and shards has a logical axis, and no other has one."""
+    algorithm = msrl.algorithms.get(name)
+    few, many = (shapes_and_axes(algorithm, size) for size in (4, 8))
+    for (path, small, axes), (_, large, _) in zip(few, many, strict=True):
+        grows = [a != b for a, b in zip(small, large, strict=True)]
+        named = [axis is not None for axis in axes] + [False] * (len(small) - len(axes))
+        assert grows == named or path.startswith(".data"), path
+    kinds = {axis for _, _, axes in few for axis in axes if axis}
+    assert kinds == ({"shard"} if name == "iql" else {"env", "shard"})

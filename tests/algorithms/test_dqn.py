@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, envs
+from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
-from msrl_jax.algorithms.dqn import make_buffer
+from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete
 
@@ -116,7 +117,7 @@ def plain_loop(agent, config, buffer, state, iterations, staleness):
         replay_key, *draws = jax.random.split(replay_key, K + 1)
         samples, pending = [sample(held, key) for key in draws], []
         if (i + 1) * T * E >= config.learning_starts:
-            for k, (experience, indices, probability) in enumerate(samples):
+            for k, (experience, indices, probability, _) in enumerate(samples):
                 weight = np.ones(B)
                 if config.prioritised:
                     beta = config.beta + (1 - config.beta) * min(1, i * T * E / config.total_steps)
@@ -139,7 +140,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
     """Act with the parameters there are, tell the buffer of past errors, insert, draw, learn; then the actors refresh."""
     algorithm = algorithms.get(name)
     config = algorithm.config(**SMALL | options)
-    agent, buffer = algorithm.build(RandomWalk(), config), make_buffer(RandomWalk(), config)
+    agent, buffer = algorithm.build(RandomWalk(), config), n_step_buffer(RandomWalk(), config)
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
@@ -162,10 +163,8 @@ def test_training_equals_a_plain_loop(name, options, staleness):
 @pytest.mark.parametrize("hidden_sizes", [(8,), (8, 6)])
 def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
     """The mean over the actions is what the value stream says, whatever is added to all advantages."""
-    network = q_network(
-        Box(0.0, 1.0, obs_shape), Discrete(4), hidden_sizes=hidden_sizes, activation="relu", network="auto",
-        dueling=True, num_atoms=3,
-    )  # fmt: skip
+    config = NetworkConfig(hidden_sizes=hidden_sizes, activation="relu")
+    network = q_network(Box(0.0, 1.0, obs_shape), Discrete(4), config, dueling=True, num_atoms=3)
     obs = jnp.ones((2, *obs_shape))
     params = network.init(jax.random.key(0), obs)
     outputs = network.apply(params, obs)
@@ -222,8 +221,8 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
     ("options", "message"),
     [
         ({"batch_size": 100_000}, r"fewer than batch_size=100000; use a capacity of at least 100032, or smaller batches"),
-        ({"learning_starts": 100}, r"learning_starts its min_size: min_size=100: a batch of 128 .* needs 128 steps"),
-        ({"learning_starts": 60_000}, r"min_size=60000: .* the buffer holds 19968; use a number between these"),
+        ({"learning_starts": 100}, r"learning_starts=100: a batch of 128 .* needs 128 steps"),
+        ({"learning_starts": 60_000}, r"learning_starts=60000: .* the buffer holds 19968; use a number between these"),
         ({"capacity": 10**9, "storage": "bfloat16"}, r"takes [0-9,]+ bytes, but .* use capacity=\d+ or less"),
         ({"shards": 3}, "shards=3 does not divide both num_envs=16 and batch_size=128"),
     ],
@@ -246,3 +245,37 @@ def test_continuous_actions_are_refused_with_the_names_of_what_fits():
         algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
     for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
         algorithms.get(name)
+
+
+@pytest.fixture(scope="module")
+def periodic():
+    """An agent whose target and whose actors follow every third update, and a state that is about to learn."""
+    options = {"num_updates": 1, "target_period": 3, "tau": 1.0, "actor_period": 3}
+    agent = algorithms.get("dqn").build(RandomWalk(), DQNConfig(**SMALL | options))
+    iteration, state = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
+    for _ in range(3):
+        state, _ = iteration(state)
+    return iteration, state
+
+
+@pytest.mark.parametrize("done", [0, 1, 2, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 10**13, 10**13 + 1])
+def test_periods_are_kept_where_counters_would_wrap(periodic, done):
+    iteration, state = periodic
+    taken_at = counters.counter(max(done - 2, 0))
+    state = state._replace(
+        iteration=counters.counter(done), updates=counters.counter(done), acting_params=(state.acting_params[0], taken_at)
+    )
+    after, metrics = iteration(state)
+    assert counters.to_int(after.iteration) == counters.to_int(after.updates) == done + 1
+    assert metrics["parameter_age"] == min(done, 2)
+    same = lambda a, b: all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # noqa: E731
+    assert not same(after.params, state.params)
+    due = (done + 1) % 3 == 0
+    assert same(after.target_params, after.params if due else state.target_params)
+    assert same(after.acting_params[0], after.params if due else state.acting_params[0])
+    assert counters.to_int(after.acting_params[1]) == (done + 1 if due else max(done - 2, 0))
+
+
+def test_as_many_random_steps_as_a_batch_needs():
+    """What `learning_starts=None` promises."""
+    assert n_step_buffer(RandomWalk(), DQNConfig(**SMALL | {"learning_starts": None})).min_size == T * E

@@ -272,7 +272,7 @@ def test_a_run_comes_back_without_its_data(runs, tmp_path):
 @pytest.mark.parametrize(
     ("name", "continuous", "options", "message"),
     [
-        ("cql", False, {"target_gap": 1.0}, r"target_gap=1.0 learns a weight, but not for choices"),
+        ("cql", False, {"target_gap": 1.0}, r"target_gap=1.0 learns a weight, but not for discrete actions"),
         ("cql", True, {"target_gap": 1.0, "conservative_weight": 0.0}, "conservative_weight=0 is no weight to learn from"),
         ("iql", True, {"expectile": 1.2}, r"IQLConfig\.expectile=1.2: use a finite number at least 0 and at most 1"),
         ("bc", True, {"validation_fraction": 1.0}, "holds everything out; use less than 1"),

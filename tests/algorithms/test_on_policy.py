@@ -1,6 +1,7 @@
 """A2C, IMPALA and A3C against plain Python loops that spell out their order of events."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import A3CConfig
+from msrl_jax.algorithms.loops.acting import parameter_age, parameter_version
+from msrl_jax.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 
 from .random_walk import RandomWalk
@@ -64,8 +67,8 @@ def plain_rollout(agent, acting, env_state, obs, actor_keys):
             env_action = action = (total <= uniform[:, None] * total[:, -1:]).sum(-1)
         log_prob, _ = plain_log_prob_and_entropy(outputs, log_scale, action, np)
         env_state, seen = step(env_state, jnp.asarray(env_action))
-        final_value = network(seen.final_obs)[1]
-        row = (obs, action, log_prob, final_value, seen.reward, seen.terminated, seen.truncated)
+        bootstrap_value = network(seen.final_obs)[1]
+        row = (obs, action, log_prob, bootstrap_value, seen.reward, seen.terminated, seen.truncated)
         columns.append([np.asarray(x) for x in row])
         obs = seen.obs
     return env_state, obs, split[:, 0], [np.stack(x) for x in zip(*columns, strict=True)]
@@ -73,7 +76,7 @@ def plain_rollout(agent, acting, env_state, obs, actor_keys):
 
 def plain_gradient(params, rollout, last_obs, config, corrected=False):
     """Targets and advantages by a loop backwards, then the gradient of a loss written out here."""
-    obs, action, log_prob, final_value, reward, terminated, truncated = rollout
+    obs, action, log_prob, bootstrap_value, reward, terminated, truncated = rollout
     exact = wide(params)
     outputs, value = plain_network(exact, np.concatenate([obs, last_obs[None]]).astype(np.float64), False, np)
     now, _ = plain_log_prob_and_entropy(outputs[:-1], exact["params"].get("log_scale"), action, np)
@@ -85,12 +88,14 @@ def plain_gradient(params, rollout, last_obs, config, corrected=False):
         rho, c, weight, kept = ratio, ratio * config.gae_lambda, ratio, config.gae_lambda
     target, advantage, after = np.zeros(reward.shape), np.zeros(reward.shape), np.zeros(reward.shape[1])
     for t in reversed(range(T)):
-        future = np.where(terminated[t], 0, np.where(truncated[t], final_value[t], value[t + 1]))
+        future = np.where(terminated[t], 0, np.where(truncated[t], bootstrap_value[t], value[t + 1]))
         after = np.where(terminated[t] | truncated[t], 0, after)
         error = reward[t] + config.discount * future - value[t]
         advantage[t] = weight[t] * (error + config.discount * kept * after)
         after = rho[t] * error + config.discount * c[t] * after
         target[t] = value[t] + after
+    if config.normalize_advantage != "none":
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
     def loss(params):
         outputs, v = plain_network(params, obs, False)
@@ -118,7 +123,8 @@ def assert_close(got, want):
 @pytest.mark.parametrize("continuous", [False, True], ids=["discrete", "continuous"])
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
 def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, gae_lambda):
-    agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda)
+    over = "batch" if gae_lambda < 1 else "none"
+    agent, config = build("a2c", RandomWalk(continuous), gae_lambda=gae_lambda, normalize_advantage=over)
     state = start(agent)
     _, obs, _, rollout = plain_rollout(agent, [state.params], state.env_state, state.obs, state.actor_keys)
     terminated, truncated = rollout[-2:]
@@ -154,8 +160,9 @@ def named(policy):
 @pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 1, 3)), Apart(2)], ids=named)
 def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
     """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones."""
-    agent, config = build("impala", **VTRACE)
-    state, staleness = start(agent, 0), policy.staleness
+    staleness = policy.staleness
+    agent, config = build("impala", **VTRACE, normalize_advantage="batch" if staleness == 1 else "none")
+    state = start(agent, 0)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 6, chunk=1)
     params, mean_square = state.params, wide(state.opt_state[1].nu)
@@ -173,6 +180,37 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
 
 
+def counted(state, iterations):
+    """A state as if it had seen so many iterations."""
+    count = counter(iterations)
+    if hasattr(state, "fetched"):
+        updates = [iterations * W - W + worker + 1 for worker in range(W)]
+        state = state._replace(fetched=jnp.array(np.array(updates) % 2**32, jnp.uint32))
+    return state._replace(iteration=count)
+
+
+@pytest.mark.parametrize("iterations", [2**24, 2**31, 2**32])
+@pytest.mark.parametrize("name", ["impala", "a3c"])
+def test_ages_are_right_where_counters_would_wrap(name, iterations):
+    """A version of the parameters is a word of 32 bits; its age is a difference, which does not care."""
+    agent, iterate = aged(name)
+    state, ages = counted(start(agent, 0), iterations - 2), []
+    versions = [parameter_version(counter(iterations - 2))] * 2
+    for i in range(4):
+        state, metrics = iterate(state)
+        ages.append(parameter_age(state.iteration, versions[-2]))
+        versions.append(parameter_version(state.iteration))
+        assert metrics["parameter_age"] == 0 and to_int(state.iteration) == iterations - 1 + i
+        assert name != "a3c" or metrics["gradient_age"] == W - 1
+    np.testing.assert_array_equal(ages, [1, 2, 2, 2])
+
+
+@functools.cache
+def aged(name):
+    agent, _ = build(name)
+    return agent, jax.jit(agent.iteration)
+
+
 def test_on_policy_impala_is_a2c():
     states = {}
     for name, trace in (("a2c", "gae_lambda"), ("impala", "vtrace_lambda")):
@@ -185,8 +223,9 @@ def test_on_policy_impala_is_a2c():
 
 @pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1)], ids=named)
 def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy):
-    agent, config = build("a3c")
-    state, staleness = start(agent, 0), policy.staleness
+    staleness = policy.staleness
+    agent, config = build("a3c", normalize_advantage="worker" if staleness == 1 else "none")
+    state = start(agent, 0)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 4, chunk=1)
     server, mean_square, copies = state.params, wide(state.opt_state[1].nu), [state.params] * W

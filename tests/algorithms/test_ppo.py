@@ -1,5 +1,6 @@
 """PPO: one iteration against an independent implementation, what it exchanges between devices, and its options."""
 
+import dataclasses
 import re
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms import PPOConfig
+from msrl_jax.fragments.placement import AXES
+from msrl_jax.policies import Placement
 
 from .random_walk import RandomWalk
 
@@ -81,20 +84,23 @@ def plain_rollout(agent, state):
             env_action = action
         log_prob, _ = plain_log_prob_and_entropy(outputs, log_scale, action, np)
         env_state, step_out = step(env_state, jnp.asarray(env_action))
-        _, final_value = plain_network(params, np.asarray(step_out.final_obs, np.float64), continuous, np)
-        row = (obs, action, log_prob, value, final_value, step_out.reward, step_out.terminated, step_out.truncated)
+        _, bootstrap_value = plain_network(params, np.asarray(step_out.final_obs, np.float64), continuous, np)
+        row = (obs, action, log_prob, value, bootstrap_value, step_out.reward, step_out.terminated, step_out.truncated)
         columns.append([np.asarray(x) for x in row])
         obs = step_out.obs
     return obs, [np.stack(x) for x in zip(*columns, strict=True)]
 
 
-def plain_update(agent, config, state, rollout):
-    """Advantages by a loop; then one optax update per minibatch of time steps, from a loss written out here."""
-    obs, action, log_prob, value, final_value, reward, terminated, truncated = rollout
+def plain_update(agent, config, state, rollout, num_updates=None):
+    """Advantages by a loop; then one optax update per minibatch of time steps, from a loss written out here.
+
+    Also returns how far the parameters after `num_updates` diverge from the policy that acted, on each later minibatch.
+    """
+    obs, action, log_prob, value, bootstrap_value, reward, terminated, truncated = rollout
     continuous = agent.env.action_space.shape != ()
     advantage, after = np.zeros((T, E)), np.zeros(E)
     for t in reversed(range(T)):
-        future = np.where(terminated[t], 0, final_value[t])
+        future = np.where(terminated[t], 0, bootstrap_value[t])
         after = np.where(terminated[t] | truncated[t], 0, after)
         after = reward[t] + config.discount * future - value[t] + config.discount * config.gae_lambda * after
         advantage[t] = after
@@ -116,11 +122,17 @@ def plain_update(agent, config, state, rollout):
     tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate, eps=1e-5))
     _, *epoch_keys = jax.random.split(state.key, config.num_epochs + 1)
     params, opt_state = state.params, (state.opt_state[0], (state.opt_state[1], optax.EmptyState()))
-    for epoch_key in epoch_keys:
-        for i in np.asarray(jax.random.permutation(epoch_key, T)).reshape(config.num_minibatches, -1):
-            updates, opt_state = tx.update(jax.grad(loss)(params, i), opt_state)
-            params = optax.apply_updates(params, updates)
-    return params
+    minibatches = np.concatenate([jax.random.permutation(k, T).reshape(config.num_minibatches, -1) for k in epoch_keys])
+    for i in minibatches[:num_updates]:
+        updates, opt_state = tx.update(jax.grad(loss)(params, i), opt_state)
+        params = optax.apply_updates(params, updates)
+
+    def divergence(i):
+        outputs, _ = plain_network(params, obs[i], continuous)
+        new, _ = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action[i])
+        return (jnp.exp(new - log_prob[i]) - 1 - (new - log_prob[i])).mean()
+
+    return params, [divergence(i) for i in minibatches[num_updates:]] if num_updates else []
 
 
 def test_one_iteration_equals_an_independent_implementation(walk):
@@ -132,7 +144,7 @@ def test_one_iteration_equals_an_independent_implementation(walk):
     after, metrics = jax.jit(agent.iteration)(state)
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
     assert metrics["parameter_age"] == 0
-    want = plain_update(agent, config, state, rollout)
+    want, _ = plain_update(agent, config, state, rollout)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params)
     assert min(jax.tree.leaves(moved)) > 1e-4
@@ -161,11 +173,11 @@ def test_a_key_samples_and_no_key_is_greedy(walk):
 
 
 def shardings(agent, mesh):
-    spec = lambda part, axes: jax.tree.map(lambda _: NamedSharding(mesh, axes), part)  # noqa: E731
+    """Shardings of the state over a mesh with one axis, over which every logical axis is split."""
+    placement = Placement("all", mesh, tuple((axis, "env") for axis in AXES))
+    spec = lambda axes, part: jax.tree.map(lambda x: placement.sharding(axes, x.shape), part)  # noqa: E731
     state = jax.eval_shape(agent.init, jax.random.key(0))
-    return jax.tree.map(
-        lambda axes, part: spec(part, axes), agent.axes, state, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree.map(spec, agent.axes, state, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def collectives(agent):
@@ -220,17 +232,20 @@ def test_a_split_over_devices_does_not_change_the_run():
     jax.tree.map(close, (got.params, metrics), (want.params, want_metrics))
 
 
-def test_updates_stop_once_the_divergence_exceeds_its_target():
-    """With a target that any divergence exceeds, only the first update is made: it still has a divergence of 0."""
-    agent = build(RandomWalk(), target_kl=1e-12, learning_rate=1e-2)
-    state = start(agent, 0)
-    after, _ = jax.jit(agent.iteration)(state)
-    assert after.opt_state[1].count == 1
-    one = build(RandomWalk(), num_epochs=1, learning_rate=1e-2)
-    first, _ = jax.jit(one.iteration)(state)
-    moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params)
-    assert 0 < max(jax.tree.leaves(moved)) < 1.1e-2
-    assert first.opt_state[1].count == 4
+def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):
+    """A later minibatch with a lower divergence does not start them again."""
+    agent, state = walk
+    continuous = agent.env.action_space.shape != ()
+    config = PPOConfig(**SMALL, clip_value=0.1, shared_torso=continuous, learning_rate=0.02)
+    state = state._replace(key=jax.random.key(3))  # its minibatches differ
+    _, rollout = plain_rollout(agent, state)
+    want, (second, *later) = plain_update(agent, config, state, rollout, num_updates=1)
+    assert min(later) < 0.9 * second
+    stopped = dataclasses.replace(config, target_kl=float(second + min(later)) / 2)
+    after, metrics = jax.jit(algorithms.get("ppo").build(RandomWalk(continuous), stopped).iteration)(state)
+    assert after.opt_state[1].count - state.opt_state[1].count == 1
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5), after.params, want)
+    assert metrics["approx_kl"] > 0
 
 
 def test_the_learning_rate_falls_to_zero_and_stays_there():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, cli, envs
+from msrl_jax import algorithms, cli, counters, envs, replay
 from msrl_jax.algorithms import R2D2Config, r2d2
 from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
 from msrl_jax.algorithms.networks.recurrent import recurrent_q_network
@@ -83,7 +83,7 @@ def test_targets_are_those_of_a_loop_across_the_ends_of_episodes(seed, n, epsilo
     numbers = np.random.default_rng(seed)
     reward, next_value = numbers.normal(size=(2, 9, 2)).astype(np.float32) * np.float32([[[1]], [[5]]])
     terminated, truncated = numbers.uniform(size=(2, 9, 2)) < ends / 2
-    window = r2d2.RecurrentTransition(None, None, reward, terminated, truncated, None, None)
+    window = replay.Transition(None, None, reward, terminated, truncated, None)
     got = r2d2.sequence_target(jnp.asarray(next_value), window, discount=discount, num_steps=n, epsilon=epsilon)
     wanted = (np.asarray(x, np.float64) for x in (reward, next_value))
     want = plain_targets(*wanted, terminated, truncated, discount, n, epsilon)
@@ -115,8 +115,8 @@ def walk(request):
     config = R2D2Config(**SMALL | OPTIONS[request.param])
     agent = algorithms.get("r2d2").build(RandomWalk(), config)
     env = RandomWalk()
-    network = recurrent_q_network(env.observation_space, env.action_space, config)
-    buffer = r2d2.make_buffer(env, network.initial_memory(()), config)
+    network = recurrent_q_network(env.observation_space, env.action_space, config, dueling=config.dueling)
+    buffer = r2d2.make_buffer(env, network.initial_carry(()), config)
     return agent, config, network, buffer, jax.jit(agent.iteration)
 
 
@@ -137,7 +137,7 @@ def walked(walk):
 def sampled(buffer, state, key):
     """A batch of windows as NumPy arrays, `[S, B, ...]`, and their probabilities."""
     batch = jax.jit(buffer.sample)(state, key)
-    assert isinstance(batch.experience, r2d2.RecurrentTransition)
+    assert isinstance(batch.experience, replay.Transition)
     assert batch.experience.reward.shape == (BURN_IN + L + N - 1, B)
     return jax.tree.map(np.asarray, batch)
 
@@ -150,7 +150,7 @@ def test_unchanged_parameters_value_a_window_as_they_did_while_acting(walk):
     agent, config, network, buffer, iterate = walk
     state = jax.jit(agent.init)(jax.random.key(3))
     # Parameters larger than they start, so that values depend on what is remembered; the learning rate has fallen to 0.
-    state = state._replace(params=jax.tree.map(lambda x: 3 * x, state.params), iteration=jnp.int32(1000))
+    state = state._replace(params=jax.tree.map(lambda x: 3 * x, state.params), iteration=counters.counter(1000))
     after = state
     for _ in range(9):
         after, _ = iterate(after)
@@ -165,19 +165,19 @@ def test_unchanged_parameters_value_a_window_as_they_did_while_acting(walk):
     held = jax.tree.unflatten(tree, map(history, after.replay.items))
     ends = held.terminated | held.truncated
     begins = np.concatenate([np.ones((1, E), bool), ends[:-1]])
-    zeros = tuple(np.zeros((E, H)) for _ in held.memory)
+    zeros = tuple(np.zeros((E, H)) for _ in held.carry)
     params = wide(state.params)
     values, memories = plain_values(config.core, params, np.float64(held.obs), begins, zeros)
     acted = slice(2 * T, None)
     best = values[acted].argmax(-1)
     assert (held.action[acted] == best).mean() > 0.99 and len(set(best.ravel())) > 1
-    for stored, computed in zip(held.memory, memories, strict=True):
+    for stored, computed in zip(held.carry, memories, strict=True):
         before = np.concatenate([np.zeros((1, E, H)), computed[:-1]]) * ~begins[..., None]
         np.testing.assert_allclose(stored, before, rtol=1e-4, atol=1e-5)
 
     checked, replayed = 0, jax.jit(lambda window: r2d2.replay_values(network, state.params, window, BURN_IN))
     for seed in range(4):
-        window, indices, _ = sampled(buffer, after.replay, jax.random.key(seed))
+        window, indices, *_ = sampled(buffer, after.replay, jax.random.key(seed))
         got, got_memories = replayed(window)
         for i, (step, e) in enumerate(zip(indices.step, indices.env, strict=True)):
             steps = slice(step + BURN_IN, step + BURN_IN + L + N - 1)
@@ -191,7 +191,7 @@ def test_unchanged_parameters_value_a_window_as_they_did_while_acting(walk):
 def test_one_update_equals_an_independent_implementation(walk, walked):
     """Burn-in from the stored memory is a constant of the gradient; targets look across the ends of episodes."""
     (_, config, _, buffer, _), (state, after) = walk, walked
-    window, indices, probability = sampled(buffer, after.replay, jax.random.split(state.replay_key)[1])
+    window, indices, probability, _ = sampled(buffer, after.replay, jax.random.split(state.replay_key)[1])
     ends = window.terminated | window.truncated
     assert window.terminated.any() and (window.truncated & ~window.terminated).any() and ends[:BURN_IN].any()
     begins = np.concatenate([np.zeros((1, B), bool), ends[:-1]])
@@ -199,7 +199,7 @@ def test_one_update_equals_an_independent_implementation(walk, walked):
 
     def plain(params, xp):
         """Values after the burn-in, and of successors. The burn-in itself is in float64, so it has no gradient."""
-        memory = tuple(np.float64(m[0]) for m in window.memory)
+        memory = tuple(np.float64(m[0]) for m in window.carry)
         constants = wide(state.params) if xp is jnp else params
         _, memories = plain_values(config.core, constants, np.float64(window.obs[:BURN_IN]), begins[:BURN_IN], memory)
         memory = tuple(m[-1] for m in memories)
@@ -286,7 +286,7 @@ def test_stale_actors_keep_a_memory_of_their_own():
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
     after, metrics = program.run(state, 4, chunk=1)
     np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 1, 1])
-    assert any(np.abs(np.asarray(m)).max() > 0 for m in program.unwrap(after).recall.memory)
+    assert any(np.abs(np.asarray(m)).max() > 0 for m in program.unwrap(after).carry)
     assert "memory" not in {c.value for c in program.explain().crossings if c.destination == "actors"}
 
 
@@ -311,7 +311,7 @@ def test_members_evaluate_and_act_with_a_memory():
     [
         ({"capacity": 640}, r"holds 32 steps of each .* a window is length=44 steps long; use a capacity of at least \d+, or"),
         ({"batch_size": 4096}, r"fewer than batch_size=4096; use a capacity of at least \d+, or smaller batches"),
-        ({"learning_starts": 256}, r"min_size=256: a batch of 32 windows of length=44 needs \d+ steps"),
+        ({"learning_starts": 256}, r"learning_starts=256: a batch of 32 windows of length=44 needs \d+ steps"),
     ],
 )
 def test_a_window_longer_than_what_is_stored_is_refused_in_one_line(options, message, capsys):

@@ -1,4 +1,6 @@
-"""Recurrent networks and recurrent PPO, against plain loops; what they exchange between devices; acting with a memory."""
+"""Recurrent networks and recurrent PPO, against plain loops; what they exchange between devices; acting with a carry."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,74 +20,74 @@ T, E, H, INPUTS = 7, 6, 5, 3
 SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
 
 
-def plain_core(name, params, inputs, begins, memory, xp=jnp):
+def plain_core(name, params, inputs, is_first, carry, xp=jnp):
     """The equations of the cell, gate by gate and step by step."""
     gates = 3 if name == "gru" else 4
     w, u = (xp.split(params[k], gates, -1) for k in ("input", "recurrent"))
     b = xp.split(params["bias"], gates)
     sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
-    memories = []
-    for x, begin in zip(inputs, begins, strict=True):
-        memory = [xp.where(begin[:, None], 0, m) for m in memory]
-        h = memory[0]
+    carries = []
+    for x, first in zip(inputs, is_first, strict=True):
+        carry = [xp.where(first[:, None], 0, m) for m in carry]
+        h = carry[0]
         if name == "gru":
             r, z = (sigmoid(x @ w[i] + b[i] + h @ u[i]) for i in (0, 1))
             n = xp.tanh(x @ w[2] + b[2] + r * (h @ u[2]))
-            memory = [(1 - z) * n + z * h]
+            carry = [(1 - z) * n + z * h]
         else:
             i, f, o = (sigmoid(x @ w[k] + b[k] + h @ u[k]) for k in range(3))
-            c = f * memory[1] + i * xp.tanh(x @ w[3] + b[3] + h @ u[3])
-            memory = [o * xp.tanh(c), c]
-        memories.append(memory)
-    return tuple(xp.stack(m) for m in zip(*memories, strict=True))
+            c = f * carry[1] + i * xp.tanh(x @ w[3] + b[3] + h @ u[3])
+            carry = [o * xp.tanh(c), c]
+        carries.append(carry)
+    return tuple(xp.stack(m) for m in zip(*carries, strict=True))
 
 
 @pytest.fixture(scope="module", params=["gru", "lstm"])
 def unrolled(request):
-    """A core, parameters without special values, inputs, where episodes begin, and a memory from before."""
+    """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
     core = recurrent_core(request.param, H)
     keys = iter(jax.random.split(jax.random.key(0), 8))
     shapes = jax.eval_shape(lambda k: core.init(k, INPUTS), jax.random.key(0))
     params = jax.tree.map(lambda x: 0.7 * jax.random.normal(next(keys), x.shape), shapes)
-    inputs, begins = jax.random.normal(next(keys), (T, E, INPUTS)), jax.random.bernoulli(next(keys), 0.3, (T, E))
-    memory = tuple(jax.random.normal(next(keys), (E, H)) for _ in core.initial_memory((E,)))
-    assert begins.any() and not begins.all() and begins[0].any()
-    return request.param, core, params, inputs, begins, memory
+    inputs, is_first = jax.random.normal(next(keys), (T, E, INPUTS)), jax.random.bernoulli(next(keys), 0.3, (T, E))
+    carry = tuple(jax.random.normal(next(keys), (E, H)) for _ in core.initial_carry((E,)))
+    assert is_first.any() and not is_first.all() and is_first[0].any()
+    return request.param, core, params, inputs, is_first, carry
 
 
-def test_an_unroll_is_a_loop_over_steps_that_forgets_where_episodes_begin(unrolled):
-    name, core, params, inputs, begins, memory = unrolled
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, inputs, memory))
-    want = plain_core(name, *wide[:2], np.asarray(begins), wide[2], np)
-    got = jax.jit(core.unroll)(params, inputs, begins, memory)
+def test_an_unroll_is_a_loop_over_steps_that_forgets_between_episodes(unrolled):
+    name, core, params, inputs, is_first, carry = unrolled
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, inputs, carry))
+    want = plain_core(name, *wide[:2], np.asarray(is_first), wide[2], np)
+    got = jax.jit(core.unroll)(params, inputs, is_first, carry)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 def test_steps_compute_what_the_unroll_does(unrolled):
-    _, core, params, inputs, _, memory = unrolled
-    want = core.unroll(params, inputs, jnp.zeros((T, E), bool), memory)
+    _, core, params, inputs, _, carry = unrolled
+    want = core.unroll(params, inputs, jnp.zeros((T, E), bool), carry)
     for x, *expected in zip(inputs, *want, strict=True):
-        memory = core.step(params, x, memory)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), memory, tuple(expected))
+        carry = core.step(params, x, carry)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), carry, tuple(expected))
 
 
 def test_gradients_are_those_of_the_plain_loop(unrolled):
     """Of everything that goes in, from everything that comes out."""
-    name, core, params, inputs, begins, memory = unrolled
+    name, core, params, inputs, is_first, carry = unrolled
     weights = [jax.random.normal(jax.random.key(i), (T, E, H)) for i in range(2)]
 
-    def loss(unroll, params, inputs, memory):
-        return sum((w * x).sum() for w, x in zip(weights, unroll(params, inputs, begins, memory), strict=False))
+    def loss(unroll, params, inputs, carry):
+        return sum((w * x).sum() for w, x in zip(weights, unroll(params, inputs, is_first, carry), strict=False))
 
-    grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, memory)  # noqa: E731
+    grad = lambda unroll: jax.jit(jax.grad(lambda *args: loss(unroll, *args), (0, 1, 2)))(params, inputs, carry)  # noqa: E731
     want = grad(lambda *args: plain_core(name, *args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
 
 
 def test_gradients_of_many_members_at_once_are_those_of_each(unrolled):
-    _, core, params, inputs, begins, memory = unrolled
+    _, core, params, inputs, is_first, carry = unrolled
     many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), params)
-    gradient = jax.grad(lambda params: (core.unroll(params, inputs, begins, memory)[0] ** 2).sum())
+    gradient = jax.grad(lambda params: (core.unroll(params, inputs, is_first, carry)[0] ** 2).sum())
     each = [gradient(jax.tree.map(lambda x, i=i: x[i], many)) for i in range(3)]
     together = jax.vmap(gradient)(many)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *each)
@@ -120,11 +122,11 @@ def walk(request):
     return config, agent, start(agent, 2)
 
 
-def plain_network(core, params, obs, begins, memory, xp=jnp):
-    """Log-probabilities of all actions, values and memory, written out."""
+def plain_network(core, params, obs, is_first, carry, xp=jnp):
+    """Log-probabilities of all actions, values and carry, written out."""
     dense = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
     features = xp.tanh(dense(params["torso"]["params"]["Dense_0"], obs))
-    h, *rest = plain_core(core, params["core"], features, begins, memory, xp)
+    h, *rest = plain_core(core, params["core"], features, is_first, carry, xp)
     heads = params["heads"]["params"]
     logits = dense(heads["actor_head"], h)
     log_probs = logits - xp.log(xp.exp(logits).sum(-1, keepdims=True))
@@ -140,40 +142,43 @@ def plain_rollout(core, agent, state):
     steps = SMALL["unroll_length"]
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), state.params)
     keys = jax.vmap(lambda k: jax.random.split(k, steps + 1))(state.actor_keys)[:, 1:]
-    env_state, obs, begins = state.env_state, state.obs, np.asarray(state.begins)
-    memory, columns, step = tuple(np.asarray(m, np.float64) for m in state.memory), [], jax.jit(agent.env.step)
+    env_state, obs, is_first = state.env_state, state.obs, np.asarray(state.is_first)
+    carry, columns, step = tuple(np.asarray(m, np.float64) for m in state.carry), [], jax.jit(agent.env.step)
     for t in range(steps):
-        one = lambda x, begins, memory: plain_network(  # noqa: E731
-            core, params, np.asarray(x, np.float64)[None], begins[None], memory, np
+        one = lambda x, is_first, carry: plain_network(  # noqa: E731
+            core, params, np.asarray(x, np.float64)[None], is_first[None], carry, np
         )
-        log_probs, value, memory = one(obs, begins, memory)
+        log_probs, value, carry = one(obs, is_first, carry)
         cumulative = np.cumsum(np.exp(log_probs[0]), -1)
         action = np.array([np.searchsorted(c, jax.random.uniform(k)) for c, k in zip(cumulative, keys[:, t], strict=True)])
         env_state, out = step(env_state, jnp.asarray(action))
-        final_value = one(out.final_obs, np.zeros_like(begins), memory)[1]
-        row = (obs, begins, action, chosen_of(log_probs[0], action, np), value[0], final_value[0])
+        bootstrap_value = one(out.final_obs, np.zeros_like(is_first), carry)[1]
+        row = (obs, is_first, action, chosen_of(log_probs[0], action, np), value[0], bootstrap_value[0])
         columns.append([np.asarray(x) for x in (*row, out.reward, out.terminated, out.truncated)])
-        obs, begins = out.obs, np.asarray(out.terminated | out.truncated)
-    return obs, begins, memory, [np.stack(x) for x in zip(*columns, strict=True)]
+        obs, is_first = out.obs, np.asarray(out.terminated | out.truncated)
+    return obs, is_first, carry, [np.stack(x) for x in zip(*columns, strict=True)]
 
 
-def plain_update(config, state, rollout):
-    """Advantages by a loop; then one optax update per minibatch of sequences, from a loss written out here."""
-    obs, begins, action, log_prob, value, final_value, reward, terminated, truncated = rollout
-    advantage, after, future = np.zeros_like(value), 0.0, final_value[-1]
+def plain_update(config, state, rollout, num_updates=None):
+    """Advantages by a loop; then one optax update per minibatch of sequences, from a loss written out here.
+
+    Also returns how far the parameters after `num_updates` diverge from the policy that acted, on each later minibatch.
+    """
+    obs, is_first, action, log_prob, value, bootstrap_value, reward, terminated, truncated = rollout
+    advantage, after, future = np.zeros_like(value), 0.0, bootstrap_value[-1]
     for t in reversed(range(len(value))):
-        future = np.where(truncated[t], final_value[t], future) * ~terminated[t]
+        future = np.where(truncated[t], bootstrap_value[t], future) * ~terminated[t]
         after = reward[t] + config.discount * (future + config.gae_lambda * after * ~(terminated[t] | truncated[t])) - value[t]
         advantage[t], future = after, value[t]
     standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
     per_minibatch, target = config.normalize_advantage == "minibatch", advantage + value
     advantage = advantage if per_minibatch else standardize(advantage)
-    old = [jnp.asarray(x) for x in (obs, begins, action, log_prob, value, advantage, target)]
+    old = [jnp.asarray(x) for x in (obs, is_first, action, log_prob, value, advantage, target)]
 
     def loss(params, e):
         o, b, acted, log_prob, value, a, target = (x[:, e] for x in old)
         a = standardize(a) if per_minibatch else a
-        log_probs, v, _ = plain_network(config.core, params, o, b, [m[e] for m in state.memory])
+        log_probs, v, _ = plain_network(config.core, params, o, b, [m[e] for m in state.carry])
         ratio = jnp.exp(chosen_of(log_probs, acted) - log_prob)
         clipped = jnp.where(a > 0, jnp.minimum(ratio, 1 + config.clip_ratio), jnp.maximum(ratio, 1 - config.clip_ratio))
         near = jnp.clip(v, value - config.clip_value, value + config.clip_value)
@@ -185,32 +190,52 @@ def plain_update(config, state, rollout):
     _, *epoch_keys = jax.random.split(state.key, config.num_epochs + 1)
     params, opt_state = state.params, (state.opt_state[0], (state.opt_state[1], optax.EmptyState()))
     m = config.num_minibatches
-    gradient, seen = jax.jit(jax.grad(loss)), []
-    for key in epoch_keys:
-        order = jnp.tile(jnp.arange(m)[:, None], (1, config.num_envs // m))
-        for within in np.asarray(jax.random.permutation(key, order, axis=0, independent=True)):
-            e = np.arange(config.num_envs // m) * m + within
-            seen.append(e)
-            updates, opt_state = tx.update(gradient(params, e), opt_state)
-            params = optax.apply_updates(params, updates)
-    assert all(set(np.concatenate(seen[i : i + m])) == set(range(config.num_envs)) for i in range(0, len(seen), m))
-    return params
+    order = jnp.tile(jnp.arange(m)[:, None], (1, config.num_envs // m))
+    shuffled = [jax.random.permutation(key, order, axis=0, independent=True) for key in epoch_keys]
+    minibatches = [np.arange(config.num_envs // m) * m + within for epoch in shuffled for within in np.asarray(epoch)]
+    every = range(0, len(minibatches), m)
+    assert all(set(np.concatenate(minibatches[i : i + m])) == set(range(config.num_envs)) for i in every)
+    gradient = jax.jit(jax.grad(loss))
+    for e in minibatches[:num_updates]:
+        updates, opt_state = tx.update(gradient(params, e), opt_state)
+        params = optax.apply_updates(params, updates)
+
+    def divergence(e):
+        log_probs, _, _ = plain_network(config.core, params, obs[:, e], is_first[:, e], [c[e] for c in state.carry])
+        log_ratio = chosen_of(log_probs, action[:, e]) - log_prob[:, e]
+        return (jnp.exp(log_ratio) - 1 - log_ratio).mean()
+
+    return params, [divergence(e) for e in minibatches[num_updates:]] if num_updates else []
 
 
 def test_one_iteration_equals_an_independent_implementation(walk):
     config, agent, state = walk
-    obs, begins, memory, rollout = plain_rollout(config.core, agent, state)
+    obs, is_first, carry, rollout = plain_rollout(config.core, agent, state)
     terminated, truncated = rollout[-2:]
-    assert terminated.any() and (truncated & ~terminated).any() and not state.begins.all() and not begins.all()
+    assert terminated.any() and (truncated & ~terminated).any() and not state.is_first.all() and not is_first.all()
     after, metrics = jax.jit(agent.iteration)(state)
-    np.testing.assert_array_equal(after.begins, begins)
+    np.testing.assert_array_equal(after.is_first, is_first)
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)  # noqa: E731
-    jax.tree.map(close, (after.obs, after.memory), (obs, memory))
-    want = plain_update(config, state, rollout)
+    jax.tree.map(close, (after.obs, after.carry), (obs, carry))
+    want, _ = plain_update(config, state, rollout)
     jax.tree.map(close, after.params, want)
     moved = jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(np.asarray(a - b)).max(), after.params, state.params))
     assert min(moved) > 0 and np.median(moved) > 1e-3
     assert metrics["parameter_age"] == 0
+
+
+def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):
+    """A later minibatch with a lower divergence does not start them again."""
+    config, agent, state = walk
+    config = dataclasses.replace(config, learning_rate=0.02)
+    state = state._replace(key=jax.random.key(3))  # its minibatches differ
+    *_, rollout = plain_rollout(config.core, agent, state)
+    want, (second, *later) = plain_update(config, state, rollout, num_updates=1)
+    assert min(later) < 0.9 * second
+    stopped = dataclasses.replace(config, target_kl=float(second + min(later)) / 2)
+    after, _ = jax.jit(algorithms.get("recurrent_ppo").build(RandomWalk(), stopped).iteration)(state)
+    assert after.opt_state[1].count - state.opt_state[1].count == 1
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5), after.params, want)
 
 
 def test_the_state_keeps_its_types(walk):
@@ -255,10 +280,10 @@ def test_evaluation_carries_the_memory_through_an_episode(trained):
     params = jax.tree.map(np.asarray, trained.state.params)
     env = msrl.envs.vectorize(RandomWalk(), 16)
     env_state, obs = env.reset(jax.random.key(5))
-    memory, running, returns = (jnp.zeros((16, 5)),), np.ones(16, bool), np.zeros(16)
+    carry, running, returns = (jnp.zeros((16, 5)),), np.ones(16, bool), np.zeros(16)
     step = jax.jit(env.step)
     while running.any():
-        log_probs, _, memory = plain_network("gru", params, obs[None], jnp.zeros((1, 16), bool), memory)
+        log_probs, _, carry = plain_network("gru", params, obs[None], jnp.zeros((1, 16), bool), carry)
         env_state, out = step(env_state, jnp.argmax(log_probs[0], -1))
         obs, returns = out.obs, returns + np.where(running, out.reward, 0)
         running &= ~np.asarray(out.terminated | out.truncated)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import msrl_jax as msrl
 from msrl_jax.fragments.collectives import Collective, collectives
 from msrl_jax.fragments.marker import fragment
 
@@ -31,7 +32,8 @@ def on_devices(fn, mesh):
 
 
 def found(text):
-    listed, known = collectives(text)
+    listed, known, understood = collectives(text)
+    assert understood
     return sorted((c.kind, c.nbytes, c.times) for c in listed), known
 
 
@@ -71,7 +73,7 @@ def test_source_is_where_jax_says(mesh):
         with jax.named_scope("update"):
             return jax.lax.psum(x, "d")
 
-    ((collective,), _) = collectives(compiled(on_devices(fn, mesh), mesh))
+    (collective,) = collectives(compiled(on_devices(fn, mesh), mesh)).collectives
     assert collective.source.startswith("jit(fn)/") and "/update/psum" in collective.source
 
 
@@ -141,7 +143,7 @@ def test_every_branch_of_a_conditional_is_listed(mesh):
 
 def test_one_device_has_none():
     text = jax.jit(lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), c.sum()), x, length=3)).lower(jnp.ones(4)).compile()
-    assert collectives(text.as_text()) == ([], True)
+    assert collectives(text.as_text()) == ([], True, True)
 
 
 # As XLA prints programs for GPUs and TPUs: asynchronous pairs, layouts with tiles and memory spaces, calls of calls.
@@ -190,8 +192,8 @@ backend_config={"operation_queue_id":"0","known_trip_count":{"n":"10"},"known_in
 
 
 def test_asynchronous_collectives_count_their_results_once():
-    listed, known = collectives(ASYNCHRONOUS)
-    assert known
+    listed, known, understood = collectives(ASYNCHRONOUS)
+    assert known and understood
     assert listed == [
         Collective("all-gather", 8 * 4 * 4, 1, "jit(step)/learn/all_gather"),
         Collective("all-gather", 8 * 4 + 12 * 2, 1, ""),
@@ -208,7 +210,7 @@ def test_asynchronous_collectives_count_their_results_once():
 
 def test_without_a_trip_count_the_length_is_unknown():
     text = ASYNCHRONOUS.replace('"known_trip_count":{"n":"10"},', "")
-    listed, known = collectives(text)
+    listed, known, _ = collectives(text)
     assert not known and [c.times for c in listed if c.kind == "all-reduce"] == [1, 1, 1]
 
 
@@ -238,3 +240,35 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 def test_widths(dtype, nbytes):
     text = f"ENTRY %main (p: f32[]) -> f32[] {{\n  ROOT %r = {dtype}[3,5]{{1,0}} all-reduce(%p), to_apply=%add\n}}\n"
     assert found(text) == ([(ALL_REDUCE, 15 * nbytes, 1)], True)
+
+
+UNCLEAR = {
+    "nothing": "",
+    "no entry": ASYNCHRONOUS.replace("ENTRY %main (p: f32[1024]) -> f32[1024] {", "ENTRY main [p: f32[1024]] -> f32[1024] {"),
+    "another way to write an instruction": ASYNCHRONOUS.replace("%ragged = f32[<=7,2]{1,0}", "%ragged: f32[<=7,2]{1,0} :="),
+    "another way to name what is called": ASYNCHRONOUS.replace("calls=%async_computation", "runs=%async_computation"),
+    "a loop written in another way": ASYNCHRONOUS.replace("condition=%cond.1, body=%body.1", "do=%body.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNCLEAR)
+def test_a_text_that_is_not_understood_is_not_called_free_of_collectives(kind):
+    assert not collectives(UNCLEAR[kind]).understood
+
+
+def test_a_collective_in_a_name_is_none():
+    text = 'ENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %r = f32[4]{0} sine(%p), metadata={op_name="all-gather("}\n}\n'
+    assert collectives(text) == ([], True, True)
+
+
+def test_plans_say_which_collectives_are_unknown(mesh, monkeypatch):
+    state = {"x": jnp.arange(16.0)}
+    learn = fragment(role="learner", name="learn")(lambda x: x - x.mean())
+    program = msrl.compile(lambda s: ({"x": learn(s["x"])}, {}), state, policy=msrl.policies.GPUOnly(), axes={"x": P("env")})
+    plan = program.explain()
+    assert [p["collectives_known"] for p in plan.to_dict()["programs"]] == [True]
+    (text,) = [c.as_text() for c in program.compiled()]
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: text.replace(" = ", " <- "))
+    plan = program.explain()
+    assert [p["collectives_known"] for p in plan.to_dict()["programs"]] == [False]
+    assert any("'learn' @ all was not understood in full" in w for w in plan.warnings) and "learn: unknown" in str(plan)

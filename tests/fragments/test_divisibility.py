@@ -9,6 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.idle_devices import warn_of_idle
 from msrl_jax.policies import Central, Environments, GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine
 from msrl_jax.training.setup import resolve_policy
 
@@ -33,7 +34,7 @@ IDLE = [
 @pytest.mark.parametrize(("policy", "num_envs", "idle", "remedies"), IDLE, ids=lambda x: getattr(type(x), "__name__", ""))
 def test_idle_devices_are_reported_with_remedies_that_use_them(policy, num_envs, idle, remedies):
     it = fit(policy, num_envs)
-    warning = it.warn_of_idle()
+    warning = warn_of_idle(it)
     verb, names = "stay" if idle > 1 else "stays", ", ".join(f"cpu:{i}" for i in range(8 - idle, 8))
     assert warning.startswith(f"{idle} of 8 devices {verb} idle ({names}): ")
     found = re.findall(r"num_envs=\d+|\w+\([\w=, ]*\)", warning.partition(". ")[2])
@@ -44,31 +45,46 @@ def test_idle_devices_are_reported_with_remedies_that_use_them(policy, num_envs,
         else:
             name, options = remedy[:-1].split("(")
             other = fit(resolve_policy(f"{name}:{options}"), num_envs)
-        assert not other.idle() and other.warn_of_idle() is None, remedy
+        assert not other.idle and warn_of_idle(other) is None, remedy
 
 
 @pytest.mark.parametrize("policy", [GPUOnly(), SingleLearnerCoarse(learners=4), Environments(), Central(shards=4)])
 def test_nothing_is_said_where_all_devices_work(policy):
-    assert fit(policy, 64).idle() == () and fit(policy, 64).warn_of_idle() is None
+    assert fit(policy, 64).idle == () and warn_of_idle(fit(policy, 64)) is None
 
 
 class Halves:
-    """A policy of one's own, without parameters, that refuses what it cannot halve in its own way."""
+    """A policy of one's own, without parameters, that refuses what it cannot halve."""
 
     def layout(self, devices, sizes):
-        assert sizes["env"] % 2 == 0
+        if sizes["env"] % 2:
+            raise ValueError("an even number of environments, please")
         placements = [msrl.policies.Placement.over(name, devices[i : i + 1]) for i, name in enumerate(("a", "b"))]
         return msrl.policies.Layout({"env": placements[0], "learner": placements[1]}, policy="Halves")
 
 
 def test_without_a_remedy_the_fact_is_stated():
-    assert fit(Halves(), 6, 3).warn_of_idle() == "1 of 3 devices stays idle (cpu:2): Halves uses 2 with num_envs=6"
+    assert warn_of_idle(fit(Halves(), 6, 3)) == "1 of 3 devices stays idle (cpu:2): Halves uses 2 with num_envs=6"
+
+
+class Broken(Halves):
+    """A policy with a mistake of its own."""
+
+    def layout(self, devices, sizes):
+        if sizes["env"] % 2:
+            raise KeyError("odd")
+        return super().layout(devices, sizes)
+
+
+def test_an_error_of_a_policy_is_reported():
+    warning = warn_of_idle(fit(Broken(), 6, 3))
+    assert warning.endswith("No other numbers were tried: Halves raises KeyError('odd'), where a policy raises ValueError")
 
 
 def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():
     it = Fit(SingleLearnerCoarse(), tuple(jax.devices()), {"env": [("state.obs", 64), ("state.replay.count", 8)]})
     assert it.sizes == {"env": 8}
-    assert it.warn_of_idle() == (
+    assert warn_of_idle(it) == (
         "3 of 8 devices stay idle (cpu:5, cpu:6, cpu:7): SingleLearnerCoarse() uses 5. SingleLearnerCoarse(learners=4) would "
         "use all 8"
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from msrl_jax import replay
+from msrl_jax import counters, replay
 from msrl_jax.replay import sum_tree
 from tests.replay.history import EXAMPLE, compiled, steps
 
@@ -213,3 +213,27 @@ def test_rounding_never_draws_a_leaf_of_zero(monkeypatch):
     drawn, value = sum_tree.draw(tree, jax.random.key(0), 256)
     np.testing.assert_array_equal(value, np.float32(0.1))
     assert int(drawn[-1]) == 40
+
+
+@pytest.mark.parametrize("insertions", [0, 10, 20, 2**24, 2**31 // 12, 2**31, 2**32, 10**13])
+def test_weights_correct_fully_once_beta_has_risen_and_ever_after(insertions):
+    buffer = replay.prioritized(
+        EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, shards=2, beta=0.4, beta_steps=240
+    )
+    state, rng = buffer.init(), np.random.default_rng(0)
+    for i in range(3):
+        state = buffer.insert(state, steps(rng, 3, 4, 3 * i))
+    assert counters.to_int(state.priorities.past) == 2
+    at = buffer.sample(state, jax.random.key(1)).indices
+    state = buffer.update(state, at, jnp.linspace(0.1, 3.0, 16))
+    state = state._replace(priorities=state.priorities._replace(past=counters.counter(insertions)))
+    batch = buffer.sample(state, jax.random.key(0))
+    beta = 0.4 + 0.6 * min(1, insertions * 12 / 240)
+    probability = np.asarray(batch.probability, np.float64)
+    assert probability.min() < 0.8 * probability.max()
+    np.testing.assert_allclose(batch.weight, (probability.min() / probability) ** beta, rtol=1e-5)
+
+
+def test_weights_are_1_without_an_exponent(functions):
+    batch = functions.sample(after(functions, 3), jax.random.key(0))
+    np.testing.assert_array_equal(batch.weight, np.ones(16))

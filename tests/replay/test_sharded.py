@@ -44,11 +44,10 @@ def compile_on(buffer, num_devices, count):
     mesh = Mesh(np.array(jax.devices()[:num_devices]), ("devices",))
 
     def place(spec, x):
-        spec = P("devices") if spec == P("env") else spec
+        spec = P("devices") if spec == P(replay.SHARD_AXIS) else spec
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), x)
 
-    state = jax.eval_shape(buffer.init)
-    state = state._make(map(place, buffer.axes, state))
+    state = jax.tree.map(place, buffer.axes, jax.eval_shape(buffer.init), is_leaf=lambda x: isinstance(x, P))
     items = jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros((count, UNROLL, NUM_ENVS, *x.shape), x.dtype), EXAMPLE))
     items = place(P(None, None, "devices"), items)
     key = place(P(), jax.eval_shape(jax.random.key, 0))
@@ -66,7 +65,7 @@ def test_samples_do_not_depend_on_the_devices(kind):
         program = compile_on(buffer, num_devices, count)
         args = jax.device_put((buffer.init(), items, jax.random.key(0)), program.input_shardings[0])
         seen.append(jax.tree.map(np.asarray, program(*args)))
-        moved, _ = collectives(program.as_text())
+        moved = collectives(program.as_text()).collectives
         # Only the least probability of the batch, for the importance weights.
         assert all(c.kind == "all-reduce" and c.nbytes == 4 for c in moved), moved
         assert len(moved) == (kind == "prioritized" and num_devices > 1)

@@ -74,3 +74,13 @@ def test_costs_do_not_grow_with_the_capacity(make):
         np.testing.assert_array_equal(third, first)
     assert (third - second <= 1.25 * (second - first) + 512).all()
     assert (third < 2.5 * first + 4096).all()
+
+
+def test_counts_of_what_was_lost_stop_rather_than_wrap():
+    buffer = replay.uniform({"obs": jnp.zeros(3)}, **SIZES, storage={"obs": "uint8"})
+    most = np.iinfo(np.int32).max
+    state = buffer.init()._replace(lost=jnp.array([most - 3, most, 0, 5], jnp.int32))
+    state = buffer.insert(state, {"obs": np.full((2, 4, 3), 0.5, np.float32)})  # two items of each shard
+    assert state.lost.tolist() == [most - 1, most, 2, 7]
+    assert buffer.insert(state, {"obs": np.full((2, 4, 3), 0.5, np.float32)}).lost.tolist() == [most, most, 4, 9]
+    assert float(buffer.report(state)["replay_lost"]) == np.float32(2.0 * most + 8)

@@ -1,11 +1,12 @@
 """What buffers hold and sample, against a deque for every environment."""
 
 import functools
+import math
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from msrl_jax import replay
@@ -30,12 +31,15 @@ def buffer(kind, size):
 
 
 def filled(kind, size, insertions, seed, back=0):
-    """A buffer and its history after some insertions, the first of which is `back` insertions before counting starts anew."""
-    unroll_length, _, _, held = size
+    """A buffer and its history after some insertions, the first of which is some steps before counting starts anew.
+
+    There are `back` times as many as make whole insertions and whole strides: the first step of a run starts a window.
+    """
+    unroll_length, _, stride, held = size
     functions, rng = buffer(kind, size), np.random.default_rng(seed)
     history = History(NUM_ENVS, held, MODULUS[held])
     state = functions.buffer.init()
-    begin = -back * unroll_length % MODULUS[held]
+    begin = -back * math.lcm(unroll_length, stride) % MODULUS[held]
     state = state._replace(added=state.added + begin)
     for _ in range(insertions):
         items = steps(rng, unroll_length, NUM_ENVS, begin)
@@ -49,6 +53,7 @@ def filled(kind, size, insertions, seed, back=0):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(insertions=st.integers(0, 40), seed=st.integers(0, 2**32 - 1), back=st.integers(0, 12))
+@example(insertions=7, seed=0, back=1)
 def test_samples_are_windows_of_consecutive_steps(kind, size, insertions, seed, back):
     functions, state, history = filled(kind, size, insertions, seed, back)
     _, length, stride, _ = size

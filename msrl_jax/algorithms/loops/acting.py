@@ -1,19 +1,21 @@
-"""Acting: how the actor-critic algorithms unroll a policy in the vector environment, and what a learner gets to see."""
+"""What the actor-critic algorithms share around their loops: the experience of an unroll, and small functions of it.
 
-from collections.abc import Callable, Mapping
+In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
+"""
+
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_transform
-from msrl_jax.envs import Space, VectorEnvironment
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic
+from msrl_jax.counters import Counter
 from msrl_jax.fragments import fragment
-from msrl_jax.metrics import Mean
 
 
 class Trajectory(NamedTuple):
-    """What the learner needs to know of an unroll; every leaf is `[T, E, ...]`.
+    """The experience of an unroll; every leaf is `[T, E, ...]`.
 
     Attributes:
       obs: observations acted on.
@@ -32,105 +34,48 @@ class Trajectory(NamedTuple):
     truncated: jax.Array
 
 
-class Unroll(NamedTuple):
-    """The outcome of acting for `T` steps.
-
-    Attributes:
-      actor_keys: one key per environment, for the next unroll. shape=(E,)
-      env_state: state of the vector environment, its episode statistics drained.
-      obs: the observations to act on next. shape=(E, ...)
-      trajectory: what happened.
-      final_value: values, for the policy that acted, of the true successor of every step. shape=(T, E)
-      episodes: statistics of the episodes that ended.
-    """
-
-    actor_keys: jax.Array
-    env_state: Any
-    obs: jax.Array
-    trajectory: Trajectory
-    final_value: jax.Array
-    episodes: Mapping[str, Mean]
-
-
-def make_unroll(
-    venv: VectorEnvironment, network: ActorCritic, unroll_length: int
-) -> Callable[[Any, jax.Array, Any, jax.Array], Unroll]:
-    """Makes the function that acts, of fragments with the roles "actor" and "env".
+def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:
+    """Splits the key of every environment.
 
     Args:
-      venv: the vector environment.
-      network: the network that acts.
-      unroll_length: how many steps, `T`.
+      keys: one key per environment. `[E]`
+      unroll_length: the length of an unroll, `T`.
 
     Returns:
-      `(params, actor_keys [E], env_state, obs [E, ...]) -> Unroll`.
+      Keys for the next unroll `[E]`, and keys for the steps of this one `[T, E]`.
     """
-    to_env_action = action_transform(venv.action_space)
-
-    @fragment(role="actor")
-    def draw_keys(keys):
-        keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
-        return keys[0], keys[1:]
-
-    @fragment(role="actor")
-    def act(params, obs, keys):
-        policy = network.policy(params, obs)
-        action = policy.sample(keys)
-        return action, policy.log_prob(action)
-
-    @fragment(role="env")
-    def env_step(env_state, action):
-        return venv.step(env_state, to_env_action(action))
-
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
-    @fragment(role="actor")
-    def bootstrap(params, obs):
-        return values(network, params, obs)
-
-    drain = fragment(role="env", name="drain")(venv.pop_episodes)
-
-    def unroll(params, actor_keys, env_state, obs):
-        def step(carry, keys):
-            env_state, obs = carry
-            action, log_prob = act(params, obs, keys)
-            env_state, t = env_step(env_state, action)
-            seen = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
-            return (env_state, t.obs), (seen, t.final_obs)
-
-        actor_keys, keys = draw_keys(actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (env_state, obs), keys)
-        final_value = bootstrap(params, final_obs)
-        env_state, episodes = drain(env_state)
-        return Unroll(actor_keys, env_state, obs, trajectory, final_value, episodes)
-
-    return unroll
+    keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
+    return keys[0], keys[1:]
 
 
-@fragment(role="actor")
-def stamp(iteration: jax.Array) -> jax.Array:
-    """Reads the learner's counter where the actors do: a policy with staleness delays it as it delays the parameters."""
-    return iteration
+def parameter_version(iteration: Counter) -> jax.Array:
+    """The version of the parameters that act: the iterations done when the learner made them.
 
-
-def make_choose_action(
-    network: ActorCritic, action_space: Space
-) -> Callable[[Any, jax.Array, jax.Array | None], jax.Array]:
-    """Makes the function that acts outside of training, an `Agent`'s `act`.
+    The counter is read by a fragment with the role "actor". A policy with staleness delays it as it delays the parameters.
 
     Args:
-      network: the network.
-      action_space: space of one action.
+      iteration: the learner's counter of iterations.
 
     Returns:
-      `(state, obs [E, ...], key) -> action [E, ...]`; the most probable actions if `key` is None.
+      The lower word of the counter. `[]` uint32
     """
-    to_env_action = action_transform(action_space)
+    return _parameter_version(iteration.low)
 
-    def choose_action(state: Any, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        policy = network.policy(state.params, obs)
-        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
 
-    return choose_action
+_parameter_version = fragment(role="actor", name="parameter_version")(lambda low: low)
+
+
+def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
+    """How many iterations old parameters are.
+
+    Args:
+      iteration: the learner's counter of iterations.
+      version: what `parameter_version` returned for the parameters. `[]` uint32
+
+    Returns:
+      The age. `[]` float32
+    """
+    return (iteration.low - version).astype(jnp.int32).astype(jnp.float32)
 
 
 def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
@@ -139,7 +84,7 @@ def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
 
 
 def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a network thinks of a trajectory.
+    """Evaluates a trajectory with the parameters of now.
 
     Args:
       network: the network.
@@ -155,19 +100,21 @@ def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple
     return unflatten(log_prob, unroll_length), unflatten(entropy, unroll_length), unflatten(value, unroll_length)
 
 
-def next_values(value: jax.Array, last_value: jax.Array, final_value: jax.Array, truncated: jax.Array) -> jax.Array:
+def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:
     """The value of the true successor of every step.
 
     Args:
       value: values of the observations acted on. `[T, E]`
       last_value: values of the observations after the last step. `[E]`
-      final_value: values of the observations before the reset; they count where an episode was cut. `[T, E]`
+      bootstrap_value: values of the true successors, before a reset; read where an episode was truncated. `[T, E]`
       truncated: whether the episode was cut short. `[T, E]` bool
 
     Returns:
       The values; where an episode terminated they mean nothing. `[T, E]`
     """
-    return jnp.where(truncated, final_value, jnp.concatenate([value[1:], last_value[None]]))
+    chex.assert_equal_shape([value, bootstrap_value, truncated])
+    chex.assert_equal_shape([value[0], last_value])
+    return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
 
 
 def flatten(x: jax.Array) -> jax.Array:

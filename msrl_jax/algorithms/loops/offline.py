@@ -1,13 +1,13 @@
-"""What algorithms share that learn from data alone: batches of a data set, updates from them, and what held-out episodes say.
+"""The loop of the algorithms that learn from data alone: draw batches of a data set, update, measure on held-out episodes.
 
 In the shape descriptions, `B` denotes the batch size, `K` the number of updates per iteration and `G` the shards of the data.
 An iteration draws `K` batches at once and learns from one after another, then measures on one held-out batch. No environment
-is stepped: its spaces say what networks look like, and evaluations play in it apart from training.
+is stepped: its spaces say what networks look like, and evaluations play in it apart from training. What an algorithm learns is
+its `Rule`, in its own file.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,30 +16,44 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import data, envs
-from msrl_jax.algorithms.base import Agent, Metrics
-from msrl_jax.algorithms.configs import checks as check
+from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
+from msrl_jax.algorithms.configs.offline import OfflineConfig
+from msrl_jax.algorithms.loops.buffers import storage_of
 from msrl_jax.algorithms.loops.mixing import load_data
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
-from msrl_jax.algorithms.loops.optimizer import learning_rate_at
-from msrl_jax.algorithms.networks.actor_and_critics import check_bounded
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.algorithms.networks.distributions import Categorical, TanhNormal
+from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.data import Dataset
-from msrl_jax.envs import Discrete, Environment, Space
+from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, ReplayState
 
 
 class Data(NamedTuple):
-    """A data set as two buffers, of whole episodes each.
+    """A data set as the states of two buffers, of whole episodes each.
 
     Attributes:
-      training: what is learned from.
-      validation: what was held out; `()` if nothing was.
+      training: episodes that are learned from.
+      validation: episodes that are held out; `()` if there are none.
     """
 
     training: ReplayState
     validation: ReplayState | tuple[()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where batches come from.
+
+    Attributes:
+      training: the buffer that is learned from.
+      validation: the buffer of held-out episodes; None if there are none.
+      data: what they hold, as host arrays.
+    """
+
+    training: Replay
+    validation: Replay | None
+    data: Data
 
 
 class OfflineState(NamedTuple):
@@ -47,9 +61,10 @@ class OfflineState(NamedTuple):
 
     Attributes:
       params: parameters of all networks that are trained.
-      target_params: what follows them slowly.
+      target_params: parameters that follow them slowly.
       opt_state: states of the optimizers.
-      iteration: iterations done. shape=(), dtype=int32
+      iteration: iterations done. shape=()
+      updates: updates done. shape=()
       key: the learner's key. shape=()
       data_key: the buffers' key, which draws. shape=()
       env_state: none, `()`.
@@ -59,48 +74,159 @@ class OfflineState(NamedTuple):
     params: Any
     target_params: Any
     opt_state: Any
-    iteration: jax.Array
+    iteration: Counter
+    updates: Counter
     key: jax.Array
     data_key: jax.Array
     env_state: tuple[()]
     data: Data | tuple[()]
 
 
-def check_config(config: Any) -> None:
-    """Raises ValueError on a field, common to the algorithms that learn from data alone, whose value cannot work."""
-    check.check_common(config)
-    check.check_numbers(config, "validation_fraction", low=0.0)
-    if config.validation_fraction >= 1:
-        raise ValueError(
-            f"{type(config).__name__}.validation_fraction={config.validation_fraction!r} holds everything out; use less than 1"
-        )
-
-
-def check_actions(name: str, space: Space) -> None:
-    """Raises TypeError or ValueError unless a space of actions is `Discrete` or a bounded `Box` of floats."""
-    if not isinstance(space, Discrete):
-        check_bounded(name, space)
-
-
-def learning_rate_of(config: Any) -> Callable[[jax.Array], jax.Array]:
-    """The learning rate of update number `count`, which falls to 0 over `total_steps` if the config says so."""
-    anneal_over = config.total_steps if config.anneal_learning_rate else None
-    return lambda count: learning_rate_at(count, config.learning_rate, 1, anneal_over)
-
-
-def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
-    """Log-likelihoods `[B]` of actions of a data set.
-
-    Vectors are kept off their bounds, where the density of a squashed distribution says nothing.
+def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: Source | None) -> Agent:
+    """Builds an agent that learns from a data set.
 
     Args:
-      policy: the distribution.
-      action: choices `[B]`, or vectors in [-1, 1] `[B, D]`.
+      env: the environment that it shall act in.
+      config: sizes of batches.
+      rule: what is learned from a batch; its networks have no carry.
+      source: where batches come from. Without it the agent acts, but does not train.
 
     Returns:
-      The log-likelihoods, in nats. `[B]`
+      The agent, whose steps are updates. Its metrics are the statistics of the rule, means over the updates; and, of a batch of
+      episodes that are never learned from, the same with `validation_` before the name.
     """
-    return policy.log_prob(action) if isinstance(policy, Categorical) else policy.log_prob(jnp.clip(action, -0.999, 0.999))
+    num_updates = config.num_updates
+    venv = envs.vectorize(env, _shards(config))
+    transform = action_transform(venv.action_space)
+
+    def init(key: jax.Array) -> OfflineState:
+        params_key, learner_key, data_key = jax.random.split(key, 3)
+        example = jax.eval_shape(env.reset, key)[1]
+        learner = rule.init(params_key, jnp.zeros((1, *example.shape), example.dtype))
+        return OfflineState(
+            **learner._asdict(),
+            iteration=counter(),
+            updates=counter(),
+            key=learner_key,
+            data_key=data_key,
+            env_state=(),
+            data=(),
+        )
+
+    def iteration(state: OfflineState) -> tuple[OfflineState, Metrics]:
+        if source is None or not state.data:
+            name = type(config).__name__.removesuffix("Config").lower()
+            raise ValueError(f"{name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
+        data_key, batches, held_out = sample_batches(state.data, state.data_key)
+        learner = Learner(state.params, state.target_params, state.opt_state)
+        learner, count, updates, key, metrics = learn(learner, state.iteration, state.updates, state.key, batches, held_out)
+        after = OfflineState(
+            **learner._asdict(),
+            iteration=count,
+            updates=updates,
+            key=key,
+            data_key=data_key,
+            env_state=(),
+            data=state.data,
+        )
+        return after, metrics
+
+    @fragment(role="buffer")
+    def sample_batches(data, key):
+        assert source is not None
+        key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+        batches = jax.vmap(source.training.sample, (None, 0))(data.training, jnp.stack(keys)).experience
+        held_out = source.validation and source.validation.sample(data.validation, held_out_key).experience
+        return key, batches, held_out
+
+    @fragment(role="learner")
+    def learn(learner, iteration, updates, key, batches, held_out):
+        key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
+        ready = jnp.bool_(True)
+
+        def step(learner, inputs):
+            update, experience, key = inputs
+            batch = Batch(experience, jnp.ones(config.batch_size), key)
+            learner, _, stats = rule.update(learner, batch, Progress(iteration, update, ready))
+            return learner, stats
+
+        numbers = advance(updates, jnp.arange(num_updates))
+        learner, stats = jax.lax.scan(step, learner, (numbers, batches, jnp.stack(keys)))
+        metrics = jax.tree.map(lambda x: x.mean(), dict(stats))
+        updates = advance(updates, num_updates)
+        if held_out is not None:
+            # Measured by an update whose learner nobody uses, so that nothing but the statistics is computed.
+            batch = Batch(held_out, jnp.ones(len(held_out.reward)), held_out_key)
+            _, _, measured = rule.update(learner, batch, Progress(iteration, updates, ready))
+            metrics |= {f"validation_{name}": x for name, x in measured.items()}
+        return learner, advance(iteration), updates, key, metrics
+
+    def act(state: OfflineState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
+        action, _ = rule.choose_action(state.params, obs, key, ())
+        return transform(action)
+
+    data_axes: Any = P()
+    if source is not None:
+        data_axes = Data(source.training.axes, () if source.validation is None else source.validation.axes)
+    axes = logical_axes(
+        OfflineState,
+        params=P(),
+        target_params=P(),
+        opt_state=P(),
+        iteration=P(),
+        updates=P(),
+        key=P(),
+        data_key=P(),
+        env_state=P(),
+        data=data_axes,
+    )
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=act,
+        axes=axes,
+        steps_per_iteration=num_updates,
+        updates_per_iteration=num_updates,
+        env=venv,
+        data={} if source is None else {"data": source.data},
+        unit="updates",
+    )
+
+
+def read_data(
+    env: Environment, config: OfflineConfig, *, discount: float = 1.0, normalize_rewards: bool = False
+) -> Source | None:
+    """Reads the data set of a config, and holds out some of its episodes.
+
+    Args:
+      env: the environment, whose spaces the data have to fit.
+      config: the data set, the share held out, and how batches are drawn.
+      discount: the factor per step.
+      normalize_rewards: whether rewards are divided by `reward_scale`.
+
+    Returns:
+      Where batches come from; None if the config has no data.
+
+    Raises:
+      ValueError: if the data do not fit the environment, or sizes do not fit.
+    """
+    if config.data is None:
+        return None
+    dataset = load_data(config.data, env)
+    if normalize_rewards:
+        dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
+    shards, storage = _shards(config), storage_of(config.storage)
+
+    def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
+        return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
+
+    if not config.validation_fraction:
+        training, held = make(dataset, config.batch_size)
+        return Source(training, None, Data(held, ()))
+    learned, held_out = dataset.split(config.validation_fraction)
+    training, held = make(learned, config.batch_size)
+    validation, held_back = make(held_out, min(config.batch_size, max(len(held_out) // shards, 1) * shards))
+    return Source(training, validation, Data(held, held_back))
 
 
 def reward_scale(dataset: Dataset) -> float:
@@ -112,98 +238,5 @@ def reward_scale(dataset: Dataset) -> float:
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
 
 
-def offline_agent(env: Environment, config: Any, rule: Rule, name: str) -> Agent:
-    """Builds an agent that learns from a data set.
-
-    Args:
-      env: the environment that it shall act in.
-      config: with the fields `data`, `validation_fraction`, `batch_size`, `num_updates`, `shards`, `storage` and, if the rule
-        looks ahead, `discount` and perhaps `normalize_rewards`.
-      rule: what is learned from a batch.
-      name: what errors call the algorithm.
-
-    Returns:
-      The agent, whose steps are updates. Its metrics are what the rule reports, means over the updates; and, of a batch of
-      episodes that are never learned from, the same with `validation_` before the name. Without data it acts, but does not
-      train.
-
-    Raises:
-      ValueError: if the data do not fit the environment, or sizes do not fit.
-    """
-    shards = math.gcd(config.batch_size, 8) if config.shards is None else config.shards
-    venv = envs.vectorize(env, shards)
-    (training, validation), held = _buffers(env, config, shards)
-    num_updates, batch_size = config.num_updates, config.batch_size
-
-    def init(key: jax.Array) -> OfflineState:
-        params_key, learner_key, data_key = jax.random.split(key, 3)
-        example = jax.eval_shape(env.reset, key)[1]
-        obs = jnp.zeros((1, *example.shape), example.dtype)
-        return OfflineState(*rule.init(params_key, obs), jnp.int32(0), learner_key, data_key, (), ())
-
-    @fragment(role="buffer")
-    def draw(data, key):
-        key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
-        batches = jax.vmap(training.sample, (None, 0))(data.training, jnp.stack(keys)).experience
-        return key, batches, None if validation is None else validation.sample(data.validation, held_out_key).experience
-
-    @fragment(role="learner")
-    def learn(learner, iteration, key, batches, held_out):
-        key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
-
-        def step(learner, inputs):
-            count, experience, key = inputs
-            batch = Batch(experience, jnp.ones(batch_size), key)
-            learner, _, stats = rule.update(learner, batch, count, jnp.bool_(True))
-            return learner, stats
-
-        counts = iteration * num_updates + jnp.arange(num_updates)
-        learner, stats = jax.lax.scan(step, learner, (counts, batches, jnp.stack(keys)))
-        metrics = jax.tree.map(lambda x: x.mean(), dict(stats))
-        if held_out is not None:
-            measured = rule.measure(learner, Batch(held_out, jnp.ones(len(held_out.reward)), held_out_key))
-            metrics |= {f"validation_{name}": x for name, x in measured.items()}
-        return learner, iteration + 1, key, metrics
-
-    def iteration(state: OfflineState) -> tuple[OfflineState, Metrics]:
-        if isinstance(state.data, tuple) and not state.data:
-            raise ValueError(f"{name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
-        data_key, batches, held_out = draw(state.data, state.data_key)
-        learner = Learner(state.params, state.target_params, state.opt_state)
-        learner, count, key, metrics = learn(learner, state.iteration, state.key, batches, held_out)
-        return OfflineState(*learner, count, key, data_key, (), state.data), metrics
-
-    to_env_action = action_transform(venv.action_space)
-
-    def act(state: OfflineState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
-        return to_env_action(rule.choose_action(state.params, obs, key))
-
-    data_axes: Any = P()
-    if held is not None:
-        data_axes = Data(training.axes, () if validation is None else validation.axes)
-    axes = OfflineState._make([P(), P(), P(), P(), P(), P(), P(), data_axes])
-    return Agent(
-        init, iteration, act, axes, num_updates, num_updates, venv, data={} if held is None else {"data": held}, unit="updates"
-    )
-
-
-def _buffers(env: Environment, config: Any, shards: int) -> tuple[tuple[Any, Replay | None], Data | None]:
-    """The buffers of training and of validation, and what they hold."""
-    if config.data is None:
-        return (None, None), None
-    dataset = load_data(config.data, env)
-    storage = None if config.storage is None else {"obs": config.storage, "next_obs": config.storage}
-
-    def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
-        discount = getattr(config, "discount", 1.0)
-        return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
-
-    if getattr(config, "normalize_rewards", False):
-        dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
-    if not config.validation_fraction:
-        training, held = make(dataset, config.batch_size)
-        return (training, None), Data(held, ())
-    learned, held_out = dataset.split(config.validation_fraction)
-    training, held = make(learned, config.batch_size)
-    validation, held_back = make(held_out, min(config.batch_size, max(len(held_out) // shards, 1) * shards))
-    return (training, validation), Data(held, held_back)
+def _shards(config: OfflineConfig) -> int:
+    return math.gcd(config.batch_size, 8) if config.shards is None else config.shards

@@ -1,10 +1,11 @@
-"""What learning from data alone minimizes: functions of arrays; the caller takes the mean.
+"""Losses of learning from data alone: functions of arrays; the caller takes the mean.
 
-In the shape descriptions, `N` denotes the number of choices, or of actions that were drawn.
+In the shape descriptions, `N` denotes the number of discrete actions, or of actions that were drawn.
 """
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -22,6 +23,7 @@ def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
     Returns:
       The estimate. `[...]`
     """
+    chex.assert_is_broadcastable(log_prob.shape, q.shape)
     return jax.nn.logsumexp(q - jax.lax.stop_gradient(log_prob), axis=-1) - math.log(q.shape[-1])
 
 
@@ -29,12 +31,14 @@ def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
     """How far the soft maximum of the values lies above that of the action in the data (arXiv 2006.04779, eq. 4).
 
     Args:
-      q: values of all choices. `[..., N]`
-      action: choices. `[...]` integer
+      q: values of all discrete actions. `[..., N]`
+      action: the actions in the data. `[...]` integer
 
     Returns:
-      The gap, which is positive: minus the log-likelihood of the choice under the softmax of the values. `[...]`
+      The gap, which is positive: minus the log-likelihood of the action under the softmax of the values. `[...]`
     """
+    chex.assert_type(action, int)
+    chex.assert_shape(action, q.shape[:-1])
     return jax.nn.logsumexp(q, axis=-1) - jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
 
 
@@ -48,11 +52,12 @@ def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
     Returns:
       The loss to minimize. `[...]`
     """
+    chex.assert_type(error, float)
     return jnp.where(error > 0, expectile, 1 - expectile) * jnp.square(error)
 
 
 def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weight: float) -> jax.Array:
-    """By how much an action is imitated, the more the better it was (arXiv 2110.06169, eq. 7; Peng et al., 2019, 1910.00177).
+    """The weight of an action in imitation, which grows with its advantage (arXiv 2110.06169, eq. 7; 1910.00177).
 
     Args:
       advantage: how much better than usual the action was; no gradient flows through it. `[...]`
@@ -62,4 +67,5 @@ def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weigh
     Returns:
       The weights of the log-likelihood. `[...]`
     """
+    chex.assert_type(advantage, float)
     return jnp.minimum(jnp.exp(inverse_temperature * jax.lax.stop_gradient(advantage)), max_weight)

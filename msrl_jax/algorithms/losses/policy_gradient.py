@@ -1,7 +1,11 @@
 """Losses per example: elementwise functions of arrays of any one shape `[...]`; the caller takes the mean."""
 
+import chex
 import jax
 import jax.numpy as jnp
+
+from msrl_jax.algorithms.configs.loss import ProximalConfig
+from msrl_jax.algorithms.networks.distributions import Distribution
 
 
 def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
@@ -14,6 +18,7 @@ def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array
     Returns:
       The loss to minimize. `[...]`
     """
+    chex.assert_equal(jnp.shape(log_prob), jnp.shape(advantage))
     return -log_prob * jax.lax.stop_gradient(advantage)
 
 
@@ -21,13 +26,14 @@ def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_rati
     """The clipped surrogate objective of PPO, negated (Schulman et al., 2017, arXiv 1707.06347, eq. 7).
 
     Args:
-      log_ratio: log-probability of the action now, minus that when it was taken. `[...]`
+      log_ratio: log-probability of the action now, minus its log-probability when it was taken. `[...]`
       advantage: estimated advantage of the action. `[...]`
       clip_ratio: how far from 1 the probability ratio still pays off.
 
     Returns:
       The loss to minimize. `[...]`
     """
+    chex.assert_equal(jnp.shape(log_ratio), jnp.shape(advantage))
     ratio = jnp.exp(log_ratio)
     clipped = jnp.clip(ratio, 1.0 - clip_ratio, 1.0 + clip_ratio)
     return -jnp.minimum(ratio * advantage, clipped * advantage)
@@ -38,11 +44,12 @@ def value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
 
     Args:
       value: predictions. `[...]`
-      target: what they should have been. `[...]`
+      target: targets of the predictions. `[...]`
 
     Returns:
       The loss to minimize. `[...]`
     """
+    chex.assert_equal(jnp.shape(value), jnp.shape(target))
     return 0.5 * jnp.square(value - target)
 
 
@@ -55,12 +62,13 @@ def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array
     Args:
       value: predictions. `[...]`
       old_value: predictions before the update. `[...]`
-      target: what they should have been. `[...]`
+      target: targets of the predictions. `[...]`
       clip_value: how far from `old_value` a prediction may move to its profit, in units of the return.
 
     Returns:
       The loss to minimize. `[...]`
     """
+    chex.assert_equal(jnp.shape(value), jnp.shape(old_value))
     near = old_value + jnp.clip(value - old_value, -clip_value, clip_value)
     return jnp.maximum(value_loss(value, target), value_loss(near, target))
 
@@ -77,3 +85,44 @@ def approximate_kl(log_ratio: jax.Array) -> jax.Array:
       One estimate per action; their mean estimates KL(old, new) in nats. `[...]`
     """
     return jnp.expm1(log_ratio) - log_ratio
+
+
+def ppo_loss(
+    policy: Distribution,
+    value: jax.Array,
+    *,
+    action: jax.Array,
+    log_prob: jax.Array,
+    advantage: jax.Array,
+    old_value: jax.Array,
+    target: jax.Array,
+    config: ProximalConfig,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of a minibatch: clipped surrogate, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
+
+    Args:
+      policy: the distribution over actions now. `[...]`
+      value: the values now. `[...]`
+      action: the actions taken. `[..., *action_shape]`
+      log_prob: their log-probabilities when they were taken. `[...]`
+      advantage: the estimated advantages. `[...]`
+      old_value: the values when the actions were taken; read if `config.clip_value` is given. `[...]`
+      target: targets of the values. `[...]`
+      config: clips, and weights of the parts.
+
+    Returns:
+      The loss and its parts, float32 scalars: means over the minibatch.
+    """
+    log_ratio = policy.log_prob(action) - log_prob
+    value_losses = value_loss(value, target)
+    if config.clip_value is not None:
+        value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
+    stats = {
+        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio).mean(),
+        "value_loss": value_losses.mean(),
+        "entropy": policy.entropy().mean(),
+        "approx_kl": approximate_kl(log_ratio).mean(),
+        "clip_fraction": (jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio).mean(dtype=jnp.float32),
+    }
+    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
+    return total - config.entropy_coef * stats["entropy"], stats

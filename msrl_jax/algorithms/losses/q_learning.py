@@ -1,27 +1,12 @@
-"""What learning action values minimizes: pure functions of one example; the caller maps them over a batch.
+"""Losses and targets of action values: pure functions of one example; the caller maps them over a batch.
 
 In the shape descriptions, `A` denotes the number of actions and `N` that of the atoms or quantiles of a distribution.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
-
-
-def huber(error: jax.Array, delta: float = 1.0) -> jax.Array:
-    """Half the square of small errors, linear in large ones (Huber, 1964).
-
-    With `delta` 1 its gradient is the error clipped to [-1, 1], as in DQN (Mnih et al., 2015).
-
-    Args:
-      error: errors. `[...]`
-      delta: where it becomes linear.
-
-    Returns:
-      The losses. `[...]`
-    """
-    size = jnp.abs(error)
-    near = jnp.minimum(size, delta)
-    return near * (size - 0.5 * near)
+import optax
 
 
 def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
@@ -34,6 +19,8 @@ def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
     Returns:
       Those of the chosen action. `[...]`
     """
+    chex.assert_rank(next_value, 1)
+    chex.assert_equal_shape_prefix((next_value, next_target), 1)
     return next_target[jnp.argmax(next_value)]
 
 
@@ -55,6 +42,7 @@ def categorical_projection(
     Returns:
       The masses on the same atoms; their sum is that of `probability`. `[N]`
     """
+    chex.assert_rank((probability, reward, discount), (1, 0, 0))
     num_atoms = probability.shape[-1]
     atoms = jnp.linspace(v_min, v_max, num_atoms)
     spacing = (v_max - v_min) / (num_atoms - 1)
@@ -73,6 +61,8 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
     Returns:
       The loss, 0 where both are the same. `[]`
     """
+    chex.assert_rank(logits, 1)
+    chex.assert_equal_shape((logits, target))
     known = jnp.where(target > 0, target * jnp.log(jnp.where(target > 0, target, 1.0)), 0.0)
     return (known - target * jax.nn.log_softmax(logits)).sum(-1)
 
@@ -88,10 +78,11 @@ def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1
     Returns:
       The sum over the quantiles of the mean over the samples. `[]`
     """
+    chex.assert_rank((quantile, target), 1)
     midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
     error = target[None, :] - quantile[:, None]
     weight = jnp.abs(midpoint[:, None] - (jax.lax.stop_gradient(error) < 0))
-    return (weight * huber(error, delta) / delta).mean(1).sum(0)
+    return (weight * optax.huber_loss(error, delta=delta) / delta).mean(1).sum(0)
 
 
 def rescale(value: jax.Array, epsilon: float) -> jax.Array:
@@ -135,5 +126,6 @@ def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
     Returns:
       `eta max |td_error| + (1 - eta) mean |td_error|`. `[...]`
     """
+    chex.assert_type(td_error, float)
     size = jnp.abs(td_error)
     return eta * size.max(0) + (1 - eta) * size.mean(0)

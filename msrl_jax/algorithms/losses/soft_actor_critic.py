@@ -1,8 +1,10 @@
 """Targets and losses of actors that climb a critic, as in SAC and TD3: functions of arrays; the caller takes the mean.
 
-In the shape descriptions, `C` denotes the number of critics, `N` the number of choices and `D` the length of an action.
+In the shape descriptions, `C` denotes the number of critics, `N` the number of discrete actions and `D` the length of
+a continuous one.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -27,25 +29,29 @@ def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax
     Args:
       q: values of actions drawn from the policy. `[...]`
       log_prob: their log-probabilities, in nats. `[...]`
-      temperature: what a nat of entropy is worth. `[]`
+      temperature: the value of a nat of entropy. `[]`
 
     Returns:
       One estimate per action. `[...]`
     """
+    chex.assert_equal_shape((q, log_prob))
+    chex.assert_rank(temperature, 0)
     return q - temperature * log_prob
 
 
 def expected_soft_value(q: jax.Array, log_probs: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The soft value of a policy over choices (Christodoulou, 2019, arXiv 1910.07207, eq. 10): `soft_value`, without chance.
+    """The soft value of a discrete policy (Christodoulou, 2019, arXiv 1910.07207, eq. 10): the expectation of `soft_value`.
 
     Args:
-      q: values of every choice. `[..., N]`
-      log_probs: log-probabilities of every choice, in nats. `[..., N]`
-      temperature: what a nat of entropy is worth. `[]`
+      q: values of every action. `[..., N]`
+      log_probs: log-probabilities of every action, in nats. `[..., N]`
+      temperature: the value of a nat of entropy. `[]`
 
     Returns:
       The value, and the expected log-probability, which is the negative entropy. `[...]` each
     """
+    chex.assert_equal_shape((q, log_probs))
+    chex.assert_rank(temperature, 0)
     probs = jnp.exp(log_probs)
     return jnp.sum(probs * (q - temperature * log_probs), axis=-1), jnp.sum(probs * log_probs, axis=-1)
 
@@ -61,6 +67,7 @@ def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_ent
     Returns:
       The loss to minimize. `[...]`
     """
+    chex.assert_rank(log_temperature, 0)
     return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)
 
 
@@ -75,4 +82,5 @@ def smoothed_action(action: jax.Array, noise: jax.Array, noise_clip: float) -> j
     Returns:
       Actions in [-1, 1]. `[..., D]`
     """
+    chex.assert_equal_shape((action, noise))
     return jnp.clip(action + jnp.clip(noise, -noise_clip, noise_clip), -1.0, 1.0)

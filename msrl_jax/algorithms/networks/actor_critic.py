@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, Normal
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.envs import Box, Discrete, Space
@@ -22,7 +23,6 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": nn.gelu,
     "silu": nn.silu,
 }
-NETWORKS = ("auto", "mlp", "cnn")
 
 
 class Torso(nn.Module):
@@ -56,9 +56,7 @@ class Torso(nn.Module):
         return x
 
 
-def make_torso(
-    observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str
-) -> Torso:
+def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str) -> Torso:
     """Makes the torso for a space of observations.
 
     Args:
@@ -149,22 +147,14 @@ class ActorCritic:
 
 
 def actor_critic(
-    observation_space: Space,
-    action_space: Space,
-    *,
-    hidden_sizes: tuple[int, ...],
-    activation: str,
-    network: str,
-    shared_torso: bool,
+    observation_space: Space, action_space: Space, config: NetworkConfig, *, shared_torso: bool = False
 ) -> ActorCritic:
     """Makes the network for a pair of spaces.
 
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       action_space: `Discrete`, or a `Box` of floats.
-      hidden_sizes: widths of the dense layers of a torso.
-      activation: a key of `ACTIVATIONS`.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+      config: layers of a torso.
       shared_torso: whether policy and value share a torso.
 
     Returns:
@@ -176,21 +166,46 @@ def actor_critic(
       TypeError: if a space is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
-    torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
-    is_box = isinstance(action_space, Box)
-    if not isinstance(action_space, Discrete | Box) or (is_box and not jnp.issubdtype(action_space.dtype, jnp.floating)):
-        raise TypeError(
-            f"no policy for actions in {action_space}; wrap the environment to take a Discrete space or a Box of floats"
+    torso = make_torso(
+        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
+    )
+    return _actor_critic(torso, action_space, shared_torso)
+
+
+def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
+    """Makes a policy and a value function that are linear in features.
+
+    Args:
+      features: the space of the features, vectors.
+      action_space: `Discrete`, or a `Box` of floats.
+
+    Returns:
+      The network, as that of `actor_critic`, without a torso.
+
+    Raises:
+      TypeError: if the space of actions is of another kind.
+    """
+    return _actor_critic(Torso(features.shape, (), "tanh", convolve=False), action_space, shared_torso=True)
+
+
+def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCritic:
+    if isinstance(action_space, Discrete) or (
+        isinstance(action_space, Box) and jnp.issubdtype(action_space.dtype, jnp.floating)
+    ):
+        module = _Module(
+            torso.observation_shape, action_space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso
         )
-    module = _Module(torso.observation_shape, action_space, hidden_sizes, activation, torso.convolve, shared_torso)
-    policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
-    return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
+        policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
+        return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
+    raise TypeError(
+        f"no policy for actions in {action_space}; wrap the environment to take a Discrete space or a Box of floats"
+    )
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     """Makes the map from a policy's actions to those that an environment takes.
 
-    A choice is passed on as it is. A vector is clipped to [-1, 1], which is stretched to the bounds of the space;
+    A discrete action is passed on as it is. A vector is clipped to [-1, 1], which is stretched to the bounds of the space;
     components without two finite bounds are only clipped to the bounds there are.
 
     Args:
@@ -199,6 +214,8 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     Returns:
       A function from `[..., N]` to `[..., *space.shape]`, or, if the space is `Discrete`, from `[...]` to `[...]`.
     """
+    if isinstance(space, Discrete):
+        return lambda action: jnp.asarray(action, space.dtype)
     if not isinstance(space, Box):
         return lambda action: action
     low, high = space.low.reshape(-1), space.high.reshape(-1)
@@ -221,7 +238,7 @@ def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
       action: actions in it. `[N, *space.shape]`
 
     Returns:
-      Vectors in [-1, 1], where the space has bounds, `[N, D]` float32; or, if the space is `Discrete`, choices `[N]` int32.
+      Vectors in [-1, 1], where the space has bounds, `[N, D]` float32; or, if the space is `Discrete`, numbers `[N]` int32.
     """
     if not isinstance(space, Box):
         return action.astype(np.int32)

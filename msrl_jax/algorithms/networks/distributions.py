@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 class Distribution(Protocol):
-    """What an algorithm may ask of a distribution over actions."""
+    """The methods of a distribution over actions."""
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws one action per element of the batch, each from its own key `[...]`."""
@@ -40,17 +40,17 @@ class Distribution(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Categorical:
-    """A distribution over `N` choices; actions are `[...]` int32.
+    """A distribution over `N` discrete actions, `[...]` int32.
 
     Attributes:
-      logits: log-probabilities up to a constant; -inf forbids a choice, but one must be finite. `[..., N]`
+      logits: log-probabilities up to a constant; -inf forbids an action, but one logit must be finite. `[..., N]`
     """
 
     logits: jax.Array
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one choice per element by inverting the cumulative distribution: one uniform number each. `[...]`."""
-        # With u < 1 the threshold stays strictly below the total in floating point too, so the first choice above it
+        """Draws one action per element by inverting the cumulative distribution: one uniform number each. `[...]`."""
+        # With u < 1 the threshold stays strictly below the total in floating point too, so the first action above it
         # exists and has positive probability.
         weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
         cumulative = jnp.cumsum(weights, axis=-1)
@@ -58,7 +58,7 @@ class Categorical:
         return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
 
     def mode(self) -> jax.Array:
-        """The most probable choice, the first of equals. `[...]`."""
+        """The most probable action, the first of equals. `[...]`."""
         return jnp.argmax(self.logits, axis=-1).astype(jnp.int32)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ class Categorical:
         return chosen - jax.nn.logsumexp(self.logits, axis=-1)
 
     def entropy(self) -> jax.Array:
-        """Entropy in nats; a forbidden choice adds nothing. `[...]`."""
+        """Entropy in nats; a forbidden action adds nothing. `[...]`."""
         log_probs = jax.nn.log_softmax(self.logits)
         return -jnp.sum(_times_log(jnp.exp(log_probs), log_probs), axis=-1)
 
@@ -118,13 +118,13 @@ class Normal:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TanhNormal:
-    """The hyperbolic tangent of a diagonal normal distribution; actions are `[..., N]` float32 in [-1, 1].
+    """A diagonal normal distribution squashed by the hyperbolic tangent; actions are `[..., N]` float32 in [-1, 1].
 
     Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are stable far out in the tails, where `tanh`
     rounds to 1.
 
     Attributes:
-      base: the normal distribution of what is squashed.
+      base: the normal distribution before squashing.
     """
 
     base: Normal
@@ -157,7 +157,7 @@ class TanhNormal:
         return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
 
     def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats: that of what is squashed, for squashing loses nothing. `[...]`."""
+        """KL(self, other) in nats: the divergence of the bases, since squashing is invertible. `[...]`."""
         return self.base.kl(other.base)
 
 

@@ -71,6 +71,9 @@ def convolution(size: int, window: int) -> nn.Conv:
     """A convolution with `size` square filters, without padding; the kernel starts orthogonal, scaled for ReLUs."""
     kernel_init = nn.initializers.orthogonal(math.sqrt(2))
     return nn.Conv(
-        size, (window, window), padding="VALID", kernel_init=kernel_init,
+        size,
+        (window, window),
+        padding="VALID",
+        kernel_init=kernel_init,
         conv_general_dilated=lambda x, w, *_, **__: convolve(x, w),
-    )  # fmt: skip
+    )

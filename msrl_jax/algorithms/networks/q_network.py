@@ -8,9 +8,10 @@ from typing import Any, cast
 import jax
 from flax import linen as nn
 
+from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, Torso, make_torso
 from msrl_jax.algorithms.networks.layers import dense
-from msrl_jax.envs import Discrete, Space
+from msrl_jax.envs import Box, Discrete, Space
 
 
 class _Module(nn.Module):
@@ -49,7 +50,8 @@ class QNetwork:
 
     Attributes:
       init: `(key, obs [..., *observation_shape]) -> params`.
-      apply: `(params, obs) -> outputs [..., A, N]`; what the `N` outputs of each of the `A` actions mean, the algorithm says.
+      apply: `(params, obs) -> outputs [..., A, N]`; the algorithm decides what the `N` outputs of each of
+        the `A` actions mean.
     """
 
     init: Callable[[jax.Array, jax.Array], Any]
@@ -59,11 +61,9 @@ class QNetwork:
 def q_network(
     observation_space: Space,
     action_space: Discrete,
+    config: NetworkConfig,
     *,
-    hidden_sizes: tuple[int, ...],
-    activation: str,
-    network: str,
-    dueling: bool,
+    dueling: bool = False,
     num_atoms: int = 1,
 ) -> QNetwork:
     """Makes the network for a pair of spaces.
@@ -71,9 +71,7 @@ def q_network(
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       action_space: its size is `A`.
-      hidden_sizes: widths of the dense layers.
-      activation: a key of `ACTIVATIONS`.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+      config: the layers.
       dueling: whether the last dense layer is two, one for the value of the observation and one for the advantages of the
         actions, whose mean is taken off (Wang et al., 2016, arXiv 1511.06581, eq. 9).
       num_atoms: outputs of each action, `N`.
@@ -85,8 +83,32 @@ def q_network(
       TypeError: if the observation space is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
-    torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
+    torso = make_torso(
+        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
+    )
+    return _q_network(torso, action_space.n, num_atoms, dueling)
+
+
+def q_network_on_features(
+    features: Box, action_space: Discrete, *, hidden_sizes: tuple[int, ...], activation: str, dueling: bool
+) -> QNetwork:
+    """Makes the head of a larger network: action values of features, vectors.
+
+    Args:
+      features: the space of the features.
+      action_space: its size is `A`.
+      hidden_sizes: widths of the dense layers; at least one if `dueling`.
+      activation: a key of `ACTIVATIONS`.
+      dueling: as in `q_network`.
+
+    Returns:
+      The network, with one output for each action.
+    """
+    return _q_network(Torso(features.shape, hidden_sizes, activation, convolve=False), action_space.n, 1, dueling)
+
+
+def _q_network(torso: Torso, num_actions: int, num_atoms: int, dueling: bool) -> QNetwork:
     module = _Module(
-        torso.observation_shape, action_space.n, num_atoms, hidden_sizes, activation, torso.convolve, dueling
-    )  # fmt: skip
+        torso.observation_shape, num_actions, num_atoms, torso.hidden_sizes, torso.activation, torso.convolve, dueling
+    )
     return QNetwork(module.init, cast(Any, module.apply))

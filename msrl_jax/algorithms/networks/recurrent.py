@@ -1,8 +1,8 @@
-"""Recurrent networks: GRU and LSTM cores, an actor-critic and action values that remember.
+"""Recurrent networks: GRU and LSTM cores, and an actor-critic and action values on top of them.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input
-and `H` that of the memory. A memory is a tuple of arrays `[..., H]`, of which the first is the core's output; it is
-zeros when an episode begins.
+and `H` the size of the recurrent state. A carry, the recurrent state, is a tuple of arrays `[..., H]`; the first one is the
+output of the core. An episode starts with zeros.
 """
 
 import dataclasses
@@ -15,14 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from msrl_jax.algorithms.configs.network import RecurrentConfig
 from msrl_jax.algorithms.loops.acting import flatten, unflatten
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, make_torso
+from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic, make_torso
 from msrl_jax.algorithms.networks.layers import matmul
-from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.q_network import q_network_on_features
 from msrl_jax.envs import Box, Discrete, Space
 
-Memory = tuple[jax.Array, ...]
+Carry = tuple[jax.Array, ...]
+"""The recurrent state: arrays `[..., H]`."""
 Gates = tuple[jax.Array, ...]
+"""One array `[..., H]` for each gate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,26 +33,26 @@ class Cell:
     """One step of a recurrent network, without its matrices.
 
     Attributes:
-      biases: what the bias of every gate starts from.
-      num_arrays: how many arrays a memory has.
-      update: `(from_input, from_memory, memory) -> memory`, elementwise: what the input matrix makes of the input, one
-        array per gate and biases included, and what the recurrent matrix makes of the output before.
+      biases: initial bias of every gate.
+      num_arrays: number of arrays of a carry.
+      update: `(from_input, from_carry, carry) -> carry`, elementwise. `from_input` is the product of the input and its
+        matrix, plus the bias; `from_carry` is the product of the last output and the recurrent matrix.
     """
 
     biases: tuple[float, ...]
     num_arrays: int
-    update: Callable[[Gates, Gates, Memory], Memory]
+    update: Callable[[Gates, Gates, Carry], Carry]
 
 
-def _gru(x: Gates, u: Gates, memory: Memory) -> Memory:
-    (h,) = memory
+def _gru(x: Gates, u: Gates, carry: Carry) -> Carry:
+    (h,) = carry
     reset, keep = jax.nn.sigmoid(x[0] + u[0]), jax.nn.sigmoid(x[1] + u[1])
     candidate = jnp.tanh(x[2] + reset * u[2])
     return (candidate + keep * (h - candidate),)
 
 
-def _lstm(x: Gates, u: Gates, memory: Memory) -> Memory:
-    _, c = memory
+def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
+    _, c = carry
     write, keep, read = (jax.nn.sigmoid(a + b) for a, b in zip(x[:3], u[:3], strict=True))
     c = keep * c + write * jnp.tanh(x[3] + u[3])
     return read * jnp.tanh(c), c
@@ -69,16 +72,16 @@ class Core:
 
     Attributes:
       init: `(key, input_size) -> params`.
-      initial_memory: `(batch_shape) -> memory`, the one that an episode begins with.
-      step: `(params, inputs [..., I], memory [..., H]) -> memory`.
-      unroll: `(params, inputs [T, E, I], begins [T, E] bool, memory [E, H]) -> memories after every step [T, E, H]`; the
-        memory is cleared before every step with which an episode begins.
+      initial_carry: `(batch_shape) -> carry`, zeros.
+      step: `(params, inputs [..., I], carry [..., H]) -> carry`.
+      unroll: `(params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> carries after every step [T, E, H]`; the
+        carry is cleared before the first step of every episode.
     """
 
     init: Callable[[jax.Array, int], Any]
-    initial_memory: Callable[[tuple[int, ...]], Memory]
-    step: Callable[[Any, jax.Array, Memory], Memory]
-    unroll: Callable[[Any, jax.Array, jax.Array, Memory], Memory]
+    initial_carry: Callable[[tuple[int, ...]], Carry]
+    step: Callable[[Any, jax.Array, Carry], Carry]
+    unroll: Callable[[Any, jax.Array, jax.Array, Carry], Carry]
 
 
 def recurrent_core(name: str, size: int) -> Core:
@@ -86,7 +89,7 @@ def recurrent_core(name: str, size: int) -> Core:
 
     Args:
       name: a key of `CELLS`.
-      size: size of its memory, `H`.
+      size: size of the carry, `H`.
 
     Returns:
       The layer: input matrices start as LeCun's normal, every gate's recurrent matrix orthogonal.
@@ -103,25 +106,25 @@ def recurrent_core(name: str, size: int) -> Core:
             "bias": jnp.repeat(jnp.array(cell.biases, jnp.float32), size),
         }
 
-    def initial_memory(batch_shape: tuple[int, ...]) -> Memory:
+    def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
         return (jnp.zeros((*batch_shape, size)),) * cell.num_arrays
 
     def gates(params: Any, inputs: jax.Array) -> Gates:
         return _per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
 
-    def step(params: Any, inputs: jax.Array, memory: Memory) -> Memory:
-        return cell.update(gates(params, inputs), _per_gate(matmul(memory[0], params["recurrent"]), num_gates), memory)
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
+        return cell.update(gates(params, inputs), _per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
 
-    def unroll(params: Any, inputs: jax.Array, begins: jax.Array, memory: Memory) -> Memory:
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
         x = tuple(unflatten(gate, len(inputs)) for gate in gates(params, flatten(inputs)))
-        return _scan(cell.update, params["recurrent"], x, begins, memory)
+        return _scan(cell.update, params["recurrent"], x, is_first, carry)
 
-    return Core(init, initial_memory, step, unroll)
+    return Core(init, initial_carry, step, unroll)
 
 
-def forget(begins: jax.Array, memory: Memory) -> Memory:
-    """Clears the memory where an episode begins: `begins` `[...]` bool, memory `[..., H]`."""
-    return tuple(jnp.where(begins[..., None], 0.0, m) for m in memory)
+def forget(is_first: jax.Array, carry: Carry) -> Carry:
+    """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` `[...]` bool."""
+    return tuple(jnp.where(is_first[..., None], 0.0, array) for array in carry)
 
 
 def _per_gate(x: jax.Array, num_gates: int) -> Gates:
@@ -131,55 +134,55 @@ def _per_gate(x: jax.Array, num_gates: int) -> Gates:
 
 
 def _plain_scan(
-    update: Callable[[Gates, Gates, Memory], Memory], kernel: jax.Array, x: Gates, begins: jax.Array, memory: Memory
-) -> Memory:
-    """The memories `[T, E, H]` after every step, from gates' inputs `[T, E, H]` and a recurrent matrix."""
+    update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
+) -> Carry:
+    """The carries `[T, E, H]` after every step, from gates' inputs `[T, E, H]` and a recurrent matrix."""
 
-    def step(memory, inputs):
-        x, begins = inputs
-        memory = forget(begins, memory)
-        memory = update(x, _per_gate(memory[0] @ kernel, len(x)), memory)
-        return memory, memory
+    def step(carry, inputs):
+        x, is_first = inputs
+        carry = forget(is_first, carry)
+        carry = update(x, _per_gate(carry[0] @ kernel, len(x)), carry)
+        return carry, carry
 
-    return jax.lax.scan(step, memory, (x, begins))[1]
+    return jax.lax.scan(step, carry, (x, is_first))[1]
 
 
 _scan = jax.custom_vjp(_plain_scan, nondiff_argnums=(0,))
 
 
-def _scan_forward(update, kernel, x, begins, memory):
-    memories = _scan(update, kernel, x, begins, memory)
-    return memories, (kernel, x, begins, memory, memories)
+def _scan_forward(update, kernel, x, is_first, carry):
+    carries = _scan(update, kernel, x, is_first, carry)
+    return carries, (kernel, x, is_first, carry, carries)
 
 
 def _scan_backward(update, residuals, cotangents):
-    kernel, x, begins, memory, memories = residuals
-    before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(memory, memories, strict=True))
-    before = forget(begins, before)
-    # Only the cotangents of the memories depend on later steps. The rest is computed for all steps at once: before the
-    # scan the gates and the derivatives of every memory (a cell is elementwise, so these are arrays, no matrices), after
-    # it the gradients of gates and matrix (which would otherwise be summed, over devices too, in every step).
+    kernel, x, is_first, carry, carries = residuals
+    before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
+    before = forget(is_first, before)
+    # Only the cotangents of the carries depend on later steps, so only they need a scan. The gates and the derivatives
+    # of every carry are computed before it, for all steps at once; a cell is elementwise, so the derivatives are arrays,
+    # not matrices. The gradients of gates and matrix are computed after it; inside, every step would sum them over devices.
     _, pullback = jax.vjp(update, x, _per_gate(before[0] @ kernel, len(x)), before)
     ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
-    slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(memory)))) for j in range(len(memory))]
-    by_x, by_u, by_memory = zip(*slopes, strict=True)
+    slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
+    by_x, by_u, by_carry = zip(*slopes, strict=True)
 
-    def step(carry, inputs):
-        begins, cotangent, by_u, by_memory = inputs
-        cotangent = tuple(map(jnp.add, carry, cotangent))
-        output, *rest = _chain(cotangent, by_memory)
+    def step(later, inputs):
+        is_first, cotangent, by_u, by_carry = inputs
+        cotangent = tuple(map(jnp.add, later, cotangent))
+        output, *rest = _chain(cotangent, by_carry)
         output += jnp.concatenate(_chain(cotangent, by_u), axis=-1) @ kernel.T
-        return forget(begins, (output, *rest)), cotangent
+        return forget(is_first, (output, *rest)), cotangent
 
-    start = tuple(map(jnp.zeros_like, memory))
-    dmemory, cotangents = jax.lax.scan(step, start, (begins, cotangents, by_u, by_memory), reverse=True)
+    start = tuple(map(jnp.zeros_like, carry))
+    dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
     du = jnp.concatenate(_chain(cotangents, by_u), axis=-1)
     (dkernel,) = jax.vjp(lambda kernel: matmul(flatten(before[0]), kernel), kernel)[1](flatten(du))
-    return dkernel, _chain(cotangents, by_x), None, dmemory
+    return dkernel, _chain(cotangents, by_x), None, dcarry
 
 
-def _chain(cotangents: Memory, slopes: tuple[Gates, ...]) -> Gates:
-    """The chain rule, elementwise: from the cotangent of every memory and its derivatives by each of several arrays."""
+def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
+    """The chain rule, elementwise: from the cotangent of every carry and its derivatives by each of several arrays."""
     return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
 
 
@@ -202,42 +205,31 @@ class Heads(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentNetwork:
-    """A network with a memory as pure functions of its parameters; outputs are those of its heads.
+    """A recurrent network as pure functions of its parameters; its heads compute the outputs.
 
     Attributes:
       init: `(key) -> params`.
-      initial_memory: `(batch_shape) -> memory`, the one that an episode begins with.
-      step: `(params, obs [..., *observation_shape], memory [..., H]) -> (outputs [..., ...], memory)`.
-      unroll: `(params, obs [T, E, *observation_shape], begins [T, E] bool, memory [E, H]) -> (outputs [T, E, ...], memories
-        after every step [T, E, H])`; the memory is cleared before every step with which an episode begins.
+      initial_carry: `(batch_shape) -> carry`, zeros.
+      step: `(params, obs [..., *observation_shape], carry [..., H]) -> (outputs [..., ...], carry)`.
+      unroll: `(params, obs [T, E, *observation_shape], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, ...], carries
+        after every step [T, E, H])`; the carry is cleared before the first step of every episode.
     """
 
     init: Callable[[jax.Array], Any]
-    initial_memory: Callable[[tuple[int, ...]], Memory]
-    step: Callable[[Any, jax.Array, Memory], tuple[Any, Memory]]
-    unroll: Callable[[Any, jax.Array, jax.Array, Memory], tuple[Any, Memory]]
+    initial_carry: Callable[[tuple[int, ...]], Carry]
+    step: Callable[[Any, jax.Array, Carry], tuple[Any, Carry]]
+    unroll: Callable[[Any, jax.Array, jax.Array, Carry], tuple[Any, Carry]]
 
 
 def recurrent_network(
-    observation_space: Space,
-    make_heads: Callable[[Box], Heads],
-    *,
-    hidden_sizes: tuple[int, ...],
-    activation: str,
-    network: str,
-    core: str,
-    memory_size: int,
+    observation_space: Space, make_heads: Callable[[Box], Heads], config: RecurrentConfig
 ) -> RecurrentNetwork:
     """Makes a network of a torso, a recurrent core, and heads.
 
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       make_heads: makes the heads for the space of the core's outputs.
-      hidden_sizes: widths of the dense layers of the torso.
-      activation: a key of `ACTIVATIONS`.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
-      core: a key of `CELLS`.
-      memory_size: size of the memory, `H`.
+      config: sizes of the torso and the core.
 
     Returns:
       The network.
@@ -246,42 +238,44 @@ def recurrent_network(
       TypeError: if the space is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
-    torso = make_torso(observation_space, hidden_sizes=hidden_sizes, activation=activation, network=network)
-    layer = recurrent_core(core, memory_size)
-    heads = make_heads(Box(-np.inf, np.inf, (memory_size,)))
+    torso = make_torso(
+        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
+    )
+    core = recurrent_core(config.core, config.memory_size)
+    heads = make_heads(Box(-np.inf, np.inf, (config.memory_size,)))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
         return {
             "torso": torso.init(torso_key, jnp.zeros(torso.observation_shape)[None]),
-            "core": layer.init(core_key, hidden_sizes[-1]),
-            "heads": heads.init(heads_key, jnp.zeros((1, memory_size))),
+            "core": core.init(core_key, config.hidden_sizes[-1]),
+            "heads": heads.init(heads_key, jnp.zeros((1, config.memory_size))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:
         return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
 
-    def step(params: Any, obs: jax.Array, memory: Memory) -> tuple[Any, Memory]:
-        memory = layer.step(params["core"], features(params, obs), memory)
-        return heads.apply(params["heads"], memory[0]), memory
+    def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
+        carry = core.step(params["core"], features(params, obs), carry)
+        return heads.apply(params["heads"], carry[0]), carry
 
-    def unroll(params: Any, obs: jax.Array, begins: jax.Array, memory: Memory) -> tuple[Any, Memory]:
+    def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # Rows of [E * T] keep the gradients of the matrices where the environments are; rows of [T * E] would not.
         inputs = unflatten(features(params, flatten(obs)), len(obs))
-        memories = layer.unroll(params["core"], inputs, begins, memory)
-        outputs = heads.apply(params["heads"], flatten(memories[0]))
-        return jax.tree.map(lambda x: unflatten(x, len(obs)), outputs), memories
+        carries = core.unroll(params["core"], inputs, is_first, carry)
+        outputs = heads.apply(params["heads"], flatten(carries[0]))
+        return jax.tree.map(lambda x: unflatten(x, len(obs)), outputs), carries
 
-    return RecurrentNetwork(init, layer.initial_memory, step, unroll)
+    return RecurrentNetwork(init, core.initial_carry, step, unroll)
 
 
-def recurrent_actor_critic(observation_space: Space, action_space: Space, config: Any) -> RecurrentNetwork:
-    """Makes a policy and a value function with a memory: linear heads on a recurrent core.
+def recurrent_actor_critic(observation_space: Space, action_space: Space, config: RecurrentConfig) -> RecurrentNetwork:
+    """Makes a recurrent policy and value function: linear heads on a recurrent core.
 
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       action_space: `Discrete`, or a `Box` of floats.
-      config: with the fields `hidden_sizes`, `activation`, `network`, `core` and `memory_size`.
+      config: sizes of the torso and the core.
 
     Returns:
       The network: its outputs are distributions over actions, as those of `actor_critic`, and values `[...]`.
@@ -290,23 +284,19 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
       TypeError: if a space is of another kind.
       ValueError: if the network convolves and the observations are no images of at least 3x3.
     """
-
-    def make_heads(features: Box) -> Heads:
-        return actor_critic(
-            features, action_space, hidden_sizes=(), activation=config.activation, network="mlp", shared_torso=True
-        )
-
-    return _of_config(observation_space, make_heads, config)
+    return recurrent_network(observation_space, lambda features: linear_actor_critic(features, action_space), config)
 
 
-def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any) -> RecurrentNetwork:
-    """Makes action values with a memory: a linear head on a recurrent core, or two streams of one dense layer each.
+def recurrent_q_network(
+    observation_space: Space, action_space: Discrete, config: RecurrentConfig, *, dueling: bool
+) -> RecurrentNetwork:
+    """Makes recurrent action values: a linear head on a recurrent core, or two streams of one dense layer each.
 
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       action_space: its size is `A`.
-      config: with the fields `hidden_sizes`, `activation`, `network`, `core`, `memory_size` and `dueling`; streams are as wide
-        as the last dense layer.
+      config: sizes of the torso and the core; streams are as wide as the last dense layer.
+      dueling: whether there are streams for values and for advantages.
 
     Returns:
       The network: its outputs are values `[..., A]`.
@@ -317,17 +307,10 @@ def recurrent_q_network(observation_space: Space, action_space: Discrete, config
     """
 
     def make_heads(features: Box) -> Heads:
-        heads = q_network(
-            features, action_space, hidden_sizes=config.hidden_sizes[-1:] if config.dueling else (),
-            activation=config.activation, network="mlp", dueling=config.dueling,
-        )  # fmt: skip
+        sizes = config.hidden_sizes[-1:] if dueling else ()
+        heads = q_network_on_features(
+            features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling
+        )
         return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
 
-    return _of_config(observation_space, make_heads, config)
-
-
-def _of_config(observation_space: Space, make_heads: Callable[[Box], Heads], config: Any) -> RecurrentNetwork:
-    return recurrent_network(
-        observation_space, make_heads, hidden_sizes=config.hidden_sizes, activation=config.activation,
-        network=config.network, core=config.core, memory_size=config.memory_size,
-    )  # fmt: skip
+    return recurrent_network(observation_space, make_heads, config)

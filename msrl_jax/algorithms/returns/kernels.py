@@ -1,7 +1,7 @@
 """Kernels for accelerators: the linear recursion behind advantages and returns, as one Pallas program per block of columns.
 
 XLA runs a `jax.lax.scan` of a few operations as one or more kernel launches per step. Here a program holds `x` in
-registers and walks over all `T` rows. Nothing uses these kernels by itself; a fragment takes them as its implementations:
+registers and walks over all `T` rows. No algorithm uses these kernels unasked; a fragment takes them as implementations:
 
     fragment(role="learner", implementations={"gpu": reverse_scan_gpu, "tpu": reverse_scan_tpu})(reverse_scan)
 """
@@ -15,11 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
+from msrl_jax.algorithms.returns.advantages import accumulate
+
 Scan = Callable[[jax.Array, jax.Array, bool], jax.Array]
 """`(a [T, E], b [T, E], reverse) -> x [T, E]`."""
 
-_COLUMNS = 128  # a vector register of a TPU is 8 by 128, a block of 128 threads is small enough to fill a GPU
-_ROWS = 512  # of a block on a TPU: three blocks of 256 KiB, twice over, lie in its vector memory
+_COLUMNS = 128  # a vector register of a TPU is 8 by 128; blocks of 128 threads are small enough to fill a GPU
+_ROWS = 512  # rows of a block on a TPU; its vector memory holds three blocks of 256 KiB, twice
 
 
 def reverse_scan(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -35,7 +37,7 @@ def reverse_scan(a: jax.Array, b: jax.Array) -> jax.Array:
     Returns:
       The solution. `[T, ...]`
     """
-    return _plain_scan(a, b, True)
+    return accumulate(a, b)
 
 
 def reverse_scan_gpu(a: jax.Array, b: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -91,14 +93,6 @@ _solve = jax.custom_vjp(_solve_reverse, nondiff_argnums=(0,))
 _solve.defvjp(_solve_forward, _solve_backward)
 
 
-def _plain_scan(a: jax.Array, b: jax.Array, reverse: bool) -> jax.Array:
-    def step(x, row):
-        x = row[0] + row[1] * x
-        return x, x
-
-    return jax.lax.scan(step, jnp.zeros_like(a[0]), (a, b), reverse=reverse)[1]
-
-
 def _scan_rows(a_ref, b_ref, x_ref, x: jax.Array, reverse: bool) -> jax.Array:
     """Walks over the rows of one block, and returns the last `x` `[1, columns]`."""
     rows = a_ref.shape[0]
@@ -120,9 +114,15 @@ def _gpu_scan(a: jax.Array, b: jax.Array, reverse: bool, interpret: bool) -> jax
     a, b = _padded(a, 1, _COLUMNS), _padded(b, 1, _COLUMNS)
     block = pl.BlockSpec((rows, _COLUMNS), lambda i: (0, i))
     solve = pl.pallas_call(
-        kernel, jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(a.shape[1] // _COLUMNS,), in_specs=[block, block],
-        out_specs=block, compiler_params=pltriton.CompilerParams(num_warps=4), interpret=interpret, name="reverse_scan",
-    )  # fmt: skip
+        kernel,
+        jax.ShapeDtypeStruct(a.shape, a.dtype),
+        grid=(a.shape[1] // _COLUMNS,),
+        in_specs=[block, block],
+        out_specs=block,
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="reverse_scan",
+    )
     return solve(a, b)[:, :columns]
 
 
@@ -141,11 +141,16 @@ def _tpu_scan(a: jax.Array, b: jax.Array, reverse: bool, interpret: bool) -> jax
     last = a.shape[0] // block_rows - 1
     block = pl.BlockSpec((block_rows, _COLUMNS), lambda i, j: (last - j if reverse else j, i))
     solve = pl.pallas_call(
-        kernel, jax.ShapeDtypeStruct(a.shape, a.dtype), grid=(a.shape[1] // _COLUMNS, last + 1), in_specs=[block, block],
-        out_specs=block, scratch_shapes=[pltpu.VMEM((1, _COLUMNS), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")), interpret=interpret,
+        kernel,
+        jax.ShapeDtypeStruct(a.shape, a.dtype),
+        grid=(a.shape[1] // _COLUMNS, last + 1),
+        in_specs=[block, block],
+        out_specs=block,
+        scratch_shapes=[pltpu.VMEM((1, _COLUMNS), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
         name="reverse_scan",
-    )  # fmt: skip
+    )
     return solve(a, b)[:rows, :columns]
 
 

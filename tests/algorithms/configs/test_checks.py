@@ -1,14 +1,13 @@
 """Configs and the registry refuse what is wrong before anything is compiled, and say what to do."""
 
 import dataclasses
-import inspect
 import math
-import re
 
 import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPOConfig
+from msrl_jax.algorithms.configs.base import field_docs
 
 from ..random_walk import RandomWalk
 
@@ -73,9 +72,7 @@ def test_annealing_needs_a_horizon(name):
 @pytest.mark.parametrize("name", algorithms.ALGORITHMS)
 def test_every_field_is_documented_with_its_usual_value(name):
     config = algorithms.get(name).config
-    _, attributes = inspect.cleandoc(config.__doc__).split("Attributes:\n")
-    _, *parts = re.split(r"^  (\w+): ", attributes, flags=re.MULTILINE)
-    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    texts = field_docs(config)
     assert list(texts) == [field.name for field in dataclasses.fields(config)]
     assert [field for field, text in texts.items() if "Usual: " not in text] == ["total_steps"]
 

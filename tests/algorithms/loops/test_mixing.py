@@ -10,9 +10,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
-from msrl_jax.algorithms.loops.mixing import Mixture, make_mixture, split_batch
+from msrl_jax.algorithms.loops.buffers import n_step_buffer
+from msrl_jax.algorithms.loops.mixing import mix, split_batch
 from msrl_jax.cli import main
-from msrl_jax.replay import importance_weights
+from msrl_jax.training.setup import resolve
 
 G, K, B, ROWS = 4, 3, 24, 8
 
@@ -41,47 +42,55 @@ DQN = {
 def mixed():
     """Batches of 24 in 4 shards, 8 of them from data whose rewards are 100 and more; the rest has rewards below 50."""
     item = replay.Transition(jnp.zeros(4), jnp.int32(0), jnp.float32(0), jnp.bool_(0), jnp.bool_(0), jnp.zeros(4))
-    buffer = replay.prioritized(item, capacity=40, num_envs=8, unroll_length=5, batch_size=B - ROWS, discount=0.9, shards=G)
+    own = replay.prioritized(
+        item, capacity=40, num_envs=8, unroll_length=5, batch_size=B - ROWS, discount=0.9, shards=G, beta=0.7
+    )
     items = jax.tree.map(lambda x: jnp.zeros((5, 8, *x.shape), x.dtype), item)
 
     @jax.jit
     def fill(items):
-        state = buffer.insert(buffer.init(), items)
-        return buffer.update(state, buffer.sample(state, jax.random.key(9)).indices, jnp.arange(16.0))
+        state = own.insert(own.init(), items)
+        return own.update(state, own.sample(state, jax.random.key(9)).indices, jnp.arange(16.0))
 
     state = fill(items._replace(reward=jnp.arange(40.0).reshape(5, 8)))
     dataset = dataclasses.replace(random_data(CARTPOLE), action=random_data(CARTPOLE).action.astype(np.int32))
-    mixture = Mixture(*data.buffer(dataset, batch_size=ROWS, discount=0.9, shards=G), ROWS)
+    both = mix(own, *data.buffer(dataset, batch_size=ROWS, discount=0.9, shards=G))
     keys = jax.random.split(jax.random.key(0), K)
-    own = jax.jit(jax.vmap(buffer.sample, (None, 0)))(state, keys)
-    return mixture, own, jax.jit(mixture.add)(own, mixture.state, keys)
+    of_run = jax.jit(jax.vmap(own.sample, (None, 0)))(state, keys)
+    return own, both, state, of_run, jax.jit(jax.vmap(both.sample, (None, 0, None)))(state, keys, both.data)
 
 
 def test_every_shard_gives_its_share_of_every_batch(mixed):
-    _, own, both = mixed
-    reward = np.asarray(both.experience.reward).reshape(K, G, B // G)
-    np.testing.assert_array_equal(reward[..., :4].reshape(K, -1), own.experience.reward)
+    _, _, _, of_run, batches = mixed
+    reward = np.asarray(batches.experience.reward).reshape(K, G, B // G)
+    np.testing.assert_array_equal(reward[..., :4].reshape(K, -1), of_run.experience.reward)
     given = reward[..., 4:] - 100
     assert (given >= 0).all() and len(np.unique(given)) > K * ROWS // 2
     np.testing.assert_array_equal(given // 100, np.broadcast_to(np.arange(G)[:, None], (K, G, 2)))  # each its own lane
 
 
 def test_rows_of_the_data_weigh_1_and_others_what_they_would_weigh(mixed):
-    _, own, both = mixed
-    for i in range(K):
-        weight = np.asarray(importance_weights(both.probability[i], 0.7)).reshape(G, B // G)
-        np.testing.assert_array_equal(weight[:, 4:], 1)
-        np.testing.assert_array_equal(weight[:, :4].ravel(), importance_weights(own.probability[i], 0.7))
-        assert weight.min() < 0.9
+    _, _, _, of_run, batches = mixed
+    weight = np.asarray(batches.weight).reshape(K, G, B // G)
+    np.testing.assert_array_equal(weight[..., 4:], 1)
+    np.testing.assert_array_equal(weight[..., :4].reshape(K, -1), of_run.weight)
+    assert weight.min() < 0.9
 
 
 def test_errors_go_to_the_rows_that_they_are_of(mixed):
-    mixture, own, both = mixed
-    error = jnp.asarray(both.experience.reward)
-    indices, errors = mixture.own(both.indices, error)
-    np.testing.assert_array_equal(errors, own.experience.reward)
-    for a, b in zip(indices, own.indices, strict=True):
-        np.testing.assert_array_equal(a, b)
+    own, both, state, of_run, batches = mixed
+    told = both.update(state, batches.indices, batches.experience.reward)
+    alone = own.update(state, of_run.indices, of_run.experience.reward)
+    jax.tree.map(np.testing.assert_array_equal, told.priorities, alone.priorities)
+    assert (np.asarray(told.priorities.tree[0]) != np.asarray(state.priorities.tree[0])).any()
+    assert np.asarray(told.priorities.largest).max() < 50  # rewards of the data are larger
+
+
+def test_a_buffer_that_mixes_is_a_buffer(mixed):
+    own, both, state, *_ = mixed
+    assert (both.batch_size, both.shards, both.capacity, both.min_size) == (B, G, own.capacity, own.min_size)
+    assert jax.tree.structure(both.init()) == jax.tree.structure(own.init())
+    assert both.report(state) == own.report(state)
 
 
 @pytest.mark.parametrize(
@@ -93,10 +102,7 @@ def test_the_share_is_rounded_to_rows_of_each_shard(fraction, shards, own):
         with pytest.raises(ValueError, match=r"data_fraction=0.01 of the 32 rows that each of 1 shards .* none to the data"):
             split_batch(config)
     else:
-        smaller, rows = split_batch(config)
-        assert (smaller.batch_size, rows, smaller.shards) == (own, 32 - own, shards or 8)
-    without = dataclasses.replace(config, data=None)
-    assert split_batch(without) == (without, 0)
+        assert split_batch(config) == (own, 32 - own, shards or 8)
 
 
 def agent(**changes):
@@ -200,7 +206,8 @@ def test_actions_are_those_of_the_policy(name):
     built = algorithm.build(PENDULUM, config)
     held = jax.tree.map(np.asarray, built.data["data"].items)
     np.testing.assert_allclose(held[1].reshape(400, 1), dataset.action / 2, rtol=1e-6)
-    assert make_mixture(PENDULUM, config).rows == 8
+    own_rows, data_rows, _ = split_batch(config)
+    assert (own_rows, data_rows) == (24, 8) and n_step_buffer(PENDULUM, config).batch_size == 32
 
 
 @pytest.mark.parametrize("name", ["sac", *(pytest.param(n, marks=pytest.mark.slow) for n in ("td3", "ddpg"))])
@@ -218,6 +225,7 @@ def test_actor_critics_learn_from_both(name):
         ({"data": "no/such.npz"}, "there is no file no/such.npz"),
         ({"data": 5}, "DQNConfig.data=5: use the path of a data set"),
         ({"data_fraction": 1.5}, "data_fraction=1.5"),
+        ({"data": None, "data_fraction": 0.3}, r"DQNConfig.data_fraction=0.3 is a share .* none; give data='experience.npz'"),
         ({"data": random_data(CARTPOLE, 8)}, "8 rows, 1 in each of shards=8: fewer than batch_size=16 windows of 2 steps"),
         ({"data": random_data(CARTPOLE), "storage": "uint8"}, "cannot hold 400 rows of the data set"),
     ],
@@ -231,5 +239,12 @@ def test_the_command_line_mixes(tmp_path, capsys):
     path = str(data.save(random_data(CARTPOLE), tmp_path / "x.npz"))
     arguments = ["explain", "--algo", "dqn", "--num-envs", "16", "--batch-size", "32", "--data", path, "--json"]
     assert main(arguments) == 0
-    assert "draw" in capsys.readouterr().out
+    assert "sample_batches" in capsys.readouterr().out
     assert main([*arguments, "--data-fraction", "0.01"]) == 2
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.5], ids=["another", "the-default"])
+def test_a_share_of_no_data_is_refused(fraction):
+    with pytest.raises(ValueError, match=rf"DQNConfig.data_fraction={fraction} is a share of every batch for a data set, but"):
+        resolve("dqn", "CartPole-v1", overrides={"data_fraction": fraction})
+    assert resolve("dqn", "CartPole-v1").config.data_fraction == 0.5

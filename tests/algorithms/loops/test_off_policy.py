@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import envs, replay
+from msrl_jax import counters, envs, replay
 from msrl_jax.algorithms.loops import off_policy
 from msrl_jax.algorithms.loops.optimizer import make_optimizer
 
@@ -20,14 +20,14 @@ def agent():
     item = replay.Transition(jnp.zeros(4), jnp.int32(0), jnp.float32(0), jnp.bool_(0), jnp.bool_(0), jnp.zeros(4))
     buffer = replay.prioritized(
         item, capacity=CAPACITY, num_envs=E, unroll_length=T, batch_size=B, discount=0.9, shards=4, min_size=LEARNING_STARTS,
-        alpha=ALPHA, epsilon=EPSILON,
+        alpha=ALPHA, epsilon=EPSILON, beta=0.5,
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=10.0, epsilon=1e-8)
     apply_update = off_policy.make_apply_update(optimizer)
 
-    def act(params, obs, keys, steps):
+    def explore(params, obs, keys, steps, carry):
         noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
-        return jnp.argmax(obs @ params + noise, 1).astype(jnp.int32)
+        return jnp.argmax(obs @ params + noise, 1).astype(jnp.int32), carry
 
     @msrl.fragment(role="learner")
     def gradients(params, target, e):
@@ -38,19 +38,21 @@ def agent():
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner, batch, count, ready):
+    def update(learner, batch, progress):
         grads, error = gradients(learner.params, learner.target_params, batch.experience)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), ready)
-        return off_policy.Learner(params, learner.target_params, opt_state), error, {"count": count.astype(jnp.float32)}
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), progress.ready)
+        stats = {"update": counters.to_float(progress.update)}
+        return off_policy.Learner(params, learner.target_params, opt_state), error, stats
 
     def init(key, obs):
         params = jax.random.normal(key, (4, 2))
         return off_policy.Learner(params, params, optimizer.init(params))
 
-    return off_policy.off_policy_agent(
-        venv, buffer, init=init, act=act, update=update, choose_action=lambda params, obs, key: (obs @ params).argmax(1),
-        to_env_action=lambda action: action, unroll_length=T, num_updates=K, batch_size=B, beta=lambda count: 0.5,
-    )  # fmt: skip
+    def choose_action(params, obs, key, carry):
+        return (obs @ params).argmax(1), carry
+
+    rule = off_policy.Rule(init, update, choose_action)
+    return off_policy.off_policy_agent(venv, buffer, rule, explore, unroll_length=T, num_updates=K)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +91,11 @@ def test_the_ratio_of_updates_to_steps_is_met_exactly(agent, states):
     updates = [int(state.opt_state[1].count) for state in states[0]]
     np.testing.assert_array_equal(updates, K * np.maximum(steps - LEARNING_STARTS + T * E, 0) // (T * E))
     assert agent.steps_per_iteration == T * E and agent.updates_per_iteration == K
-    counts = [float(m["count"].count) for m in states[1]]
+    counts = [float(m["update"].count) for m in states[1]]
     np.testing.assert_array_equal(counts, np.diff(updates))
+    # Updates are counted from the first iteration on, whether they are made or not.
+    numbers = [float(m["update"].total) for m in states[1][3:]]
+    np.testing.assert_array_equal(numbers, [sum(K * i + k for k in range(K)) for i in range(3, 10)])
 
 
 def test_nothing_is_learned_and_no_error_pending_before_there_is_enough(states):

@@ -61,3 +61,14 @@ def test_approximate_kl_is_unbiased():
 
 def test_approximate_kl_keeps_small_differences():
     np.testing.assert_allclose(approximate_kl(jnp.float32(1e-3)), 0.5e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("loss", [policy_gradient_loss, value_loss, lambda x, y: clipped_surrogate_loss(x, y, 0.2)])
+def test_shapes_that_would_broadcast_are_refused(loss):
+    with pytest.raises(AssertionError, match=r"\(4, 1\)"):
+        loss(jnp.zeros((4, 1)), jnp.zeros(4))
+
+
+def test_clipped_values_of_another_shape_are_refused():
+    with pytest.raises(AssertionError, match=r"\(4, 1\)"):
+        clipped_value_loss(jnp.zeros(4), jnp.zeros((4, 1)), jnp.zeros(4), 0.2)

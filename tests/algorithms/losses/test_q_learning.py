@@ -11,7 +11,6 @@ from msrl_jax.algorithms.losses.q_learning import (
     categorical_loss,
     categorical_projection,
     greedy_target,
-    huber,
     quantile_huber_loss,
 )
 
@@ -52,16 +51,6 @@ def plain_quantile_loss(quantile, target, delta):
             size = u * u / 2 if abs(u) <= delta else delta * (abs(u) - delta / 2)
             total += abs((i + 0.5) / len(quantile) - (u < 0)) * size / delta / len(target)
     return total
-
-
-@pytest.mark.parametrize(("error", "delta", "want"), [(0.5, 1, 0.125), (-0.5, 1, 0.125), (3, 1, 2.5), (-3, 2, 4.0), (0, 1, 0)])
-def test_huber_is_quadratic_then_linear(error, delta, want):
-    assert huber(jnp.float32(error), delta) == want
-
-
-def test_the_gradient_of_huber_is_the_clipped_error():
-    errors = jnp.array([-5.0, -1.5, -0.3, 0.0, 0.3, 1.5, 5.0])
-    np.testing.assert_allclose(jax.vmap(jax.grad(huber))(errors), jnp.clip(errors, -1, 1))
 
 
 def test_one_network_chooses_and_the_other_values():

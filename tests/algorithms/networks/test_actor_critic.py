@@ -1,20 +1,24 @@
 """Networks: what fits which spaces, and how they start."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, action_transform, actor_critic
 from msrl_jax.envs import Box, Dict, Discrete
 
-OPTIONS = {"hidden_sizes": (8, 6), "activation": "tanh", "network": "auto", "shared_torso": False}
+CONFIG = NetworkConfig(hidden_sizes=(8, 6))
+FLAT = NetworkConfig(hidden_sizes=(8, 6), network="mlp")
 VECTOR = Box(-1.0, 1.0, (5,))
 
 
 @pytest.mark.parametrize("shared_torso", [False, True])
 def test_policy_and_value_are_the_parts_of_the_whole(shared_torso):
-    network = actor_critic(VECTOR, Discrete(3), **OPTIONS | {"shared_torso": shared_torso})
+    network = actor_critic(VECTOR, Discrete(3), CONFIG, shared_torso=shared_torso)
     obs = jax.random.normal(jax.random.key(1), (4, 5))
     params = network.init(jax.random.key(0), obs)
     policy, value = network.apply(params, obs)
@@ -26,7 +30,7 @@ def test_policy_and_value_are_the_parts_of_the_whole(shared_torso):
 
 
 def test_layers_start_orthogonal_and_the_policy_almost_uniform():
-    network = actor_critic(VECTOR, Discrete(3), **OPTIONS)
+    network = actor_critic(VECTOR, Discrete(3), CONFIG)
     params = network.init(jax.random.key(0), jnp.zeros((1, 5)))["params"]
     kernel = np.asarray(params["actor_torso"]["Dense_0"]["kernel"])
     np.testing.assert_allclose(kernel @ kernel.T, 2 * np.eye(5), atol=1e-5)
@@ -36,7 +40,7 @@ def test_layers_start_orthogonal_and_the_policy_almost_uniform():
 
 @pytest.mark.parametrize("batch_shape", [(), (2,), (3, 2)])
 def test_images_are_convolved_by_default(batch_shape):
-    network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), **OPTIONS)
+    network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), CONFIG)
     obs = jnp.ones((*batch_shape, 10, 10, 4), bool)
     params = network.init(jax.random.key(0), obs)
     assert params["params"]["critic_torso"]["Conv_0"]["kernel"].shape == (3, 3, 4, 16)
@@ -45,7 +49,7 @@ def test_images_are_convolved_by_default(batch_shape):
 
 
 def test_images_may_be_flattened_instead():
-    network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), **OPTIONS | {"network": "mlp"})
+    network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), FLAT)
     params = network.init(jax.random.key(0), jnp.zeros((1, 10, 10, 4)))
     assert params["params"]["actor_torso"]["Dense_0"]["kernel"].shape == (400, 8)
 
@@ -62,7 +66,7 @@ def test_images_may_be_flattened_instead():
 )
 def test_what_does_not_fit_is_refused_with_a_remedy(observation_space, action_space, network, error, remedy):
     with pytest.raises(error, match=remedy):
-        actor_critic(observation_space, action_space, **OPTIONS | {"network": network})
+        actor_critic(observation_space, action_space, NetworkConfig(hidden_sizes=(8, 6), network=network))
 
 
 def test_actions_are_stretched_to_their_bounds_and_clipped():
@@ -75,3 +79,7 @@ def test_actions_are_stretched_to_their_bounds_and_clipped():
 def test_actions_without_bounds_pass_and_half_bounds_only_clip():
     transform = action_transform(Box(np.float32([[-np.inf, -0.5]]), np.float32([[np.inf, np.inf]]), (1, 2)))
     np.testing.assert_allclose(transform(jnp.array([[30.0, 30.0], [-30.0, -30.0]])), [[[30.0, 30.0]], [[-30.0, -0.5]]])
+
+
+def test_every_activation_of_a_config_is_there():
+    assert set(ACTIVATIONS) == set(typing.get_args(typing.get_type_hints(NetworkConfig)["activation"]))

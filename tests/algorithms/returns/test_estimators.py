@@ -253,3 +253,24 @@ def test_standardized_advantages_have_mean_0_and_deviation_1_over_all_of_them():
     wide = advantage.astype(np.float64)
     np.testing.assert_allclose(standardize(advantage), (wide - wide.mean()) / wide.std(), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(standardize(jnp.full((T, E), 2.0)), np.zeros((T, E)))
+
+
+@pytest.mark.parametrize(
+    ("estimate", "inputs"),
+    [
+        (functools.partial(gae, discount=0.9, gae_lambda=0.9), 3),
+        (functools.partial(n_step_return, discount=0.9, num_steps=2), 2),
+        (functools.partial(lambda_return, discount=0.9, lambda_=0.9), 2),
+        (functools.partial(vtrace, discount=0.9), 4),
+        (functools.partial(retrace, discount=0.9), 4),
+    ],
+    ids=["gae", "n_step_return", "lambda_return", "vtrace", "retrace"],
+)
+def test_shapes_that_would_broadcast_are_refused(estimate, inputs):
+    numbers, flags = [jnp.zeros((T, E))] * inputs, [jnp.zeros((T, E), bool)] * 2
+    estimate(*numbers, *flags)
+    for i in range(inputs + 2):
+        arguments = [*numbers, *flags]
+        arguments[i] = arguments[i][:, :1]
+        with pytest.raises(AssertionError, match="different shapes"):
+            estimate(*arguments)

@@ -1,0 +1,65 @@
+"""What all configs share: keyword-only fields, checked when a config is made, with one documented place for each field."""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Collection
+from typing import Any, Literal
+
+from msrl_jax.algorithms.configs.checks import check_booleans, check_choice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The base of all configs.
+
+    A config inherits fields from small classes such as `OptimizerConfig`. Each of them documents its fields in its
+    docstring, under "Attributes:", and may define a method `check` for their values. A subclass changes a default by
+    restating the field; it documents the field again only if the text differs. Fields of the last base come first.
+    """
+
+    def __post_init__(self):
+        for cls in reversed(type(self).__mro__):
+            if "check" in cls.__dict__:
+                cls.__dict__["check"](self)
+
+    def check(self) -> None:
+        """Raises ValueError unless every `bool` is True or False and every `Literal` is one of its options."""
+        for field, hint in typing.get_type_hints(type(self)).items():
+            if hint is bool:
+                check_booleans(self, field)
+            elif options := _options(hint):
+                check_choice(self, field, options)
+
+    def check_given(self, fields: Collection[str]) -> None:
+        """Raises ValueError if a field that a user gave has no effect beside the others.
+
+        Args:
+          fields: the names of those that were given; others have their defaults.
+        """
+
+
+def _options(hint: Any) -> tuple[str, ...]:
+    """The options of `Literal[...]` and of `Literal[...] | None`; of any other type, none."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(option for part in typing.get_args(hint) for option in _options(part))
+    return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """The text of every documented field of a config, its own and the inherited ones.
+
+    Args:
+      config: a dataclass whose docstring, and those of its bases, list fields as `name: text` under "Attributes:".
+
+    Returns:
+      Texts by field, in the order of the fields, each on one line.
+    """
+    texts: dict[str, str] = {}
+    for cls in reversed(config.__mro__):
+        _, _, attributes = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        _, *parts = re.split(r"^  (\w+): ", attributes, flags=re.MULTILINE)
+        texts |= {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    return {field.name: texts[field.name] for field in dataclasses.fields(config) if field.name in texts}

@@ -1,0 +1,73 @@
+"""Fields that say how gradients change parameters."""
+
+import dataclasses
+from typing import Literal
+
+from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningRateConfig(Config):
+    """How long the steps of an optimizer are.
+
+    Attributes:
+      learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: True.
+      total_steps: environment steps over which the learning rate falls; needed only if it does.
+    """
+
+    learning_rate: float
+    anneal_learning_rate: bool = False
+    total_steps: int | None = None
+
+    def check(self) -> None:
+        """Raises ValueError unless the rate is above 0 and the number of steps a positive integer."""
+        check_numbers(self, "learning_rate", above=0.0)
+        check_integers(self, 1, "total_steps")
+
+    def check_annealing(self) -> None:
+        """Raises ValueError if the learning rate falls over a number of steps that is not given.
+
+        Not a part of `check`: a run fills in its own number of steps after the config is made.
+        """
+        if self.anneal_learning_rate and self.total_steps is None:
+            raise ValueError(
+                f"{type(self).__name__}.anneal_learning_rate needs total_steps; give it, or set anneal_learning_rate=False"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(LearningRateConfig):
+    """Adam, or another optimizer, on gradients of a limited norm.
+
+    Attributes:
+      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
+    """
+
+    max_grad_norm: float | None = None
+
+    def check(self) -> None:
+        """Raises ValueError unless the norm is above 0."""
+        check_numbers(self, "max_grad_norm", above=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSPropConfig(OptimizerConfig):
+    """RMSProp or Adam.
+
+    Attributes:
+      optimizer: "rmsprop" or "adam". Usual: "rmsprop".
+      learning_rate: its step size. Usual: 1e-4 to 7e-3.
+      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
+      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
+    """
+
+    optimizer: Literal["rmsprop", "adam"] = "rmsprop"
+    rms_decay: float = 0.99
+    epsilon: float = 1e-5
+
+    def check(self) -> None:
+        """Raises ValueError unless the decay is in [0, 1] and epsilon above 0."""
+        check_numbers(self, "rms_decay", low=0.0, high=1.0)
+        check_numbers(self, "epsilon", above=0.0)

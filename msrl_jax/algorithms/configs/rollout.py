@@ -1,0 +1,61 @@
+"""Fields that say how experience is collected, and what rewards are worth."""
+
+import dataclasses
+
+from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Config):
+    """How many environments there are, and for how many steps they are unrolled.
+
+    Attributes:
+      num_envs: environments stepped in parallel, `E`. Usual: 8 to 4096.
+      unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 128.
+    """
+
+    num_envs: int = 32
+    unroll_length: int
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps per iteration, over all environments: `T * E`."""
+        return self.num_envs * self.unroll_length
+
+    def check(self) -> None:
+        """Raises ValueError unless the numbers are positive integers."""
+        check_integers(self, 1, "num_envs", "unroll_length")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiscountConfig(Config):
+    """What later rewards are worth.
+
+    Attributes:
+      discount: the factor per step. Usual: 0.99.
+    """
+
+    discount: float = 0.99
+
+    def check(self) -> None:
+        """Raises ValueError unless the discount is in [0, 1]."""
+        check_numbers(self, "discount", low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormalizationConfig(Config):
+    """Whether observations and rewards are normalized.
+
+    Attributes:
+      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
+      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
+    """
+
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig(NormalizationConfig, DiscountConfig, RolloutConfig):
+    """What all algorithms share that learn from the newest unrolls of a policy."""

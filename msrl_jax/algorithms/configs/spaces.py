@@ -1,0 +1,58 @@
+"""Checks of action spaces: every message names the algorithm, the space and what to use instead."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import Box, Discrete, Space
+
+
+def check_discrete(name: str, space: Space) -> Discrete:
+    """Checks that actions are discrete.
+
+    Args:
+      name: what errors call the algorithm.
+      space: the space of actions.
+
+    Returns:
+      The same space.
+
+    Raises:
+      TypeError: if it is not `Discrete`.
+    """
+    if isinstance(space, Discrete):
+        return space
+    raise TypeError(
+        f"{name} values each of a finite number of actions, got {space}; wrap the environment to take a Discrete "
+        "space, or, for a Box of floats, use sac or td3 or ddpg or ppo"
+    )
+
+
+def check_bounded(name: str, space: Space) -> Box:
+    """Checks that actions are bounded vectors of floats.
+
+    Args:
+      name: what errors call the algorithm.
+      space: the space of actions.
+
+    Returns:
+      The same space.
+
+    Raises:
+      TypeError: if it is not a `Box` of floats.
+      ValueError: if a bound is infinite.
+    """
+    if isinstance(space, Discrete):
+        raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for discrete actions")
+    if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; wrap the environment to take one")
+    if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
+        raise ValueError(
+            f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "
+            f"finite low and high, or use ppo"
+        )
+    return space
+
+
+def check_discrete_or_bounded(name: str, space: Space) -> Discrete | Box:
+    """Checks that actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
+    return space if isinstance(space, Discrete) else check_bounded(name, space)

@@ -1,0 +1,134 @@
+"""Networks that choose actions, for off-policy and offline actor-critics.
+
+In the shape descriptions, `B` denotes the batch size and `D` the length of a continuous action. A continuous action is in
+[-1, 1] everywhere but in the environment.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.networks.actor_critic import Torso, make_torso
+from msrl_jax.algorithms.networks.distributions import Categorical, Normal, TanhNormal
+from msrl_jax.algorithms.networks.layers import dense
+from msrl_jax.envs import Box, Discrete, Space
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network as pure functions of its parameters.
+
+    Attributes:
+      init: `(key, *inputs) -> params`.
+      apply: `(params, *inputs) -> outputs`.
+    """
+
+    init: Callable[..., Any]
+    apply: Callable[..., jax.Array]
+
+
+class _Linear(nn.Module):
+    """A torso and a linear layer."""
+
+    torso: Torso
+    num_outputs: int
+    scale: float
+
+    @nn.compact
+    def __call__(self, *inputs: jax.Array) -> jax.Array:
+        """Maps the torso's inputs to `[..., num_outputs]`."""
+        return dense(self.num_outputs, self.scale)(self.torso(*inputs))
+
+
+def linear_network(observation_space: Space, config: NetworkConfig, *, num_outputs: int, scale: float) -> Network:
+    """Makes a network of a torso and a linear layer.
+
+    Args:
+      observation_space: a `Box`.
+      config: the layers.
+      num_outputs: how many numbers it computes.
+      scale: size of the linear layer's initial weights.
+
+    Returns:
+      The network: `(params, obs [..., *observation_shape]) -> [..., num_outputs]`; actions `[..., D]` may follow `obs`.
+
+    Raises:
+      TypeError: if the space is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    torso = make_torso(
+        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
+    )
+    module = _Linear(torso, num_outputs, scale)
+    return Network(module.init, cast(Any, module.apply))
+
+
+def make_actor(observation_space: Space, num_outputs: int, config: NetworkConfig) -> Network:
+    """Makes the network of a policy, whose outputs start near 0; as `linear_network`."""
+    return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A distribution over actions as pure functions of parameters.
+
+    Attributes:
+      init: `(key, obs [..., *observation_shape]) -> params`.
+      apply: `(params, obs) -> distribution`.
+    """
+
+    init: Callable[[jax.Array, jax.Array], Any]
+    apply: Callable[[Any, jax.Array], Categorical | TanhNormal]
+
+    def choose_action(self, params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Actions for observations `[E, ...]`: drawn, or the most probable ones if `key` is None."""
+        policy = self.apply(params, obs)
+        return policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
+
+
+def make_policy(observation_space: Space, action_space: Discrete | Box, config: NetworkConfig) -> Policy:
+    """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a deviation that depends on the observation.
+
+    Args:
+      observation_space: a `Box`.
+      action_space: `Discrete`, or a `Box`.
+      config: the layers.
+
+    Returns:
+      The policy, of one network.
+
+    Raises:
+      TypeError: if the space of observations is of another kind.
+      ValueError: if the network convolves and the observations are no images of at least 3x3.
+    """
+    if isinstance(action_space, Discrete):
+        logits = make_actor(observation_space, action_space.n, config)
+        return Policy(logits.init, lambda params, obs: Categorical(logits.apply(params, obs)))
+    network = make_actor(observation_space, 2 * math.prod(action_space.shape), config)
+
+    def apply(params: Any, obs: jax.Array) -> TanhNormal:
+        loc, log_scale = jnp.split(network.apply(params, obs), 2, axis=-1)
+        return TanhNormal(Normal(loc, jnp.clip(log_scale, -20.0, 2.0)))
+
+    return Policy(network.init, apply)
+
+
+def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
+    """Log-likelihoods of actions of a data set.
+
+    Continuous actions are kept off their bounds, where the density of a squashed distribution says nothing.
+
+    Args:
+      policy: the distribution.
+      action: discrete actions `[B]`, or continuous ones in [-1, 1] `[B, D]`.
+
+    Returns:
+      The log-likelihoods, in nats. `[B]`
+    """
+    return policy.log_prob(action) if isinstance(policy, Categorical) else policy.log_prob(jnp.clip(action, -0.999, 0.999))

@@ -1,0 +1,67 @@
+"""Generalized advantage estimation, and the recursion behind it."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def gae(
+    reward: jax.Array,
+    value: jax.Array,
+    next_value: jax.Array,
+    terminated: jax.Array,
+    truncated: jax.Array,
+    *,
+    discount: float,
+    gae_lambda: float,
+) -> jax.Array:
+    """Generalized advantage estimation (Schulman et al., 2016, arXiv 1506.02438, eq. 16) over whole and cut episodes.
+
+    The successor of a terminated step is worth 0. The successor of a truncated step is worth `next_value`. Advantages of an
+    episode do not depend on the next one.
+
+    Args:
+      reward: rewards. `[T, ...]`
+      value: values of the observations acted on. `[T, ...]`
+      next_value: values of the true successors. Where an episode ends, the true successor is its last observation, not the
+        first one of the next episode; anything finite where `terminated`. `[T, ...]`
+      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[T, ...]` bool
+      truncated: whether the episode was cut short, as by a time limit. `[T, ...]` bool
+      discount: the factor per step.
+      gae_lambda: 0 gives one-step advantages, 1 gives discounted returns minus values.
+
+    Returns:
+      The advantages; their sum with `value` is the target of the value function. `[T, ...]`
+    """
+    chex.assert_equal_shape([reward, value, next_value, terminated, truncated])
+    delta = errors(reward, value, next_value, terminated, discount)
+    return accumulate(delta, jnp.where(terminated | truncated, 0.0, discount * gae_lambda))
+
+
+def standardize(advantage: jax.Array) -> jax.Array:
+    """Shifts and scales advantages to mean 0 and standard deviation 1 over all of the array.
+
+    Args:
+      advantage: advantages. `[...]`
+
+    Returns:
+      The standardized advantages; zeros if all are equal. `[...]`
+    """
+    centered = advantage - advantage.mean()
+    return centered / (jnp.sqrt(jnp.mean(jnp.square(centered))) + 1e-8)
+
+
+def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminated: jax.Array, discount: float) -> jax.Array:
+    """The temporal-difference errors; what follows a terminal state is worth 0."""
+    return reward + discount * jnp.where(terminated, 0.0, next_value) - value
+
+
+def accumulate(delta: jax.Array, decay: jax.Array) -> jax.Array:
+    """Sums backwards in time: `sum[t] = delta[t] + decay[t] * sum[t + 1]`. `[T, ...]`."""
+
+    def backwards(total, step):
+        delta, decay = step
+        total = delta + decay * total
+        return total, total
+
+    return jax.lax.scan(backwards, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)[1]

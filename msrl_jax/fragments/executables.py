@@ -1,0 +1,110 @@
+"""Executables: the compiled programs of a schedule, equal ones shared, and the shardings between them."""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.instructions import Instruction, Value
+
+# JAX's executables refuse arrays of elements smaller than a byte, whose layouts it spells in two ways; `jax.jit` takes them.
+_SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+
+
+@dataclass(eq=False)
+class Executables:
+    """Compiled programs and the shardings between them.
+
+    Attributes:
+      compiled: the executable of every Run, of every copy and of every Alloc.
+      shardings: where each value lies.
+      seconds: time spent tracing, lowering and compiling.
+      count: number of XLA compilations.
+    """
+
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
+    shardings: dict[Value, NamedSharding] = field(default_factory=dict)
+    seconds: float = 0.0
+    count: int = 0
+    _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
+    _by_jit: dict[jax.stages.Compiled, Callable[..., Any]] = field(default_factory=dict)
+
+    def call(self, compiled: jax.stages.Compiled) -> Callable[..., Any]:
+        """The function to call for running an executable."""
+        return self._by_jit.get(compiled, compiled)
+
+    def compile(
+        self,
+        key: Hashable,
+        fn: Callable[..., Any],
+        args: Sequence[jax.ShapeDtypeStruct],
+        donate: Sequence[int],
+        out: Sequence[NamedSharding | None] | None,
+    ) -> jax.stages.Compiled:
+        """Compiles a function ahead of time, unless an equal one with equal shardings has been compiled before.
+
+        Args:
+          key: equal for equal functions only.
+          fn: the function, which returns a tuple of arrays.
+          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses where a sharding is None.
+          donate: positions of arguments whose memory the results may reuse.
+          out: shardings of the results; XLA chooses where one is None, and all if this is None.
+
+        Returns:
+          The executable.
+        """
+        shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in args)
+        key = (key, shapes, tuple(donate), out if out is None else tuple(out))
+        if key not in self._cache:
+            start = time.perf_counter()
+            jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+            try:
+                self._cache[key] = compiled = jitted.lower(*args).compile()
+            except ValueError as error:
+                raise _explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
+            if any(a.dtype.name in _SMALLER_THAN_A_BYTE for a in args):
+                self._by_jit[compiled] = jitted
+            self.seconds += time.perf_counter() - start
+            self.count += 1
+        return self._cache[key]
+
+
+def _explained(error: ValueError, name: str, num_devices: int) -> ValueError:
+    """What to do about a program that JAX refuses to compile; the same error if that is unknown."""
+    if "ordered effects are not supported" in str(error):
+        return ValueError(
+            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
+            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+        )
+    return error
+
+
+def understood(sharding: object, value: Value) -> NamedSharding | None:
+    """A sharding that XLA chose, in terms of the placement's own mesh.
+
+    Args:
+      sharding: the sharding; None of an argument that the program does not read.
+      value: the value that has it.
+
+    Returns:
+      An equal sharding; None if there is no telling what XLA chose, as for the result of a host callback, which is on one
+      device alone. Such a program has to be compiled again with a prescribed sharding.
+    """
+    mesh, rank = value.placement.mesh, len(value.aval.shape)
+    if sharding is None or mesh.size == 1:
+        return whole(value)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if sharding.mesh == mesh:
+        return NamedSharding(mesh, sharding.spec)
+    specs = [PartitionSpec(*[None] * d, axis) for d in range(rank) for axis in mesh.axis_names]
+    candidates = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), *specs))
+    return next((c for c in candidates if c.is_equivalent_to(sharding, rank)), None)
+
+
+def whole(value: Value) -> NamedSharding:
+    """The sharding of a value that every device of its placement holds whole."""
+    return NamedSharding(value.placement.mesh, PartitionSpec())

@@ -1,0 +1,70 @@
+"""The state that a program is given has to be like the one that it was compiled for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from msrl_jax.fragments.instructions import Value
+from msrl_jax.fragments.trace import Traced, leaf_aval
+
+
+class GivenState:
+    """What a program expects of a state."""
+
+    def __init__(self, tree: Any, leaves: Sequence[Value], traced: Traced):
+        """Notes what is expected.
+
+        Args:
+          tree: the state's structure.
+          leaves: its leaves.
+          traced: the iteration.
+        """
+        self._tree, self._leaves, self._traced = tree, leaves, traced
+        self._weak_types = {tuple(bool(v.aval.weak_type) for v in leaves)}
+
+    def check_tree(self, tree: Any) -> None:
+        """Raises ValueError if a state has another structure."""
+        if tree != self._tree:
+            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+
+    def check_leaves(self, flat: Sequence[Any]) -> None:
+        """Checks the leaves of a state.
+
+        Args:
+          flat: the leaves.
+
+        Raises:
+          TypeError: if one is not an array or a number.
+          ValueError: if one has another shape or dtype, or a weak type where that would make a difference to `jax.jit`.
+          RuntimeError: if an earlier run was given the memory of one.
+        """
+        avals = [leaf_aval(x, v.label) for x, v in zip(flat, self._leaves, strict=True)]
+        for x, found, value in zip(flat, avals, self._leaves, strict=True):
+            want = value.aval
+            if found.shape != want.shape or found.dtype != want.dtype:
+                raise ValueError(
+                    f"{value.label} is {found.dtype}{list(found.shape)}, but the program was compiled for "
+                    f"{want.dtype}{list(want.shape)}"
+                )
+            check_not_given_away(x, value.label)
+        weak = tuple(bool(a.weak_type) for a in avals)
+        if weak not in self._weak_types:
+            if not self._traced.computes_the_same(weak):
+                i = next(i for i, v in enumerate(self._leaves) if weak[i] != v.aval.weak_type)
+                kinds = [f"{'weak' if w else 'strong'} {avals[i].dtype}" for w in (weak[i], not weak[i])]
+                raise ValueError(
+                    f"{self._leaves[i].label} is a {kinds[0]}, but the program was compiled for a {kinds[1]}, and jax.jit "
+                    "would promote dtypes differently for the two. Convert it, or compile the program for it (a Python number, "
+                    "and what jnp.asarray makes of one, has a weak type; an array whose dtype was written down a strong one)"
+                )
+            self._weak_types.add(weak)
+
+
+def check_not_given_away(x: Any, name: str) -> None:
+    """Raises RuntimeError if an array has no memory any more; says how to avoid that."""
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise RuntimeError(
+            f"{name} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this run returned, "
+            "or run with donate=False"
+        )

@@ -1,0 +1,40 @@
+"""Metrics on the host: rows of single iterations stacked, chunks of iterations joined."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def stack(rows: Sequence[Sequence[jax.Array]]) -> list[Any]:
+    """Reads the metrics of single iterations.
+
+    Args:
+      rows: the metrics' leaves of each iteration, on their devices.
+
+    Returns:
+      One array for each leaf, with a leading axis of iterations: a NumPy array, or typed keys.
+    """
+    return [_together(np.stack, jnp.stack, column) for column in zip(*jax.device_get(rows), strict=True)]
+
+
+def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:
+    """Joins the metrics of chunks of iterations.
+
+    Args:
+      chunks: the metrics' leaves of each chunk, as `stack` returns them.
+
+    Returns:
+      One array for each leaf, along whose leading axis the chunks follow each other.
+    """
+    if len(chunks) == 1:
+        return list(chunks[0])
+    return [_together(np.concatenate, jnp.concatenate, column) for column in zip(*chunks, strict=True)]
+
+
+def _together(on_host: Any, on_device: Any, arrays: Sequence[Any]) -> Any:
+    """NumPy has no typed keys, so those stay arrays of JAX."""
+    is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
+    return on_device(arrays) if is_key else on_host(arrays)

@@ -1,0 +1,62 @@
+"""When agents act at random, and when they do not: at the first updates and wherever a counter of 32 bits would wrap."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax import algorithms
+from msrl_jax.algorithms.configs.exploration import ExplorationConfig
+from msrl_jax.algorithms.loops.exploration import epsilon_greedy
+from msrl_jax.counters import counter
+
+from ..random_walk import RandomWalk
+
+E, STARTS = 16, 64
+LATE = [2**24 - E, 2**24, 2**31 - E, 2**31, 2**32 - E, 2**32, 10**13]
+OPTIONS = {"num_envs": E, "unroll_length": 1, "num_updates": 1, "batch_size": 16, "capacity": 256, "hidden_sizes": (4,)}
+GREEDY = {"exploration_steps": STARTS, "final_epsilon": 0.0}
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "ddpg", "dqn"])
+def test_actions_follow_the_network_from_the_first_update_on(name):
+    """Random actions are the same for all parameters; others are not."""
+    algorithm = algorithms.get(name)
+    config = algorithm.config(learning_starts=STARTS, **OPTIONS, **(GREEDY if name == "dqn" else {}))
+    agent = algorithm.build(RandomWalk(name != "dqn"), config)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+    other = jax.tree.map(lambda x: x + jax.random.normal(next(keys), x.shape), state.params)
+    # XLA drops all but acting.
+    actions = jax.jit(lambda state: agent.iteration(state)[0].replay.items[1][:, 0])
+
+    def share_that_follows(steps):
+        at = state._replace(steps=counter(steps))
+        a, b = np.asarray(actions(at)), np.asarray(actions(at._replace(params=other)))
+        return (a != b).mean()
+
+    for steps in (0, STARTS - E):
+        assert share_that_follows(steps) == 0
+    for steps in (STARTS, STARTS + E, *LATE):
+        assert share_that_follows(steps) > (0.2 if name == "dqn" else 0.9), steps
+
+
+@pytest.mark.parametrize("steps", [STARTS, 10_000, *LATE])
+def test_epsilon_stays_at_the_end_of_its_schedule(steps):
+    config = ExplorationConfig(exploration_steps=10_000, final_epsilon=0.25)
+    explore = jax.jit(epsilon_greedy(config, num_envs=4000, num_actions=1000, random_steps=STARTS))
+    found = explore(jnp.full(4000, -1), jax.random.split(jax.random.key(0), 4000), counter(steps))
+    epsilon = max(0.25, 1 - 0.75 * steps / 10_000)
+    # Five deviations of a binomial's mean.
+    assert abs((np.asarray(found) >= 0).mean() - epsilon) <= 5 * np.sqrt(epsilon * (1 - epsilon) / 4000)
+
+
+def test_every_environment_has_its_own_epsilon():
+    config = ExplorationConfig(exploration="per_env", base_epsilon=0.4)
+    explore = jax.jit(epsilon_greedy(config, num_envs=3, num_actions=1000, random_steps=STARTS))
+    keys = jax.random.split(jax.random.key(0), (2000, 3))
+    for steps in (STARTS, 2**31, 10**13):
+        found = jax.vmap(explore, (None, 0, None))(jnp.full(3, -1), keys, counter(steps))
+        np.testing.assert_allclose((np.asarray(found) >= 0).mean(0), [0.4, 0.4**4.5, 0.4**8], atol=0.03)
+    before = explore(jnp.full(3, -1), keys[0], counter(STARTS - 1))
+    assert (np.asarray(before) >= 0).all()

@@ -1,0 +1,95 @@
+"""Memory that is given away: what a user still holds stays valid, whatever shares memory with whatever."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from msrl_jax import policies
+
+from ..conftest import as_numpy, assert_close
+from .same_run import ENVS, EVERYWHERE
+
+act = msrl.fragment(role="actor")(lambda w, x: x * w)
+learn = msrl.fragment(role="learner")(lambda w, x: w + x.mean())
+
+
+def iteration(s):
+    """Passes a leaf through, returns one array as two leaves and as a metric, and swaps two others."""
+    x = act(s["w"], s["x"])
+    after = {"w": learn(s["w"], x), "x": x, "again": x, "kept": s["kept"], "a": s["b"], "b": s["a"]}
+    return after, {"x": x, "kept": s["kept"], "old": s["x"], "sum": x.sum()}
+
+
+def init():
+    x = jnp.arange(8.0)
+    return {"w": jnp.float32(0.5), "x": x, "again": x, "kept": x, "a": jnp.ones(3), "b": jnp.zeros(3)}
+
+
+AXES = {"w": P(), "x": P("env"), "again": P("env"), "kept": P("env"), "a": P(), "b": P()}
+STALE = policies.SingleLearnerCoarse(staleness=1)
+
+
+@pytest.fixture(scope="module", params=[*EVERYWHERE[:2], *EVERYWHERE[6:]], ids=str)
+def program(request):
+    where = request.param
+    return msrl.compile(iteration, init(), policy=where.policy, axes=AXES, devices=jax.devices()[: where.devices])
+
+
+def plain(state, iterations):
+    rows = []
+    for _ in range(iterations):
+        state, metrics = jax.jit(iteration)(state)
+        rows.append(metrics)
+    return state, rows
+
+
+def test_calls_leave_everything_valid(program):
+    expected = [plain(init(), n) for n in (1, 2, 3)]
+    start = program.place(init())
+    one, first = program(start)
+    two, second = program(one)
+    program.run(program.place(one), 2, donate=True)
+    three, _ = program.run(two, 1, donate=True)  # `two` is given away, and nothing else
+    assert all(x.is_deleted() for k, x in two.items() if k == "w")
+    for found, (state, rows) in zip((one, three), (expected[0], expected[2]), strict=True):
+        assert_close(found, state)
+        assert_close([first, second], plain(init(), 2)[1])
+        assert len(rows)
+    assert_close(start, init())
+
+
+def test_one_array_in_many_places_is_given_away_once(program):
+    for donate in (False, True):
+        x = jnp.arange(8.0)
+        state = program.place(init()) | {"x": x, "again": x, "kept": x}
+        found, metrics = program.run(state, 2, donate=donate)
+        expected, rows = plain(init(), 2)
+        assert_close(found, expected)
+        assert_close(metrics, jax.tree.map(lambda *r: np.stack(r), *as_numpy(rows)))
+        shards = [shard.data for k in ("x", "again", "kept") for shard in found[k].addressable_shards]
+        assert len({x.unsafe_buffer_pointer() for x in shards}) == len(shards)
+
+
+def test_numpy_memory_is_never_written_to(program):
+    x = np.arange(ENVS, dtype=np.float32)
+    program.run(init() | {"x": x, "again": x, "kept": x}, 2, donate=True)
+    np.testing.assert_array_equal(x, np.arange(ENVS))
+    after, metrics = program(init() | {"x": x, "kept": x})
+    x[:] = -1
+    assert_close(after["kept"], jnp.arange(8.0))
+    assert_close(metrics["kept"], jnp.arange(8.0))
+
+
+def test_registers_are_refused_when_they_were_given_away():
+    program = msrl.compile(iteration, init(), policy=STALE, axes=AXES, devices=jax.devices()[:3])
+    state, _ = program.run(init(), 2)
+    next_state, metrics = program(state)
+    assert isinstance(next_state, msrl.fragments.Delayed) and metrics["sum"].shape == ()
+    program.run(state, 1, donate=True)
+    spent = state.registers
+    fresh = program.run(init(), 2)[0]
+    with pytest.raises(RuntimeError, match=r"a register of stale parameters has no memory any more"):
+        program.run(fresh._replace(registers=spent), 1)
