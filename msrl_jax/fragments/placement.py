@@ -30,7 +30,6 @@ Rules = tuple[tuple[str, str], ...]
 AXES = ("env", "worker", "shard", "agent", "member")
 """The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
 
-ROLES = ("env", "actor", "learner", "buffer", "server", "evaluator")
 
 # Where a role lives when a layout does not say: next to the role that feeds or reads it.
 _FALLBACK = {

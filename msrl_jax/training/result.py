@@ -20,6 +20,7 @@ from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import decimals, last_mean, stack_rows
+from msrl_jax.training.plot import plot_history
 from msrl_jax.training.setup import resolve
 
 if TYPE_CHECKING:
@@ -308,23 +309,10 @@ class Result:
         Raises:
           ValueError: on a column that the history does not have.
         """
-        import matplotlib.pyplot as plt  # a slow import, and only plots need it
-
-        if missing := [name for name in metrics if name not in self.history]:
-            raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(self.history)}")
-        figure, panels = plt.subplots(
-            len(metrics), 1, squeeze=False, sharex=True, figsize=(7, 1 + 3 * len(metrics)), layout="constrained"
-        )
-        for panel, name in zip(panels[:, 0], metrics, strict=True):
-            _draw(panel, self.history["step"], self.history[name], name.replace("_", " "), "-")
-            if name == "episode_return" and "eval_return" in self.history:
-                _draw(panel, self.history["step"], self.history["eval_return"], "greedy evaluation", "o")
-            panel.set_ylabel(name.replace("_", " "))
-            panel.grid(alpha=0.3)
-            panel.legend()
-        panels[-1, 0].set_xlabel(self.behavior.agent.unit)
-        panels[0, 0].set_title(f"{self.description['algorithm']} on {self.description['env']}")
-        plt.close(figure)  # or a notebook would show it twice
+        figure = plot_history(
+            self.history, metrics, unit=self.behavior.agent.unit,
+            title=f"{self.description['algorithm']} on {self.description['env']}",
+        )  # fmt: skip
         if path is not None:
             figure.savefig(path)
         return figure
@@ -419,7 +407,7 @@ def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[
     """Reads the registers of stale parameters: `depths` says which leaves of the state have how many."""
     if bool(depths) != (path / folder.REGISTERS).exists():
         raise ValueError(
-            f"the registers of stale parameters in {path / folder.REGISTERS} differ from those that {folder.CONFIG} lists "
+            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
             f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
         )
     leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}
@@ -432,12 +420,3 @@ def _spread(values: np.ndarray) -> str:
     if not values.ndim:
         return f"{values:.{digits}f}"
     return f"{np.mean(values):.{digits}f} (seeds: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
-
-
-def _draw(panel, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
-    known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))
-    steps, column = steps[known], column[known]
-    mean = column.mean(axis=1) if column.ndim > 1 else column
-    (line,) = panel.plot(steps, mean, style, label=label)
-    if column.ndim > 1:
-        panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)

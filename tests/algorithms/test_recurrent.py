@@ -302,7 +302,7 @@ def test_acting_with_a_memory(trained):
         np.testing.assert_allclose(memory[0], network_memory[0], rtol=1e-5, atol=1e-6)
     one, _ = trained.act_with_carry(obs[0, 0], None, jax.random.key(0))
     assert one.shape == ()
-    with pytest.raises(ValueError, match=r"memory has shapes .* of 2 observations"):
+    with pytest.raises(ValueError, match=r"carry has shapes .* of 2 observations"):
         trained.act_with_carry(obs[0, :2], memory)
 
 
