@@ -240,8 +240,8 @@ def test_atoms_need_limits():
         DQNConfig(distribution="c51", v_min=3, v_max=1)
 
 
-def test_continuous_actions_are_refused_with_the_names_of_what_fits():
-    with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.*, use .*ppo") as error:
+def test_continuous_actions_are_refused_with_a_remedy():
+    with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.* use .*ppo") as error:
         algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
     for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
         algorithms.get(name)
