@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
+from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import Codec, get
 from msrl_jax.fragments.build import inlined
 from msrl_jax.fragments.graph import Graph, Measured, Node, Region
@@ -45,6 +46,26 @@ def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
     meshes = {p.name: p.mesh for p in layout.placements}
     used = [packed.edge for packed in graph.packed.values()]
     return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used]
+
+
+def check_codec_names(graph: Graph, layout: Layout) -> None:
+    """Checks that every codec for values of a certain name meets such a name.
+
+    Args:
+      graph: the iteration.
+      layout: the placements, with the codecs of the edges between them.
+
+    Raises:
+      ValueError: if no value of the iteration has the text in its name.
+    """
+    names = sorted({label for label in graph.labels.values() if label})
+    for edge in layout.codecs:
+        if not any(edge.only in name for name in names):
+            near = suggestion(edge.only, names)
+            raise ValueError(
+                f"{layout.policy} packs values named {edge.only!r} from {edge.source!r} to {edge.destination!r}, but the "
+                f"iteration has no such value{near}. program.explain() shows the names"
+            )
 
 
 def pack(part: Partition, graph: Graph, layout: Layout) -> bool:

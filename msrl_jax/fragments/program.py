@@ -24,7 +24,7 @@ from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.lower import lower
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
 from msrl_jax.fragments.own_meshes import check_meshes
-from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
+from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack, unused_codecs
 from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
@@ -98,6 +98,7 @@ def compile(
     used = graph.placements
     default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
     check_codecs(layout)
+    check_codec_names(graph, layout)
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)

@@ -210,6 +210,8 @@ def test_unknown_codecs_and_placements_are_refused():
 
     refused(SingleLearnerCoarse(trajectory_codec="bf16"), r"unknown codec 'bf16'; there are bfloat16, scaled_uint8, uint8")
     refused(Packed(SingleLearnerCoarse(), Edge("actor", "learners", "uint8")), r"no placement 'actor': it has actors, learners")
+    misspelt = SingleLearnerCoarse(trajectory_codec={"stat.x": "bfloat16"})
+    refused(misspelt, r"packs values named 'stat.x' from 'actors' to 'learners', but .* no such value .did you mean 'state.x'")
     with pytest.raises(ValueError, match="at least 2 frames"):
         codecs.frame_stack(1)
 
