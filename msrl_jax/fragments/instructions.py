@@ -35,7 +35,7 @@ class Check:
     Attributes:
       label: the value's name.
       codec: the codec that packs it.
-      edge: its source and destination, in words.
+      edge: names of the placements that send and receive it, for the message.
     """
 
     label: str

@@ -28,7 +28,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
       executables: receives the compiled programs and the shardings of all values.
 
     Returns:
-      The schedule, with a copy wherever a carried value would otherwise come back with another sharding.
+      The schedule, with copies of carried values that would otherwise change their sharding.
     """
     logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}

@@ -11,7 +11,7 @@ from msrl_jax.fragments.instructions import Instruction, Run, walk
 
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
-    """Refuses programs with a mesh of other devices than those of their placement.
+    """Refuses programs with a mesh whose devices are not the devices of their placement, in order.
 
     Args:
       instructions: the instructions.

@@ -49,7 +49,7 @@ def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
 
 
 def check_codec_names(graph: Graph, layout: Layout) -> None:
-    """Checks that every codec for values of a certain name meets such a name.
+    """Checks that every codec for values with a text in their names matches a value.
 
     Args:
       graph: the iteration.

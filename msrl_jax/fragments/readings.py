@@ -1,4 +1,4 @@
-"""Reads metrics to the host: stacks those of single iterations, and joins those of chunks."""
+"""Reads metrics to the host: stacks metrics of iterations, and joins metrics of chunks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -116,7 +116,7 @@ class _Emitter:
         return found
 
     def anywhere(self, atom: Atom) -> Value:
-        """The value wherever it is made."""
+        """The value at the default placement if it is made there, else at another placement that makes it."""
         if isinstance(atom, Literal):
             return self.names.literal(atom, self.default)
         return self.at(atom, self.source(atom, self.default))
@@ -254,7 +254,7 @@ class _Emitter:
                 self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
 
     def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[Group | None]]:
-        """For each variable and the placement that supplies it, the groups that read it (None: whatever comes after)."""
+        """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
         part = self.part
         found: dict[tuple[Var, Placement], set[Group | None]] = {}
 

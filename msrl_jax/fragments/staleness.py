@@ -22,8 +22,8 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
       layout: where each role runs.
 
     Raises:
-      ValueError: if no actor or buffer on a placement of its own reads anything that a learner makes, or if code with
-        effects is between a learner and an actor.
+      ValueError: if no actor or buffer on a separate placement reads values of a learner, or if code with effects is between
+        a learner and an actor.
     """
     region = graph.region
     producers = region.producers
@@ -76,7 +76,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
             node.eqn = node.eqn.replace(invars=[delayed(a, at, node) for a in node.eqn.invars])
     if not readers:
         raise ValueError(
-            f"staleness={depth} has nothing to delay: no actor and no buffer on a placement of its own reads values of a "
+            f"staleness={depth} has nothing to delay: no actor and no buffer on a separate placement reads values of a "
             "learner. Choose a policy with separate actors and learners, such as SingleLearnerCoarse, or staleness=0"
         )
     region.nodes[:] = [n for node in region.nodes for n in [*cloned.get(node, []), node]]

@@ -87,7 +87,7 @@ def take(
 
     Args:
       devices: the devices.
-      wanted: number of devices of each part; one may be None, the largest number of those left that divides the axes.
+      wanted: number of devices of each part; one may be None, the largest remaining number that divides the axes.
       sizes: the size of each logical axis.
       policy: the policy, for errors.
       axes: the logical axes that are split over the part with None.
@@ -148,7 +148,7 @@ def edges(
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
-    """The devices of a platform, or those given if no platform is named.
+    """The devices of a platform, or the given devices if no platform is named.
 
     Args:
       platform: such as "cpu", which every process has; or None.

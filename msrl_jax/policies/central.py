@@ -13,7 +13,7 @@ class Central:
     With every minibatch the server receives gradients and sends parameters, as a parameter server. MSRL's DP-Central.
 
     Attributes:
-      workers: number of devices that act and compute gradients; None for the largest number of those left that divides the
+      workers: number of devices that act and compute gradients; None for the largest remaining number that divides the
         number of environments.
       shards: number of devices of the server; each keeps one part of every large tensor.
       gradient_codec: codec for gradients, such as "bfloat16"; None for no codec.
@@ -26,7 +26,7 @@ class Central:
     parameter_codec: CodecChoice = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
-        """Places the server on devices of its own."""
+        """Places the server on separate devices."""
         parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
         workers = Placement.over("workers", parts["workers"])
         server = Placement.over("server", parts["shards"], split=(), scatter=True)

@@ -16,7 +16,7 @@ class Environments:
     Attributes:
       envs: number of devices that step environments; None for the largest number, up to half of the devices, that divides
         the number of environments.
-      agents: number of devices that hold agents; None for the largest number of those left that divides the number of agents
+      agents: number of devices that hold agents; None for the largest remaining number that divides the number of agents
         (of environments if there is no "agent" axis).
       env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
     """

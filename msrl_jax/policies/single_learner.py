@@ -28,7 +28,7 @@ class SingleLearnerCoarse:
     `staleness` is above 0. With `buffers`, replay buffers have separate devices, as in Ape-X. MSRL's DP-SingleLearnerCoarse.
 
     Attributes:
-      actors: number of devices that act; None for the largest number of those left that divides the number of environments.
+      actors: number of devices that act; None for the largest remaining number that divides the number of environments.
       learners: number of devices that learn (data-parallel if more than one).
       staleness: how many iterations the actors' parameters lag behind, as do the priorities of buffers on other devices than
         the learner's; if above 0, acting and sampling overlap learning.
@@ -53,7 +53,7 @@ class SingleLearnerCoarse:
             raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
-        """Places actors, learners and, if they have devices of their own, buffers on disjoint sub-meshes."""
+        """Places actors, learners and, if they have separate devices, buffers on disjoint sub-meshes."""
         own = {} if self.buffers in (None, "actors") else {"buffers": self.buffers}
         others = {"learners": self.learners, **own}
         buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
@@ -76,7 +76,7 @@ class SingleLearnerFine:
     DP-SingleLearnerFine.
 
     Attributes:
-      envs: number of devices that step environments; None for the largest number of those left that divides the number of
+      envs: number of devices that step environments; None for the largest remaining number that divides the number of
         environments.
       learners: number of devices for inference and learning.
       env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.

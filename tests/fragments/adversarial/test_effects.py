@@ -20,7 +20,7 @@ def note(name, *values):
 
 
 def count_up():
-    """A host counter: what it returns tells how often it was called."""
+    """A host counter: it returns how often it was called."""
     LOG.append(("batch",))
     return np.full(ENVS, LOG.count(("batch",)), np.float32)
 
@@ -138,7 +138,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def expected():
-    """What plain `jax.jit` computes and logs, by case."""
+    """The results and logs of plain `jax.jit`, by case."""
     found = {}
     for case in CASES:
         LOG.clear()
