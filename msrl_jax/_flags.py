@@ -1,4 +1,4 @@
-"""Reads a command line into a command and the config fields that were given."""
+"""Command line parsing: flags for the fields of a command and of an algorithm's config."""
 
 import contextlib
 import dataclasses
@@ -16,14 +16,14 @@ from msrl_jax._spelling import suggestion
 
 
 class UsageError(ValueError):
-    """Invalid input on the command line."""
+    """An error in the command line."""
 
 
 def whole_number(text: str) -> int:
-    """Reads an integer, which may be written as a float: `1_000_000`, `1e6`.
+    """Reads an integer; `1_000_000` and `1e6` are allowed.
 
     Args:
-      text: the digits.
+      text: the text.
 
     Returns:
       The number.
@@ -39,7 +39,7 @@ def whole_number(text: str) -> int:
         number = decimal.Decimal(text)
         if number.is_finite() and abs(number.adjusted()) < 30 and number == number.to_integral_value():
             return int(number)
-    raise ValueError(f"{text!r} is no whole number")
+    raise ValueError(f"{text!r} is not a whole number")
 
 
 _REGISTRY = ConstructorRegistry()
@@ -56,7 +56,7 @@ def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def values_of(argv: Sequence[str], flag: str) -> list[str]:
-    """The values that follow a flag. They are read before parsing, because they decide which other flags exist."""
+    """The values of a flag, read before parsing, because they decide which other flags exist."""
     values: list[str] = []
     for i, word in enumerate(argv):
         if word.startswith(f"{flag}="):
@@ -69,13 +69,13 @@ def values_of(argv: Sequence[str], flag: str) -> list[str]:
 
 
 def _given(argv: Sequence[str]) -> set[str]:
-    """The fields whose flags appear on a command line."""
+    """The fields whose flags are on a command line."""
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
     return names | {name.removeprefix("no_") for name in names}
 
 
 def _default_text(configs: dict[str, type], name: str) -> str | None:
-    """A text with a field's default in each config; None if all are the same."""
+    """The defaults of a field in several configs as text; None if they are equal."""
     defaults = {algo: next(f.default for f in dataclasses.fields(c) if f.name == name) for algo, c in configs.items()}
     if len({repr(x) for x in defaults.values()}) == 1:
         return None
@@ -83,15 +83,15 @@ def _default_text(configs: dict[str, type], name: str) -> str | None:
 
 
 def with_config_flags(command: type, algos: Sequence[str]) -> type:
-    """Adds flags for config fields to a command.
+    """Adds flags for configs to a command.
 
     Args:
-      command: a dataclass.
+      command: the dataclass of the command.
       algos: names of algorithms.
 
     Returns:
-      `command` with a flag for every field that all the algorithms' configs share and `command` lacks. Its new field `config`
-      holds their values; an omitted flag takes the first algorithm's default.
+      `command` with a flag for every other field that all of the configs have. A field `config` holds the values; an omitted
+      flag has the default of the first algorithm.
     """
     from msrl_jax import algorithms
     from msrl_jax.algorithms.configs.base import field_docs
@@ -107,7 +107,7 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
         about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 
-    # A plain dataclass, because the config would check itself before the run fills in fields such as total_steps.
+    # A plain dataclass in place of the config, which would check its fields before the run fills in total_steps.
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
     summary = (first.__doc__ or "").partition("Attributes:")[0]
     flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": summary}, frozen=True)
@@ -122,16 +122,16 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
     """Reads the arguments of a command.
 
     Args:
-      prog: the command's name, for messages.
-      base: the command's dataclass. If it has a field `algo`, the fields of the algorithms' configs are flags too.
+      prog: name of the command in messages.
+      base: the dataclass of the command. If it has a field `algo`, the fields of the algorithms' configs are flags too.
       argv: the arguments.
 
     Returns:
-      An instance of `base`, and the values of the config fields that were given, even if they equal a default.
+      An instance of `base`, and the given config fields, also those with a default value.
 
     Raises:
-      UsageError: on an unknown argument, an unreadable value or a missing value.
-      SystemExit: after the help, if it was asked for.
+      UsageError: on an unknown argument, or on a value that is missing or cannot be read.
+      SystemExit: after printing the help for `--help`.
     """
     command: Any = base
     if any(f.name == "algo" for f in dataclasses.fields(base)):
@@ -157,14 +157,12 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
 
 
 def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:
-    """Parses with tyro, and turns tyro's boxed messages into one line."""
+    """Parses with tyro, and turns tyro's error messages (boxes of several lines) into one line."""
     messages, terminal = io.StringIO(), sys.stderr
     try:
         sys.stderr = messages
         with _REGISTRY:
-            return tyro.cli(
-                command, args=list(argv), prog=prog, description=description, return_unknown_args=True
-            )
+            return tyro.cli(command, args=list(argv), prog=prog, description=description, return_unknown_args=True)
     except SystemExit as error:
         if not error.code:
             raise

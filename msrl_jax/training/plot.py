@@ -14,9 +14,9 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
 
     Args:
       history: columns `[C]` or `[C, M]`, with one called `step`.
-      metrics: which columns; the panel of `episode_return` marks the evaluations too.
-      unit: what a step is.
-      title: of the figure.
+      metrics: names of the columns; the panel of `episode_return` shows the evaluations too.
+      unit: the unit of steps.
+      title: title of the figure.
 
     Returns:
       The figure.
@@ -40,7 +40,7 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
         panel.legend()
     panels[-1, 0].set_xlabel(unit)
     panels[0, 0].set_title(title)
-    plt.close(figure)  # or a notebook would show it twice
+    plt.close(figure)  # otherwise a notebook shows it twice
     return figure
 
 

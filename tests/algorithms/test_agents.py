@@ -1,4 +1,4 @@
-"""What agents say of themselves is what they do."""
+"""Agents do what their attributes declare."""
 
 import dataclasses
 
