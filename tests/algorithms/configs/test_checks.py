@@ -81,7 +81,7 @@ def test_unknown_algorithms_suggest_the_nearest():
     assert algorithms.get("ppo") is algorithms.ALGORITHMS["ppo"]
     with pytest.raises(ValueError, match=r"unknown algorithm 'pppo' \(did you mean 'ppo'\?\); choose from"):
         algorithms.get("pppo")
-    with pytest.raises(ValueError, match=r"choose from \[.*'ppo'.*\]"):
+    with pytest.raises(ValueError, match=r"choose from a2c.* ppo,"):
         algorithms.get("zzz")
 
 
