@@ -23,7 +23,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
         return space
     raise TypeError(
         f"{name} values each of a finite number of actions, got {space}; wrap the environment to take a Discrete "
-        "space, or use sac, td3, ddpg or ppo for a Box of floats"
+        "space, or for a Box of floats use sac or td3 or ddpg or ppo"
     )
 
 
