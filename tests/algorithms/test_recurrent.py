@@ -265,7 +265,21 @@ def test_minibatches_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"num_envs=6 cannot be split into num_minibatches=4 .* use num_envs=8"):
         RecurrentPPOConfig(num_envs=6, num_minibatches=4)
     with pytest.raises(ValueError, match=r"num_envs=16 cannot be split over the 8 devices .* in groups of 4.*multiple of 32"):
-        msrl.train("recurrent_ppo", RandomWalk(), progress=False, **SMALL | {"num_minibatches": 4})
+        policy = msrl.policies.GPUOnly(num_devices=8)
+        msrl.train("recurrent_ppo", RandomWalk(), policy=policy, progress=False, **SMALL | {"num_minibatches": 4})
+
+
+def test_a_policy_takes_as_many_devices_as_groups_of_environments_can_be_split_over():
+    """Four groups of four environments: four of eight devices work."""
+    agent = build(RandomWalk(), num_envs=16, num_minibatches=4, unroll_length=4)
+    program = msrl.compile(
+        agent.iteration,
+        jax.eval_shape(agent.init, jax.random.key(0)),
+        policy=msrl.policies.GPUOnly(),
+        axes=agent.axes,
+        groups={"env": agent.env_group},
+    )
+    assert len(program.devices) == 4
 
 
 @pytest.fixture(scope="module")
