@@ -9,6 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, data
+from msrl_jax.counters import counter
 
 from .off_policy_reference import adam, assert_close, one, plain_mlp, wide
 from .random_walk import RandomWalk
@@ -18,13 +19,14 @@ from .transitions import noise
 
 B, S, LENGTH = 32, 3, 4
 SMALL = {"num_updates": 1, "batch_size": B, "hidden_sizes": (8, 6), "learning_rate": 3e-3}
+LEFT = 1 - 6 / 10  # of the learning rate, when an update is compared
 
 
 def make(name, continuous, **options):
     """The agent, its config and its data."""
     env, algorithm = RandomWalk(continuous), algorithms.get(name)
     dataset = noise(env, length=LENGTH)
-    config = algorithm.config(**SMALL | options, data=dataset)
+    config = algorithm.config(**SMALL | options, data=dataset, total_steps=10)
     return algorithm.build(env, config), config, dataset
 
 
@@ -33,6 +35,7 @@ def two_states(agent, iterations=4):
     iteration, state = jax.jit(agent.iteration), agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
     for _ in range(iterations):
         state, _ = iteration(state)
+    state = state._replace(iteration=counter(9), updates=counter(6))  # the learning rate falls with the updates
     return state, *iteration(state)
 
 
@@ -69,7 +72,7 @@ def assert_updated(state, after, config, losses, metrics=None):
     """That each part of the parameters took a step of Adam along the gradient of its loss."""
     for name, loss in losses.items():
         value, gradient = jax.jit(jax.value_and_grad(loss))(state.params[name])
-        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
+        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config, LEFT))
         if metrics is not None and f"{name}_loss" in metrics:
             np.testing.assert_allclose(metrics[f"{name}_loss"], value, rtol=1e-4, atol=1e-5)
 
@@ -89,7 +92,7 @@ def test_an_update_of_bc_equals_an_independent_implementation(continuous):
     loss = lambda params: -plain_likelihood(params, batch, continuous).mean()  # noqa: E731
     value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert_close(after.params, adam(state.params, state.opt_state, gradient, config))
+    assert_close(after.params, adam(state.params, state.opt_state, gradient, config, LEFT))
 
 
 @BOTH
@@ -175,7 +178,7 @@ def test_an_update_of_cql_on_dqn_equals_an_independent_implementation():
     value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-4)
     moments = state.opt_state[1]
-    count, rate = int(moments.count) + 1, config.learning_rate
+    count, rate = int(moments.count) + 1, LEFT * config.learning_rate
 
     def step(p, g, m, v):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
