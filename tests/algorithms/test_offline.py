@@ -9,7 +9,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, data
-from msrl_jax.counters import counter
+from msrl_jax.algorithms.loops.off_policy import Learner, Rule
+from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.counters import counter, to_float
 
 from .off_policy_reference import adam, assert_close, one, plain_mlp, wide
 from .random_walk import RandomWalk
@@ -196,6 +198,25 @@ def test_held_out_episodes_are_never_learned_from():
     where = [{int(np.flatnonzero((dataset.obs == row).all(1))[0]) // LENGTH for row in part} for part in rows]
     assert len(where[1]) == 16 and not where[0] & where[1]
     assert len(rows[0]) == 144 * LENGTH and len(rows[1]) == 16 * LENGTH
+
+
+def test_updates_are_numbered_and_the_last_learner_is_measured_by_what_was_held_out():
+    """The rule counts its updates in place of learning: a number is that of the update before, plus one."""
+    _, config, _ = make("bc", False, num_updates=3)
+
+    def update(learner, batch, progress):
+        stats = {"number": to_float(progress.update), "made": learner.params, "obs": batch.experience.obs[0]}
+        return Learner(learner.params + 1, (), ()), batch.weight, stats
+
+    rule = Rule(lambda key, obs: Learner(jnp.float32(0), (), ()), update, lambda params, obs, key, carry: (obs, carry))
+    agent = offline_agent(RandomWalk(False), config, rule, read_data(RandomWalk(False), config))
+    state, iteration = agent.with_data(jax.jit(agent.init)(jax.random.key(0))), jax.jit(agent.iteration)
+    held_out = np.asarray(agent.data["data"].validation.items[0]).reshape(-1, 3)
+    for i in range(2):
+        state, metrics = iteration(state)
+        assert metrics["number"] == metrics["made"] == 3 * i + 1
+        assert metrics["validation_number"] == metrics["validation_made"] == 3 * i + 3
+        assert (held_out == metrics["validation_obs"]).all(1).any()
 
 
 @pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse"])
