@@ -180,6 +180,17 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
 
 
+@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
+def test_a_key_samples_and_no_key_is_greedy(name):
+    agent, _ = build(name)
+    state, obs, key = start(agent, 0), np.linspace(-1, 1, 30).reshape(10, 3), jax.random.key(5)
+    logits, _ = plain_network(wide(state.params), obs, False, np)
+    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), None), logits.argmax(-1))
+    total = np.cumsum(np.exp(logits), -1)
+    uniform = np.asarray(jax.vmap(jax.random.uniform)(jax.random.split(key, 10)))
+    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
+
+
 def test_impala_learns_from_the_batches_that_are_kept():
     """Every update draws one of the newest batches, which keeps the log-probabilities and values of those who acted in it."""
     agent, config = build("impala", **VTRACE, replay_batches=3, num_updates=2)
