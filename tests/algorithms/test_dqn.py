@@ -202,6 +202,7 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     moving = {"double": True, "tau": 0.1, "target_period": 1, "n_step": 2, "num_updates": 1, "learning_rate": 0.03}
     agent, config = reference.build("dqn", RandomWalk(), distribution=distribution, **moving, **atoms)
     state = reference.start(agent, 8)
+    state = state._replace(target_params=jax.tree.map(jnp.negative, state.params))  # it would choose otherwise
     after, _ = jax.jit(agent.iteration)(state)
     batch, _ = reference.drawn(RandomWalk(), config, state, after)
     assert (batch.discount == 0).any() and (batch.discount > 0).any()
@@ -209,10 +210,11 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
         plain_q(wide(params), batch.next_obs, False, np).reshape(-1, 3, q_losses.N)
         for params in (state.params, state.target_params)
     )
-    values = online.mean(-1)
+    values, others = online.mean(-1), target.mean(-1)
     if distribution == "c51":
         online, target = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (online, target))
-        values = online @ np.linspace(q_losses.V_MIN, q_losses.V_MAX, q_losses.N)
+        values, others = (x @ np.linspace(q_losses.V_MIN, q_losses.V_MAX, q_losses.N) for x in (online, target))
+    assert (values.argmax(-1) != others.argmax(-1)).any()
     loss = lambda params: plain_distribution_loss(params, batch, values.argmax(-1), target, distribution)  # noqa: E731
     gradient, error = jax.jit(jax.grad(loss, has_aux=True))(state.params)
     reference.assert_close(after.params, reference.adam(state.params, state.opt_state, gradient, config))
