@@ -1,4 +1,4 @@
-"""What buffers hold and sample, against a deque for every environment."""
+"""Contents and samples of buffers, compared with a deque for every environment."""
 
 import functools
 import math
@@ -31,9 +31,9 @@ def buffer(kind, size):
 
 
 def filled(kind, size, insertions, seed, back=0):
-    """A buffer and its history after some insertions, the first of which is some steps before counting starts anew.
+    """A buffer and its history after some insertions; the first one is some steps before the step count wraps.
 
-    There are `back` times as many as make whole insertions and whole strides: the first step of a run starts a window.
+    Their number is `back` times the least common multiple of insertion and stride, so the first step starts a window.
     """
     unroll_length, _, stride, held = size
     functions, rng = buffer(kind, size), np.random.default_rng(seed)
