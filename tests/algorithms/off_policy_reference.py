@@ -49,8 +49,8 @@ def plain_mlp(params, x):
     return x @ layers[2]["kernel"] + layers[2]["bias"]
 
 
-def adam(params, opt_state, gradient, config):
-    """One update of Adam in float64, with the gradient scaled down to its largest norm."""
+def adam(params, opt_state, gradient, config, left=1.0):
+    """One update of Adam in float64: the gradient scaled down to its largest norm, and of the learning rate what is left."""
     moments = opt_state[1]
     count = int(moments.count) + 1
     norm = np.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
@@ -60,7 +60,7 @@ def adam(params, opt_state, gradient, config):
     def step(p, g, m, v):
         p, g, m, v = (np.asarray(x, np.float64) for x in (p, g, m, v))
         m, v = 0.9 * m + 0.1 * scale * g, 0.999 * v + 0.001 * (scale * g) ** 2
-        return p - config.learning_rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + epsilon)
+        return p - left * config.learning_rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + epsilon)
 
     return jax.tree.map(step, params, gradient, moments.mu, moments.nu)
 

@@ -9,6 +9,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, data
+from msrl_jax.algorithms.loops.off_policy import Learner, Rule
+from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.counters import counter, to_float
 
 from .off_policy_reference import adam, assert_close, one, plain_mlp, wide
 from .random_walk import RandomWalk
@@ -18,13 +21,14 @@ from .transitions import noise
 
 B, S, LENGTH = 32, 3, 4
 SMALL = {"num_updates": 1, "batch_size": B, "hidden_sizes": (8, 6), "learning_rate": 3e-3}
+LEFT = 1 - 6 / 10  # of the learning rate, when an update is compared
 
 
 def make(name, continuous, **options):
     """The agent, its config and its data."""
     env, algorithm = RandomWalk(continuous), algorithms.get(name)
     dataset = noise(env, length=LENGTH)
-    config = algorithm.config(**SMALL | options, data=dataset)
+    config = algorithm.config(**SMALL | options, data=dataset, total_steps=10)
     return algorithm.build(env, config), config, dataset
 
 
@@ -33,6 +37,7 @@ def two_states(agent, iterations=4):
     iteration, state = jax.jit(agent.iteration), agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
     for _ in range(iterations):
         state, _ = iteration(state)
+    state = state._replace(iteration=counter(9), updates=counter(6))  # the learning rate falls with the updates
     return state, *iteration(state)
 
 
@@ -69,7 +74,7 @@ def assert_updated(state, after, config, losses, metrics=None):
     """That each part of the parameters took a step of Adam along the gradient of its loss."""
     for name, loss in losses.items():
         value, gradient = jax.jit(jax.value_and_grad(loss))(state.params[name])
-        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
+        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config, LEFT))
         if metrics is not None and f"{name}_loss" in metrics:
             np.testing.assert_allclose(metrics[f"{name}_loss"], value, rtol=1e-4, atol=1e-5)
 
@@ -89,7 +94,7 @@ def test_an_update_of_bc_equals_an_independent_implementation(continuous):
     loss = lambda params: -plain_likelihood(params, batch, continuous).mean()  # noqa: E731
     value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    assert_close(after.params, adam(state.params, state.opt_state, gradient, config))
+    assert_close(after.params, adam(state.params, state.opt_state, gradient, config, LEFT))
 
 
 @BOTH
@@ -175,7 +180,7 @@ def test_an_update_of_cql_on_dqn_equals_an_independent_implementation():
     value, gradient = jax.jit(jax.value_and_grad(loss))(state.params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-4)
     moments = state.opt_state[1]
-    count, rate = int(moments.count) + 1, config.learning_rate
+    count, rate = int(moments.count) + 1, LEFT * config.learning_rate
 
     def step(p, g, m, v):
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
@@ -193,6 +198,25 @@ def test_held_out_episodes_are_never_learned_from():
     where = [{int(np.flatnonzero((dataset.obs == row).all(1))[0]) // LENGTH for row in part} for part in rows]
     assert len(where[1]) == 16 and not where[0] & where[1]
     assert len(rows[0]) == 144 * LENGTH and len(rows[1]) == 16 * LENGTH
+
+
+def test_updates_are_numbered_and_the_last_learner_is_measured_by_what_was_held_out():
+    """The rule counts its updates in place of learning: a number is that of the update before, plus one."""
+    _, config, _ = make("bc", False, num_updates=3)
+
+    def update(learner, batch, progress):
+        stats = {"number": to_float(progress.update), "made": learner.params, "obs": batch.experience.obs[0]}
+        return Learner(learner.params + 1, (), ()), batch.weight, stats
+
+    rule = Rule(lambda key, obs: Learner(jnp.float32(0), (), ()), update, lambda params, obs, key, carry: (obs, carry))
+    agent = offline_agent(RandomWalk(False), config, rule, read_data(RandomWalk(False), config))
+    state, iteration = agent.with_data(jax.jit(agent.init)(jax.random.key(0))), jax.jit(agent.iteration)
+    held_out = np.asarray(agent.data["data"].validation.items[0]).reshape(-1, 3)
+    for i in range(2):
+        state, metrics = iteration(state)
+        assert metrics["number"] == metrics["made"] == 3 * i + 1
+        assert metrics["validation_number"] == metrics["validation_made"] == 3 * i + 3
+        assert (held_out == metrics["validation_obs"]).all(1).any()
 
 
 @pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse"])

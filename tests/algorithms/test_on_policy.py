@@ -180,6 +180,38 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
 
 
+@pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
+def test_a_key_samples_and_no_key_is_greedy(name):
+    agent, _ = build(name)
+    state, obs, key = start(agent, 0), np.linspace(-1, 1, 30).reshape(10, 3), jax.random.key(5)
+    logits, _ = plain_network(wide(state.params), obs, False, np)
+    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), None), logits.argmax(-1))
+    total = np.cumsum(np.exp(logits), -1)
+    uniform = np.asarray(jax.vmap(jax.random.uniform)(jax.random.split(key, 10)))
+    np.testing.assert_array_equal(agent.act(state, jnp.asarray(obs), key), (total <= uniform[:, None] * total[:, -1:]).sum(-1))
+
+
+def test_impala_learns_from_the_batches_that_are_kept():
+    """Every update draws one of the newest batches, which keeps the log-probabilities and values of those who acted in it."""
+    agent, config = build("impala", **VTRACE, replay_batches=3, num_updates=2)
+    state, iteration = start(agent, 0), jax.jit(agent.iteration)
+    params, mean_square, kept, drawn = state.params, wide(state.opt_state[1].nu), [], []
+    env_state, obs, keys, replay_key = state.env_state, state.obs, state.actor_keys, state.replay_key
+    for i in range(5):
+        state, metrics = iteration(state)
+        env_state, obs, keys, rollout = plain_rollout(agent, [params], env_state, obs, keys)
+        kept = [*kept[-2:], (i, rollout, np.asarray(obs))]
+        replay_key, *draws = jax.random.split(replay_key, 3)
+        batches = [kept[int(jax.random.randint(key, (), 0, len(kept)))] for key in draws]
+        for _, *batch in batches:
+            gradient, _ = plain_gradient(params, *batch, config, corrected=True)
+            params, mean_square = plain_rmsprop(params, mean_square, gradient, config)
+        drawn.append([i - made for made, *_ in batches])
+        assert_close(state.params, params)
+        assert metrics["parameter_age"] == np.mean(drawn[-1])
+    assert {age for ages in drawn[2:] for age in ages} == {0, 1, 2} and any(a != b for a, b in drawn[3:])
+
+
 def counted(state, iterations):
     """A state as if it had seen so many iterations."""
     count = counter(iterations)

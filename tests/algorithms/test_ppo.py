@@ -35,7 +35,8 @@ def start(agent, iterations=1):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["discrete", "continuous"])
 def walk(request):
-    agent = build(RandomWalk(request.param), shared_torso=request.param, clip_value=0.1)
+    over = "batch" if request.param else "minibatch"
+    agent = build(RandomWalk(request.param), shared_torso=request.param, clip_value=0.1, normalize_advantage=over)
     return agent, start(agent)
 
 
@@ -137,7 +138,8 @@ def plain_update(agent, config, state, rollout, num_updates=None):
 
 def test_one_iteration_equals_an_independent_implementation(walk):
     agent, state = walk
-    config = PPOConfig(**SMALL, clip_value=0.1)
+    over = "batch" if agent.env.action_space.shape else "minibatch"
+    config = PPOConfig(**SMALL, clip_value=0.1, normalize_advantage=over)
     obs, rollout = plain_rollout(agent, state)
     terminated, truncated = rollout[-2:]
     assert terminated.any() and (truncated & ~terminated).any()

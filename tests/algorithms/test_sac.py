@@ -10,6 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import SACConfig
+from msrl_jax.counters import counter
 from msrl_jax.envs import Box
 
 from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
@@ -71,8 +72,9 @@ def plain_losses(state, batch, noises, continuous, target_entropy, learn_tempera
 def test_one_update_equals_an_independent_implementation(continuous):
     options = {"target_entropy": -1.5, "max_grad_norm": 0.7} if continuous else {"learn_temperature": False}
     env = RandomWalk(continuous)
-    agent, config = build("sac", env, num_updates=1, initial_temperature=0.3, n_step=2, **options)
-    state = start(agent, 6)
+    annealed = {"anneal_learning_rate": True, "total_steps": 20 * 64}  # of 20 iterations
+    agent, config = build("sac", env, num_updates=1, initial_temperature=0.3, n_step=2, **annealed, **options)
+    state = start(agent, 6)._replace(updates=counter(18))
     after, metrics = jax.jit(agent.iteration)(state)
     batch, key = drawn(env, config, state, after)
     assert (batch.discount == 0).any() and len(np.unique(batch.discount)) == 3
@@ -82,7 +84,7 @@ def test_one_update_equals_an_independent_implementation(continuous):
     losses = plain_losses(state, batch, noises, continuous, target_entropy, config.learn_temperature)
     for name, loss in losses.items():
         value, gradient = jax.value_and_grad(loss)(state.params[name])
-        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config))
+        assert_close(after.params[name], adam(state.params[name], state.opt_state[name], gradient, config, 1 - 6 / 20))
         if name != "log_temperature":
             np.testing.assert_allclose(metrics[f"{name}_loss"].total, value, rtol=1e-4, atol=1e-5)
     moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params["critic"]))
@@ -106,6 +108,12 @@ def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
     after, metrics = iteration(state)
     assert metrics["q"].count == config.num_updates
     assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, first.params)), strict=True))
+    # From then on they are drawn from the policy.
+    last, _ = iteration(after)
+    obs, action = (np.moveaxis(np.asarray(x)[:, 40:44], 1, 0).reshape(4 * 16, -1) for x in last.replay.items[:2])
+    keys = jax.vmap(lambda key: jax.random.split(key, 5), out_axes=1)(after.actor_keys)[1:]
+    noise = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)).reshape(4 * 16, 2)
+    np.testing.assert_allclose(action, plain_policy(after.params, obs, noise, True)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():

@@ -11,6 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import TD3Config
 from msrl_jax.algorithms.configs.base import field_docs
+from msrl_jax.counters import counter
 
 from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
 from .random_walk import RandomWalk
@@ -29,8 +30,9 @@ def plain_target(state, batch, noise, num_critics):
 def test_one_update_equals_an_independent_implementation(name, moves):
     options = {"policy_noise": 0.4, "noise_clip": 0.3, "policy_period": 3} if name == "td3" else {"max_grad_norm": 0.2}
     env = RandomWalk(True)
-    agent, config = build(name, env, num_updates=1, **options)
-    state = start(agent, 6 if moves else 7)
+    annealed = {"anneal_learning_rate": True, "total_steps": 20 * 64}  # of 20 iterations
+    agent, config = build(name, env, num_updates=1, **annealed, **options)
+    state = start(agent, 6)._replace(updates=counter(18 if moves else 19))
     after, metrics = jax.jit(agent.iteration)(state)
     batch, key = drawn(env, config, state, after)
     num_critics, noise = 1, 0.0
@@ -49,7 +51,7 @@ def test_one_update_equals_an_independent_implementation(name, moves):
 
     value, gradient = jax.value_and_grad(critic_loss)(state.params["critic"])
     np.testing.assert_allclose(metrics["critic_loss"].total, value, rtol=1e-4)
-    assert_close(after.params["critic"], adam(state.params["critic"], state.opt_state["critic"], gradient, config))
+    assert_close(after.params["critic"], adam(state.params["critic"], state.opt_state["critic"], gradient, config, 1 - 6 / 20))
     if not moves:
         for a, b in zip(
             *(jax.tree.leaves((s.params["actor"], s.opt_state["actor"], s.target_params)) for s in (state, after)), strict=True
@@ -57,7 +59,7 @@ def test_one_update_equals_an_independent_implementation(name, moves):
             np.testing.assert_array_equal(a, b)
         return
     gradient = jax.grad(actor_loss)(state.params["actor"])
-    assert_close(after.params["actor"], adam(state.params["actor"], state.opt_state["actor"], gradient, config))
+    assert_close(after.params["actor"], adam(state.params["actor"], state.opt_state["actor"], gradient, config, 1 - 6 / 20))
     moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params))
     assert_close(after.target_params, moved)
 

@@ -74,6 +74,29 @@ def test_every_environment_and_step_has_its_own_randomness():
     assert len(np.unique(draws)) == len(draws)
 
 
+class Splitting:
+    """Observes numbers drawn with its key, with the keys split from it, and with those split from these; every step ends."""
+
+    observation_space = envs.Box(-np.inf, np.inf, (7,))
+    action_space = envs.Discrete(2)
+
+    def reset(self, key):
+        halves = jax.random.split(key)
+        keys = jnp.concatenate([key[None], halves, jax.vmap(jax.random.split)(halves).ravel()])
+        return (), jax.vmap(jax.random.normal)(keys)
+
+    def step(self, key, state, action):
+        return (), self.reset(key)[1], 0.0, jnp.asarray(True), jnp.asarray(False)
+
+
+def test_no_key_is_split_from_another_that_an_environment_had():
+    venv = envs.vectorize(Splitting(), 4)
+    state, first = venv.reset(jax.random.key(0))
+    _, steps = rollout(venv, state, jnp.zeros((20, 4), jnp.int32))
+    draws = np.concatenate([np.ravel(x) for x in (first, steps.final_obs, steps.obs)])
+    assert len(draws) == 4 * 7 * 41 and len(np.unique(draws)) == len(draws)
+
+
 def test_the_trajectory_of_an_environment_depends_on_its_own_key_only():
     actions = jnp.zeros((20, 8, 2))
     venv = envs.vectorize(Noise(), 8)

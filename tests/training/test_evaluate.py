@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms
+from msrl_jax.counters import to_int
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
 from tests.training.training_envs import Lottery
@@ -115,6 +116,6 @@ def test_training_evaluates_greedily_from_the_key_of_its_seed(trained):
 
 
 def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):
-    assert int(stale.state.iteration) == 3 and len(stale.registers) > 0
+    assert to_int(stale.state.iteration) == 3 and len(stale.registers) > 0
     newest = make_evaluator(stale.behavior, 4)(stale.state, jax.random.fold_in(jax.random.key(0), 1))
     np.testing.assert_array_equal(stale.evaluation.returns, newest.returns)

@@ -8,6 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
+from msrl_jax.counters import to_int
 from msrl_jax.training import DivergedError, Result
 from tests.training.training_envs import Poison
 
@@ -110,7 +111,7 @@ def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
     )  # fmt: skip
     assert [s[:3] for s in seen] == [(64, 1, 256), (128, 2, 256)]
     np.testing.assert_array_equal(run.history["entropy"], [s[3] for s in seen])
-    assert run.status == "stopped" and int(run.state.iteration) == 2
+    assert run.status == "stopped" and to_int(run.state.iteration) == 2
 
 
 def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
@@ -129,7 +130,7 @@ def test_ctrl_c_ends_the_run_with_what_it_has(tiny, one_device, tmp_path):
     assert run.interrupted and signal.getsignal(signal.SIGINT) is before
     np.testing.assert_array_equal(run.history["iteration"], [1, 2])
     loaded = Result.load(tmp_path / "run")
-    assert loaded.interrupted and int(loaded.state.iteration) == 2
+    assert loaded.interrupted and to_int(loaded.state.iteration) == 2
 
 
 def test_a_callback_may_raise_ctrl_c(tiny, one_device):
@@ -140,7 +141,7 @@ def test_a_callback_may_raise_ctrl_c(tiny, one_device):
         "ppo", ENV, total_steps=2 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[press], progress=False,
         **tiny,
     )  # fmt: skip
-    assert run.interrupted and int(run.state.iteration) == 1
+    assert run.interrupted and to_int(run.state.iteration) == 1
 
 
 def test_divergence_names_metric_and_iteration_and_keeps_the_history(tiny, one_device, tmp_path):

@@ -7,8 +7,9 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms.configs.exploration import ExplorationConfig
-from msrl_jax.algorithms.loops.exploration import epsilon_greedy
+from msrl_jax.algorithms.loops.exploration import epsilon_greedy, uniform_actions
 from msrl_jax.counters import counter
+from msrl_jax.envs import Discrete
 
 from ..random_walk import RandomWalk
 
@@ -45,10 +46,17 @@ def test_actions_follow_the_network_from_the_first_update_on(name):
 def test_epsilon_stays_at_the_end_of_its_schedule(steps):
     config = ExplorationConfig(exploration_steps=10_000, final_epsilon=0.25)
     explore = jax.jit(epsilon_greedy(config, num_envs=4000, num_actions=1000, random_steps=STARTS))
-    found = explore(jnp.full(4000, -1), jax.random.split(jax.random.key(0), 4000), counter(steps))
+    found = np.asarray(explore(jnp.full(4000, -1), jax.random.split(jax.random.key(0), 4000), counter(steps)))
     epsilon = max(0.25, 1 - 0.75 * steps / 10_000)
     # Five deviations of a binomial's mean.
-    assert abs((np.asarray(found) >= 0).mean() - epsilon) <= 5 * np.sqrt(epsilon * (1 - epsilon) / 4000)
+    assert abs((found >= 0).mean() - epsilon) <= 5 * np.sqrt(epsilon * (1 - epsilon) / 4000)
+    random = found[found >= 0]
+    assert abs(random.mean() - 999 / 2) <= 5 * 1000 / np.sqrt(12 * len(random))
+
+
+def test_discrete_actions_are_drawn_with_equal_probabilities():
+    found = np.bincount(uniform_actions(jax.random.split(jax.random.key(0), 3000), Discrete(3)))
+    assert len(found) == 3 and np.abs(found - 1000).max() <= 5 * np.sqrt(3000 * 2 / 9)
 
 
 def test_every_environment_has_its_own_epsilon():
