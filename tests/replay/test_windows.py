@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from msrl_jax import replay
+from msrl_jax.replay.ring import make_ring
 from tests.replay.history import EXAMPLE, History, compiled, steps
 
 KINDS = {"uniform": replay.uniform, "prioritized": replay.prioritized}
@@ -83,3 +84,23 @@ def test_every_window_is_sampled(kind, size, insertions):
     for seed in range(100):
         seen.update(zip(*np.asarray(functions.sample(state, jax.random.key(seed)).indices).tolist(), strict=True))
     assert seen == set(windows)
+
+
+@pytest.mark.parametrize("unroll_length", [1, 2, 4, 6])
+@pytest.mark.parametrize("stride", [1, 3, 4, 6])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_the_fewest_windows_of_a_full_ring_are_those_of_its_worst_beginning(unroll_length, stride, length):
+    unit = math.lcm(unroll_length, stride)
+    sizes = {"num_envs": 1, "unroll_length": unroll_length, "length": length, "stride": stride, "min_size": None, "shards": None}
+    for steps_held in range(unit, 6 * unit, unit):
+        begins = range(0, steps_held * stride, unroll_length)  # of the oldest step
+        fewest = min(sum(s % stride == 0 for s in range(b, b + steps_held - length + 1)) for b in begins)
+        for batch_size, fits in ((fewest, True), (fewest + 1, False)):
+            if batch_size < 1:
+                continue
+            try:
+                ring = make_ring(EXAMPLE, capacity=steps_held, batch_size=batch_size, storage=None, discount=None, **sizes)
+            except ValueError:
+                assert not fits, (steps_held, batch_size)
+            else:
+                assert fits and ring.steps == steps_held and ring.fewest_windows == fewest, (steps_held, batch_size)
