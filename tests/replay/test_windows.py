@@ -4,6 +4,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -104,3 +105,25 @@ def test_the_fewest_windows_of_a_full_ring_are_those_of_its_worst_beginning(unro
                 assert not fits, (steps_held, batch_size)
             else:
                 assert fits and ring.steps == steps_held and ring.fewest_windows == fewest, (steps_held, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "min_steps"),
+    [
+        ({}, 4),  # one insertion holds 32 windows
+        ({"batch_size": 64, "length": 5}, 12),  # 8 windows of each environment
+        ({"batch_size": 64, "length": 5, "stride": 2}, 20),  # 5 + 7 * 2 steps, in whole insertions
+        ({"min_size": 64}, 8),
+        ({"min_size": 50}, 7),  # whole steps of all environments: 56
+    ],
+)
+def test_a_buffer_is_ready_from_its_least_size_on(arguments, min_steps):
+    sizes = {"capacity": 480, "num_envs": 8, "unroll_length": 4, "batch_size": 16} | arguments
+    held = replay.uniform({"x": jnp.zeros(())}, **sizes)
+    assert held.min_size == 8 * min_steps
+    state = jax.eval_shape(held.init)
+    for filled, ready in ((0, False), (min_steps - 1, False), (min_steps, True), (60, True)):
+        state = state._replace(filled=jnp.int32(filled), added=jnp.int32(filled))
+        assert bool(held.ready(state)) == ready
+    if "min_size" not in arguments:  # and then a batch has windows enough
+        assert int(held.size(state._replace(filled=jnp.int32(min_steps), added=jnp.int32(min_steps)))) >= sizes["batch_size"]
