@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -73,22 +74,24 @@ def test_every_value_of_a_delayed_and_packed_run_has_one_owner():
 
 
 def test_values_with_several_readers_have_one_owner():
-    """One array stands in two leaves, a metric, a constant of a loop and what the loop starts from."""
+    """One array stands in two leaves, a metric, a constant of a loop and what the loop starts from; constants become leaves."""
+    table = np.arange(8, dtype=np.float32)
     act = msrl.fragment(role="actor")(lambda w, x: x * w)
     learn = msrl.fragment(role="learner")(lambda w, x: w + x.mean())
 
     def iteration(state):
         def step(carry, _):
-            w, x, y = carry
+            w, x, y, _ = carry
             x = act(w, x + state["x"])
-            return (learn(w, x), x, y + 1.0), (x, 1.0)
+            return (learn(w, x), x, y + 1.0, state["kept"]), (x, 1.0)
 
-        (w, x, y), (rows, ones) = jax.lax.scan(step, (state["w"], state["x"], state["x"]), None, length=3)
-        after = {"w": w, "x": x, "again": x, "old": state["x"], "kept": state["kept"]}
+        start = state["w"], state["x"], state["x"], state["reset"]
+        (w, x, y, late), (rows, ones) = jax.lax.scan(step, start, None, length=3)
+        after = {"w": w, "x": x + late, "again": x, "old": state["x"], "kept": state["kept"], "reset": table}
         return after, {"x": x, "y": y, "kept": state["kept"], "rows": rows, "ones": ones.sum(), "old": state["old"]}
 
     x = jnp.arange(8.0)
-    state = {"w": jnp.float32(0.5), "x": x, "again": x, "old": x, "kept": x}
-    axes = {"w": P(), "x": P("env"), "again": P("env"), "old": P("env"), "kept": P("env")}
+    state = {"w": jnp.float32(0.5), "x": x, "again": x, "old": x, "kept": x, "reset": x}
+    axes = {"w": P(), "x": P("env"), "again": P("env"), "old": P("env"), "kept": P("env"), "reset": P("env")}
     for name in POLICIES:
         assert_owned(iteration, state, msrl.policies.get(name), axes)
