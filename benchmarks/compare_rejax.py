@@ -1,10 +1,11 @@
-"""CartPole-v1 or Pendulum-v1 here and in rejax: steps per second of one algorithm in the same settings, runs interleaved.
+"""Compares msrl_jax with rejax: steps per second of one algorithm with the same settings, on CartPole-v1 or Pendulum-v1.
 
     python benchmarks/compare_rejax.py --algo dqn --python /path/to/an/environment/with/rejax/bin/python
 
-rejax runs in a process of its own, which waits while this one is timed. Both train 64-64 networks, PPO for four epochs of
-four minibatches per iteration, the others with the same batches, updates per step and size of the buffer. Initialization,
-compilation and evaluation are not timed. Prints a table, then one line of JSON.
+rejax runs in a separate process. The timed runs of both alternate, and one process waits while the other is timed. Both train
+networks of two layers of width 64: PPO with four epochs of four minibatches per iteration, the other algorithms with the same
+batches, updates per step and buffer size. Times exclude initialization, compilation and evaluation. Prints a table, then one
+line of JSON.
 """
 
 import argparse
@@ -22,10 +23,10 @@ from msrl_jax.training.setup import resolve, resolve_policy
 
 
 class Rejax:
-    """rejax in another process, for one setting."""
+    """One setting of rejax in another process."""
 
     def __init__(self, python: str, algo: str, setting: dict):
-        """Starts the process and waits until it has compiled."""
+        """Starts the process, and waits until it has compiled."""
         script = Path(__file__).with_name("rejax_worker.py")
         command = [python, script, "--algo", algo, "--setting", json.dumps(setting)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -39,7 +40,7 @@ class Rejax:
         return json.loads(line)
 
     def run(self, seconds: float) -> float:
-        """Trains for about `seconds` and returns environment steps per second."""
+        """Trains for about `seconds`, and returns environment steps per second."""
         assert self._process.stdin is not None
         print(seconds, file=self._process.stdin, flush=True)
         return self._answer()["steps_per_second"]
@@ -52,7 +53,7 @@ class Rejax:
 
 
 def compare(python: str, algo: str, setting: dict, repeats: int, seconds: float) -> dict:
-    """Measures one setting in both."""
+    """Measures one setting in both libraries."""
     config = setting | {"hidden_sizes": HIDDEN, "learning_rate": LEARNING_RATE, "discount": DISCOUNT}
     setup = resolve(algo, ENVS[algo], overrides=config)
     program = setup.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--python", required=True, help="the Python of an environment that has rejax")
     parser.add_argument("--algo", choices=SETTINGS, default="ppo")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="how long a timed run is, about")
+    parser.add_argument("--seconds", type=float, default=2.0, help="approximate length of a timed run")
     args = parser.parse_args()
     rows = []
     columns = ("num_envs", "unroll_length", "num_updates", "batch_size", "capacity")

@@ -1,12 +1,12 @@
-"""How fast rejax trains; prints one line of JSON per setting.
+"""Measures the training speed of rejax; prints one line of JSON per setting.
 
-Needs rejax 0.1.3, which wants an older gymnax than msrl_jax does: run it with the Python of an environment of its own.
+It needs rejax 0.1.3, which requires an older gymnax than msrl_jax: run it with the Python of a separate environment.
 
     python rejax_worker.py --algo dqn                   every setting, median of three runs
     python rejax_worker.py --algo dqn --setting '{...}' one setting; reads seconds per line, answers with steps/s
 
-Initialization and compilation are not timed, nothing is evaluated while the clock runs, and learning has begun by then. An
-algorithm is a row of `ALGORITHMS`, and its settings are in `SETTINGS`; they are named as the fields of msrl_jax's configs.
+Times exclude initialization, compilation and evaluation, and start after the first updates. `ALGORITHMS` lists the algorithms,
+and `SETTINGS` their settings, with the field names of msrl_jax's configs.
 """
 
 import argparse
@@ -40,9 +40,9 @@ def ppo(setting: dict) -> dict:
 
 
 def off_policy(setting: dict) -> dict:
-    """rejax's arguments for a setting of what learns from a replay buffer; it takes one step per iteration.
+    """rejax's arguments for a setting of an off-policy algorithm; rejax takes one step per iteration.
 
-    Its networks are 64-64 and do not take other widths.
+    Its networks have two layers of width 64, and other widths are not possible.
     """
     names = {"num_updates": "num_epochs", "capacity": "buffer_size", "learning_starts": "fill_buffer"}
     names |= {"batch_size": "batch_size"}
@@ -61,7 +61,7 @@ def sac(setting: dict) -> dict:
 
 
 def td3(setting: dict) -> dict:
-    """rejax's arguments for a setting of TD3, whose iteration is as many steps as there are critic updates per policy's."""
+    """rejax's arguments for a setting of TD3; an iteration of rejax takes `policy_period` steps."""
     networks = {name: {"activation": setting["activation"]} for name in ("actor_kwargs", "critic_kwargs")}
     noise = {"policy_delay": setting["policy_period"], "exploration_noise": setting["exploration_noise"]}
     return off_policy(setting) | networks | noise
@@ -71,10 +71,10 @@ ALGORITHMS = {"ppo": ("PPO", ppo), "dqn": ("DQN", dqn), "sac": ("SAC", sac), "td
 
 
 class Trainer:
-    """An algorithm in one setting; every call continues the training."""
+    """An algorithm with one setting; every call continues the training."""
 
     def __init__(self, algo: str, setting: dict):
-        """Initializes, compiles, and finds out how many iterations make a chunk of a quarter of a second."""
+        """Initializes, compiles, and measures how many iterations take a quarter of a second."""
         self._algo, self._setting, self._state = algo, setting, None
         self._steps_per_iteration = setting["num_envs"] * setting["unroll_length"] * setting.get("policy_period", 1)
         start = time.perf_counter()
@@ -100,7 +100,7 @@ class Trainer:
         )  # fmt: skip
         algorithm = algorithm.replace(eval_callback=lambda algorithm, state, key: ())
         if self._state is None:
-            # Its counters start as Python numbers; as arrays they keep their type from one call to the next.
+            # rejax's counters start as Python numbers; as arrays, they keep their types between calls.
             self._state = jax.tree.map(jax.numpy.asarray, algorithm.init_state(jax.random.PRNGKey(0)))
         train = jax.jit(lambda state: algorithm.train(train_state=state)[0])
         self._train = train.lower(self._state).compile()
@@ -115,7 +115,7 @@ class Trainer:
         return count * self._steps / (time.perf_counter() - start)
 
     def run(self, seconds: float) -> float:
-        """Trains for about `seconds` and returns environment steps per second."""
+        """Trains for about `seconds`, and returns environment steps per second."""
         return self._chunks(max(1, round(seconds * self._rate / self._steps)))
 
 
@@ -123,7 +123,7 @@ def main() -> None:
     """Reads the command line and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=ALGORITHMS, default="ppo")
-    parser.add_argument("--setting", type=json.loads, help="serve this one: seconds in, steps per second out")
+    parser.add_argument("--setting", type=json.loads, help="measure this one: read seconds from stdin, print steps per second")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0)
     args = parser.parse_args()

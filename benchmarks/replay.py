@@ -1,10 +1,10 @@
-"""Replay buffers: microseconds of an insertion, a sample and an update of priorities, at growing capacities.
+"""Measures replay buffers: microseconds per insertion, sample and update of priorities, at growing capacities.
 
     python benchmarks/replay.py
 
-Each is timed as a loop within one program, so that dispatch does not count, on a full buffer that is donated. Where flashbax
-is installed, its trajectory buffers are measured beside ours, on the same items and windows, in turns. Prints a table, then
-one line of JSON.
+Each operation is timed as a loop within one program, without dispatch, on a full and donated buffer. If flashbax is installed,
+its trajectory buffers are measured too, in turn with ours, on the same items and windows. Prints a table, then one line of
+JSON.
 """
 
 import argparse
@@ -24,7 +24,7 @@ LOOPS = 50
 
 
 class Functions(NamedTuple):
-    """The measured functions of a library's buffer; without priorities there is no `update`."""
+    """The measured functions of a library's buffer; `update` is None without priorities."""
 
     init: Callable[[], Any]
     insert: Callable[[Any, Any], Any]
@@ -32,24 +32,24 @@ class Functions(NamedTuple):
     update: Callable[[Any, Any, jax.Array], Any] | None
 
 
-def ours(example: Any, prioritised: bool, capacity: int, args: argparse.Namespace) -> Functions:
+def ours(example: Any, prioritized: bool, capacity: int, args: argparse.Namespace) -> Functions:
     """The buffer of this library."""
-    buffer = (replay.prioritized if prioritised else replay.uniform)(
+    buffer = (replay.prioritized if prioritized else replay.uniform)(
         example, capacity=capacity, num_envs=args.envs, unroll_length=args.unroll, batch_size=args.batch,
         length=args.length, shards=args.shards,
     )  # fmt: skip
-    return Functions(buffer.init, buffer.insert, buffer.sample, buffer.update if prioritised else None)
+    return Functions(buffer.init, buffer.insert, buffer.sample, buffer.update if prioritized else None)
 
 
-def flashbax(example: Any, prioritised: bool, capacity: int, args: argparse.Namespace) -> Functions:
-    """The buffer of flashbax that draws the same windows."""
+def flashbax(example: Any, prioritized: bool, capacity: int, args: argparse.Namespace) -> Functions:
+    """The flashbax buffer that draws the same windows."""
     import flashbax as fbx  # pyright: ignore[reportMissingImports]
 
     sizes = {
         "add_batch_size": args.envs, "sample_batch_size": args.batch, "sample_sequence_length": args.length, "period": 1,
         "min_length_time_axis": args.length, "max_length_time_axis": capacity // args.envs // args.unroll * args.unroll,
     }  # fmt: skip
-    if prioritised:
+    if prioritized:
         buffer = fbx.make_prioritised_trajectory_buffer(
             **sizes, priority_exponent=0.6, device=jax.default_backend()
         )  # fmt: skip
@@ -59,14 +59,14 @@ def flashbax(example: Any, prioritised: bool, capacity: int, args: argparse.Name
     def insert(state: Any, items: Any) -> Any:
         return buffer.add(state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), items))
 
-    return Functions(lambda: buffer.init(example), insert, buffer.sample, buffer.set_priorities if prioritised else None)
+    return Functions(lambda: buffer.init(example), insert, buffer.sample, buffer.set_priorities if prioritized else None)
 
 
 class Timed:
     """The programs of one buffer, compiled and warm."""
 
     def __init__(self, functions: Functions, example: Any, capacity: int, args: argparse.Namespace):
-        """Compiles, and fills the buffer."""
+        """Compiles the programs, and fills the buffer."""
         keys = jax.random.split(jax.random.key(0), LOOPS)
         items = jax.tree.map(lambda x: jnp.ones((args.unroll, args.envs, *x.shape), x.dtype), example)
 
@@ -99,7 +99,7 @@ class Timed:
             self.seconds(name)
 
     def seconds(self, name: str) -> float | None:
-        """Seconds that one call takes; None if there is no such thing."""
+        """The seconds of one call; None if the buffer has no such operation."""
         if name not in self._args:
             return None
         start = time.perf_counter()
@@ -113,17 +113,17 @@ class Timed:
         return (time.perf_counter() - start) / LOOPS
 
 
-def measure(prioritised: bool, capacity: int, args: argparse.Namespace) -> list[dict]:
-    """Measures one capacity in every library there is; the least of all repeats, which other work disturbs least."""
+def measure(prioritized: bool, capacity: int, args: argparse.Namespace) -> list[dict]:
+    """Measures one capacity in every installed library; takes the smallest of all repeats, which has the least disturbance."""
     example = {"obs": jnp.zeros(args.obs), "action": jnp.int32(0), "reward": jnp.float32(0), "end": jnp.bool_(False)}
     libraries = {"msrl_jax": ours}
     if importlib.util.find_spec("flashbax"):
         libraries["flashbax"] = flashbax
     timed = {
-        name: Timed(make(example, prioritised, capacity, args), example, capacity, args) for name, make in libraries.items()
+        name: Timed(make(example, prioritized, capacity, args), example, capacity, args) for name, make in libraries.items()
     }
     rows = []
-    for operation in ("insert", "sample", "update") if prioritised else ("insert", "sample"):
+    for operation in ("insert", "sample", "update") if prioritized else ("insert", "sample"):
         found: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(args.repeats):
             for name, programs in timed.items():
@@ -131,7 +131,7 @@ def measure(prioritised: bool, capacity: int, args: argparse.Namespace) -> list[
                 assert seconds is not None
                 found[name].append(seconds)
         least = {name: 1e6 * min(seconds) for name, seconds in found.items()}
-        rows.append({"kind": "prioritised" if prioritised else "uniform", "capacity": capacity, "operation": operation} | least)
+        rows.append({"kind": "prioritized" if prioritized else "uniform", "capacity": capacity, "operation": operation} | least)
     return rows
 
 
@@ -148,9 +148,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     rows = []
-    for prioritised in (False, True):
+    for prioritized in (False, True):
         for capacity in args.capacities:
-            for row in measure(prioritised, capacity, args):
+            for row in measure(prioritized, capacity, args):
                 times = "".join(f"{name:>12}{row[name]:>9.1f} us" for name in ("msrl_jax", "flashbax") if name in row)
                 print(f"{row['kind']:<12}{row['capacity']:>10}  {row['operation']:<8}{times}", flush=True)
                 rows.append(row)

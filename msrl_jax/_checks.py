@@ -1,4 +1,4 @@
-"""Checks of arguments that several packages take, and errors of files that say which file."""
+"""Checks of arguments that several packages share, and file errors that name the file."""
 
 import contextlib
 import math
@@ -11,10 +11,10 @@ _SEEDS = 2**32
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """A whole number, such as `1_000_000` or `1e6`.
+    """Checks and converts a whole number, such as `1_000_000` or `1e6`.
 
     Args:
-      name: what the number is, for messages.
+      name: the argument's name, for messages.
       value: an integer, or a float without a fraction.
       least: the smallest number that is allowed.
       most: the largest number that is allowed, if there is one.
@@ -23,7 +23,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
       The number as an `int`.
 
     Raises:
-      ValueError: if the value is no whole number, below `least` or above `most`.
+      ValueError: if the value is not a whole number, below `least` or above `most`.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
@@ -35,15 +35,15 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 
 def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
-    """A seed of a random number generator, which has 32 bits.
+    """Checks seeds of random number generators; a seed has 32 bits.
 
     Args:
       seed: the first seed.
-      seeds: how many seeds follow each other.
-      name: what the seed is called, for messages.
+      seeds: number of consecutive seeds.
+      name: the argument's name, for messages.
 
     Returns:
-      The seed as an `int`.
+      The first seed as an `int`.
 
     Raises:
       ValueError: if a seed is below 0 or needs more than 32 bits.
@@ -57,7 +57,7 @@ def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Names the file in errors of the operating system that name none, such as that of a full disk."""
+    """Adds the file's name to operating-system errors that lack it, such as that of a full disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The one door to JAX's unstable interfaces: `jax.extend` and `jax.interpreters` are imported nowhere else."""
+"""The only module that imports JAX's unstable interfaces, `jax.extend` and `jax.interpreters`."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -70,8 +70,8 @@ __all__ = [
 
 Atom = Var | Literal
 
-# Calls without semantics of their own: their bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
-# call, and the schedule of a remat, matter under differentiation only, and that has already happened in a traced loop.)
+# Calls that only evaluate their bodies, so the bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
+# call, and the schedule of a remat, matter only under differentiation, which is done once a loop is traced.)
 _CALLS = {
     jit_p: "jaxpr",
     closed_call_p: "call_jaxpr",
@@ -90,17 +90,17 @@ def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def call_labels(eqn: JaxprEqn) -> frozenset[str]:
-    """Parameters of a call equation that say nothing about what a traced program computes: names and derivative rules."""
+    """Parameters of a call equation that do not affect its results: names and derivative rules."""
     return _LABELS if eqn.primitive in _CALLS else frozenset()
 
 
 def context(eqn: JaxprEqn) -> Hashable:
-    """The settings of JAX under which an equation was traced, such as the mesh and how random bits are partitioned."""
+    """The JAX settings under which an equation was traced, such as the mesh."""
     return eqn.ctx
 
 
 def is_conversion(eqn: JaxprEqn) -> bool:
-    """Whether an equation converts a value to a dtype, perhaps the one that it has."""
+    """Whether an equation converts a value to a dtype, possibly its own."""
     return eqn.primitive is convert_element_type_p
 
 
@@ -109,14 +109,14 @@ def _closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
 
 
 class Scan(NamedTuple):
-    """The parts of a scan equation: its inputs are constants, then the carry, then the xs.
+    """The parts of a scan equation. Its inputs are the constants, then the carry, then the xs.
 
     Attributes:
-      body: what it repeats.
-      num_consts: how many constants.
-      num_carry: how many carried values.
-      length: how often.
-      reverse: whether from the last x to the first.
+      body: the repeated code.
+      num_consts: number of constants.
+      num_carry: number of carried values.
+      length: number of repetitions.
+      reverse: whether it runs from the last x to the first.
     """
 
     body: ClosedJaxpr
@@ -155,7 +155,7 @@ def fresh(var: Var) -> Var:
 
 
 def is_dropped(var: Var) -> bool:
-    """Whether `var` is the placeholder `_` that JAX binds results nobody reads to."""
+    """Whether `var` is the placeholder `_`, to which JAX binds results that nobody reads."""
     return type(var) is not Var
 
 
@@ -165,8 +165,8 @@ def is_reference(var: Var) -> bool:
 
 
 def is_traced_here(x: Any) -> bool:
-    """Whether the innermost transformation being traced acts on `x`: gives it a batch axis, a tangent."""
-    # JAX has no public name for the trace of a tracer; without it every value would count as batched or differentiated.
+    """Whether the innermost active transformation gives `x` a batch axis or a tangent."""
+    # JAX has no public name for a tracer's trace. Without it every value would count as batched or differentiated.
     return isinstance(x, Tracer) and x._trace is find_top_trace((x,))
 
 

@@ -1,4 +1,4 @@
-"""Old spellings of public names: they still work, and warn."""
+"""Deprecated names of public functions: they work, and warn."""
 
 import functools
 import warnings
@@ -10,14 +10,14 @@ R = TypeVar("R")
 
 
 def deprecated(old: str, function: Callable[P, R]) -> Callable[P, R]:
-    """A function under an old name.
+    """Makes an alias under a function's old name.
 
     Args:
       old: the old name.
-      function: what it is called now.
+      function: the function under its new name.
 
     Returns:
-      The same function, which warns when it is called.
+      A function that warns, then calls `function`.
     """
 
     @functools.wraps(function)

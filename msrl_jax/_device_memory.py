@@ -1,4 +1,4 @@
-"""How much memory arrays take, and how much devices have, as far as they say."""
+"""The memory that arrays take, and the memory that devices report."""
 
 import math
 import os
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def device_memory(devices: Sequence[Any]) -> int:
-    """The bytes that arrays split over some devices can take, as far as the devices say.
+    """The bytes available to arrays that are split evenly over devices.
 
     Args:
       devices: the devices.
 
     Returns:
-      The sum of the devices' memory; CPU devices share that of the host.
+      The smallest memory limit times the number of devices. If a device reports no limit, as CPUs do, the host's memory.
     """
     stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
     limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]

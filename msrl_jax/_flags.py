@@ -1,4 +1,4 @@
-"""Reading a command line: flags for the fields of a command and of an algorithm's config, and which of them were given."""
+"""Command line parsing: flags for the fields of a command and of an algorithm's config."""
 
 import contextlib
 import dataclasses
@@ -16,20 +16,20 @@ from msrl_jax._spelling import suggestion
 
 
 class UsageError(ValueError):
-    """Bad input that is found while the command line is read."""
+    """An error in the command line."""
 
 
 def whole_number(text: str) -> int:
-    """Reads an integer, also one that is written as a float: `1_000_000`, `1e6`.
+    """Reads an integer; `1_000_000` and `1e6` are allowed.
 
     Args:
-      text: the digits.
+      text: the text.
 
     Returns:
       The number.
 
     Raises:
-      ValueError: if the text is no whole number.
+      ValueError: if the text is not a whole number.
     """
     try:
         return int(text)
@@ -39,7 +39,7 @@ def whole_number(text: str) -> int:
         number = decimal.Decimal(text)
         if number.is_finite() and abs(number.adjusted()) < 30 and number == number.to_integral_value():
             return int(number)
-    raise ValueError(f"{text!r} is no whole number")
+    raise ValueError(f"{text!r} is not a whole number")
 
 
 _REGISTRY = ConstructorRegistry()
@@ -56,7 +56,7 @@ def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def values_of(argv: Sequence[str], flag: str) -> list[str]:
-    """The values that follow a flag, read before the command line is parsed: they decide which other flags there are."""
+    """The values of a flag, read before parsing, because they decide which other flags exist."""
     values: list[str] = []
     for i, word in enumerate(argv):
         if word.startswith(f"{flag}="):
@@ -69,13 +69,13 @@ def values_of(argv: Sequence[str], flag: str) -> list[str]:
 
 
 def _given(argv: Sequence[str]) -> set[str]:
-    """The fields whose flags stand on a command line, whatever their values."""
+    """The fields whose flags are on a command line."""
     names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
     return names | {name.removeprefix("no_") for name in names}
 
 
 def _default_text(configs: dict[str, type], name: str) -> str | None:
-    """The defaults of several configs in words; None if they are the same."""
+    """The defaults of a field in several configs as text; None if they are equal."""
     defaults = {algo: next(f.default for f in dataclasses.fields(c) if f.name == name) for algo, c in configs.items()}
     if len({repr(x) for x in defaults.values()}) == 1:
         return None
@@ -83,15 +83,15 @@ def _default_text(configs: dict[str, type], name: str) -> str | None:
 
 
 def with_config_flags(command: type, algos: Sequence[str]) -> type:
-    """A command with flags for configs.
+    """Adds flags for configs to a command.
 
     Args:
-      command: a dataclass.
+      command: the dataclass of the command.
       algos: names of algorithms.
 
     Returns:
-      `command` with a flag for every field that the configs of all algorithms have and that it does not have itself. Their
-      values are in a field `config`; where defaults differ, an omitted flag has the value of the first algorithm.
+      `command` with a flag for every other field that all of the configs have. A field `config` holds the values; an omitted
+      flag has the default of the first algorithm.
     """
     from msrl_jax import algorithms
     from msrl_jax.algorithms.configs.base import field_docs
@@ -107,7 +107,7 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
         about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 
-    # Not the config itself: it would be checked before the run fills in what it knows, such as total_steps.
+    # A plain dataclass in place of the config, which would check its fields before the run fills in total_steps.
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
     summary = (first.__doc__ or "").partition("Attributes:")[0]
     flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": summary}, frozen=True)
@@ -122,16 +122,16 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
     """Reads the arguments of a command.
 
     Args:
-      prog: what messages call the command.
-      base: its dataclass. If it has a field `algo`, the fields of the algorithms' configs are flags too.
+      prog: name of the command in messages.
+      base: the dataclass of the command. If it has a field `algo`, the fields of the algorithms' configs are flags too.
       argv: the arguments.
 
     Returns:
-      An instance of `base`, and the fields of configs that were given, also those that equal a default.
+      An instance of `base`, and the given config fields, also those with a default value.
 
     Raises:
-      UsageError: on an argument that does not exist, a value that cannot be read or one that is missing.
-      SystemExit: after the help, if it was asked for.
+      UsageError: on an unknown argument, or on a value that is missing or cannot be read.
+      SystemExit: after printing the help for `--help`.
     """
     command: Any = base
     if any(f.name == "algo" for f in dataclasses.fields(base)):
@@ -157,14 +157,12 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
 
 
 def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:
-    """Lets tyro parse; its messages, boxes of several lines, become one line."""
+    """Parses with tyro, and turns tyro's error messages (boxes of several lines) into one line."""
     messages, terminal = io.StringIO(), sys.stderr
     try:
         sys.stderr = messages
         with _REGISTRY:
-            return tyro.cli(
-                command, args=list(argv), prog=prog, description=description, return_unknown_args=True
-            )
+            return tyro.cli(command, args=list(argv), prog=prog, description=description, return_unknown_args=True)
     except SystemExit as error:
         if not error.code:
             raise

@@ -1,7 +1,4 @@
-"""Things by name: what the registries of algorithms, environments, policies and codecs have in common.
-
-Each of them has `register`, `names`, and `get` (`make` for environments).
-"""
+"""Entries by name: shared by the registries of algorithms, environments, policies and codecs."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -15,10 +12,10 @@ def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
     """Adds an entry.
 
     Args:
-      kind: what the entries are, for messages.
+      kind: kind of the entries, for messages.
       table: the entries by name.
-      name: the name of the new one.
-      value: the new one; adding the same again changes nothing.
+      name: the name of the new entry.
+      value: the new entry; adding it again changes nothing.
 
     Returns:
       `value`.
@@ -36,15 +33,15 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     """Looks up an entry.
 
     Args:
-      kind: what the entries are, for messages.
+      kind: kind of the entries, for messages.
       table: the entries by name.
-      name: the name, whatever its case.
+      name: the name; case is ignored.
 
     Returns:
       The entry.
 
     Raises:
-      ValueError: if there is none of that name; the message suggests the nearest.
+      ValueError: if the name is unknown; suggests the nearest.
     """
     by_lower = {other.lower(): other for other in table}
     found = name if name in table else by_lower.get(name.lower())

@@ -1,4 +1,4 @@
-"""The nearest of some names, for messages about one that does not exist."""
+"""Finds the known name nearest to an unknown one, for messages."""
 
 import difflib
 import re
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """Finds the option that a misspelt or shortened name probably means, whatever its case.
+    """Finds the option that a misspelled or shortened name probably means; case is ignored.
 
     Args:
-      name: a name that is none of the options.
-      options: the names that exist.
+      name: the unknown name.
+      options: the known names.
 
     Returns:
-      An option whose words have these initials (`lr` for `learning-rate`), else one that is spelled alike, else one that
-      starts with the name; None if there is none.
+      An option with these initials (`lr` for `learning-rate`), else one of similar spelling, else one that starts with the
+      name; None if there is none.
     """
     lower, by_lower = name.lower(), {option.lower(): option for option in options}
     near = [option for option in by_lower if len(lower) > 1 and _initials(option) == lower]
@@ -28,6 +28,6 @@ def _initials(option: str) -> str:
 
 
 def suggestion(name: str, options: Iterable[str]) -> str:
-    """The part of a message that follows the name and proposes the nearest option; empty if none is near."""
+    """Text that proposes the nearest option, to follow the name in a message; empty if none is near."""
     near = nearest(name, options)
     return f" (did you mean {near!r}?)" if near else ""

@@ -1,4 +1,4 @@
-"""Text streams that may die: output never decides whether the work behind it goes on."""
+"""Text streams that survive write errors, so that failing output never stops a run."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class Lasting:
-    """A text stream that drops its text once writing has failed: the reader left, the disk is full, the stream is closed.
+    """A text stream that drops its text after a write fails: the reader left, the disk is full, the stream is closed.
 
     Attributes:
       error: why writing failed; None while it works.
@@ -18,7 +18,7 @@ class Lasting:
         """Wraps a stream.
 
         Args:
-          stream: where text goes; None, which Python puts in the place of a closed standard stream, takes no text.
+          stream: receives the text. None, Python's stand-in for a closed standard stream, drops it.
         """
         self._stream = stream
         self.error: Exception | None = None
@@ -60,10 +60,10 @@ class Lasting:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[Lasting]:
-    """Makes the standard streams of the process last, inside of the context.
+    """Wraps the process's standard streams in `Lasting` within the context.
 
     Yields:
-      The stream of `sys.stdout`. A stream that failed leads nowhere afterwards, so that the interpreter can close it.
+      The wrapped `sys.stdout`. Afterwards a failed stream writes to the null device, so that the interpreter can close it.
     """
     before = sys.stdout, sys.stderr
     out, err = map(Lasting, before)

@@ -1,4 +1,4 @@
-"""Text that fits the terminal: tables and paragraphs."""
+"""Tables and paragraphs of text that fit the terminal."""
 
 import io
 import shutil
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100
-"""Columns of text that goes to no terminal."""
+"""Columns of text if there is no terminal."""
 
 
 def text_width() -> int:
@@ -19,7 +19,7 @@ def text_width() -> int:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """A table of text. Sentences and paths that do not fit are folded; if numbers do not fit either, a row is a paragraph.
+    """Formats a table. Long sentences and paths are folded; if numbers do not fit, each row becomes a paragraph.
 
     Args:
       head: the titles of the columns.
@@ -34,7 +34,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
     if sum(max(len(title), cell) + 2 for title, cell in zip(head, cells, strict=True)) - 2 > width:
         head = [title.replace("/", "/\n") for title in head]
     grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    # Numbers and short words stay whole, if there is space for them; sentences and paths are folded.
+    # Numbers and short words stay whole if there is space; sentences and paths are folded.
     least = [max(len(line) for line in title.split("\n")) for title in head]
     least = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(least, cells, strict=True)]
     if sum(least) + 2 * (len(least) - 1) > width:
@@ -55,12 +55,12 @@ def _as_paragraph(head: Sequence[str], row: Sequence[str], indent: str) -> list[
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
-    """A paragraph of text.
+    """Formats a paragraph.
 
     Args:
       text: the words.
-      first: what the first line starts with.
-      rest: what the other lines start with.
+      first: prefix of the first line.
+      rest: prefix of the other lines.
 
     Returns:
       The lines, at most as wide as the terminal.

@@ -1,8 +1,8 @@
 """The command line: `msrl-jax train | evaluate | record | explain | bench | list`.
 
-Names may carry parameters behind a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
-`--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Heavy imports
-happen inside the commands, so that help is quick and devices can be configured before JAX starts.
+Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
+`--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Slow imports are inside
+the commands, so that help is quick and devices can be configured before JAX starts.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(def
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where a command computes.
+    """The devices of a command.
 
     Attributes:
       cpu_devices: compute on this many virtual CPU devices.
@@ -46,20 +46,20 @@ class Train(Where):
     """Train an agent; with no arguments, PPO on CartPole-v1.
 
     Attributes:
-      algo: name of the algorithm (`msrl-jax list`); its config's fields are flags too.
+      algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
-      total_steps: environment steps, per seed.
+      total_steps: environment steps per seed.
       seed: the seed of all randomness.
-      seeds: how many runs to train at once, from seed, seed + 1, ...
+      seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
-      chunk: iterations between two ticks of the host; chosen if not given.
+      chunk: iterations between two updates of the progress display; chosen automatically if not given.
       eval_episodes: episodes per greedy evaluation; 0 never evaluates.
-      eval_every: environment steps between evaluations; one at the end only if not given.
-      record: file for every step of every environment, a data set to learn from, such as experience.npz
-      tensorboard: log to TensorBoard too, in the run's folder.
-      wandb: log to Weights & Biases too, in the project of this name.
-      progress: display of the progress, on stderr.
+      eval_every: environment steps between evaluations; if not given, there is one evaluation at the end.
+      record: file for a data set of all environment steps, such as experience.npz
+      tensorboard: also log to TensorBoard, in the run's folder.
+      wandb: also log to Weights & Biases, in the project with this name.
+      progress: kind of progress display on stderr.
       json: print the summary as one line of JSON, the last on stdout.
     """
 
@@ -86,11 +86,11 @@ class Evaluate(Where):
 
     Attributes:
       run: folder of a run.
-      episodes: how many episodes.
+      episodes: number of episodes.
       seed: the seed of the environments' randomness.
-      member: which seed of a run of several plays; the best one if not given.
-      max_steps: cap on the steps of an episode.
-      json: print the outcome as one line of JSON, the last on stdout.
+      member: number of the member that plays, in a run of several seeds; the best one if not given.
+      max_steps: maximum length of an episode, in steps.
+      json: print the results as one line of JSON, the last on stdout.
     """
 
     run: tyro.conf.Positional[Path]
@@ -107,13 +107,14 @@ class Record(Where):
 
     Attributes:
       run: folder of a run.
-      steps: rows of the data set.
+      steps: number of rows of the data set.
       out: file of the data set, such as medium.npz
-      epsilon: probability of a random action, else the most probable one; if not given, actions are sampled from the policy.
+      epsilon: probability of a random action; other actions are the most probable ones. If not given, actions are sampled
+        from the policy.
       seed: the seed of all randomness.
-      member: which seed of a run of several acts; the best one if not given.
-      num_envs: how many environments run side by side.
-      json: print the data set in numbers as one line of JSON, the last on stdout.
+      member: number of the member that acts, in a run of several seeds; the best one if not given.
+      num_envs: number of parallel environments.
+      json: print a summary of the data set as one line of JSON, the last on stdout.
     """
 
     run: tyro.conf.Positional[Path]
@@ -128,13 +129,13 @@ class Record(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explain(Where):
-    """Print the plan of an algorithm under a distribution policy: programs, placements, crossing values.
+    """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
 
     Attributes:
-      algo: name of the algorithm; its config's fields are flags too.
+      algo: name of the algorithm; the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       policy: distribution policy, NAME or NAME:param=value,...
-      seeds: how many runs to train at once.
+      seeds: number of runs to train at once.
       json: print the plan as one line of JSON instead.
     """
 
@@ -147,17 +148,17 @@ class Explain(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench(Where):
-    """Measure environment steps and learner updates per second; every option that takes several values spans a grid.
+    """Measure environment steps and learner updates per second, over a grid of all options with several values.
 
     Attributes:
-      algo: names of algorithms; the fields that their configs share are flags too.
+      algo: names of algorithms; the fields that all their configs have are flags too.
       env: environments, each NAME or NAME:param=value,...
       policy: distribution policies, each NAME or NAME:param=value,...
       num_envs: numbers of environments.
       unroll_length: lengths of an unroll.
       repeats: timed runs per setting; the median counts.
-      seconds: how long a timed run is, about.
-      against: compare with the same iteration in a plain jax.jit(jax.lax.scan(...)), runs interleaved.
+      seconds: approximate length of a timed run.
+      against: compare with the same iteration in a plain jax.jit(jax.lax.scan(...)); the timed runs alternate.
       json: print the measurements as one line of JSON, the last on stdout.
     """
 
@@ -194,7 +195,7 @@ def _use_cpu_devices(count: int | None) -> None:
         return
     if count < 1:
         raise UsageError(f"--cpu-devices {count}: use at least 1")
-    # Many devices on few cores may reach a collective late; that is no deadlock.
+    # Many devices on few cores may reach a collective late; this is not a deadlock.
     limits = {"warn_stuck": 300, "terminate": 1200}
     patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]
     os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])
@@ -298,11 +299,7 @@ def _note_measurement(measurement: Any) -> None:
 def _list(args: List, config: dict[str, Any]) -> int:
     from msrl_jax import algorithms, envs, policies
 
-    names = {
-        "algorithms": algorithms.names(),
-        "environments": sorted(envs.names()),
-        "policies": policies.names(),
-    }
+    names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     if args.json:
         _print_json(names)
     else:
@@ -321,7 +318,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised the error itself: a refusal in words, rather than a bug that needs its traceback."""
+    """Whether this package raised the error itself. Other errors are bugs, and need their traceback."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -329,14 +326,14 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. A stream that dies (its reader left, its disk is full) does not end it.
+    """Runs a command; it continues if an output stream closes or its disk is full.
 
     Args:
-      argv: the arguments without the program's name; the process's own if None.
+      argv: the arguments without the program's name; those of the process if None.
 
     Returns:
-      The exit code: 0; 1 if a run diverged; 2 on bad input, after one line on stderr, and if the output of a command that
-      does nothing but print cannot be written; 130 if Ctrl-C ended the run.
+      The exit code. 0 is success; 1, a run diverged; 2, bad input, with one line on stderr, or a command that only prints
+      cannot write its output; 130, Ctrl-C ended the run.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     with _streams.lasting() as out:

@@ -1,4 +1,4 @@
-"""Codecs: how arrays are packed while they cross from one placement to another."""
+"""Codecs: pack arrays that cross from one placement to another."""
 
 import functools
 import re
@@ -15,16 +15,16 @@ from msrl_jax._compat import ShapedArray
 
 @dataclass(frozen=True)
 class Codec:
-    """A way to pack an array, as three pure functions of traceable JAX code.
+    """Packs and unpacks arrays with pure functions that JAX can trace.
 
     Attributes:
-      name: how plans call it.
-      encode: array -> pytree of arrays that cross.
+      name: its name in plans.
+      encode: array -> pytree of arrays, the packed form.
       decode: `(pytree, aval) -> array` of the original shape and dtype.
-      takes: whether an array of this shape and dtype can be packed; others cross as they are.
-      holds: array -> bool, whether `decode` gives back what the codec promises; None if it always does.
-      promise: what comes back, in words, for plans and errors.
-      lossless: whether the same values come back to the bit.
+      takes: whether an array of this shape and dtype can be packed; other arrays cross unpacked.
+      holds: array -> bool, whether `decode` keeps the codec's promise; None if it always does.
+      promise: the precision of the unpacked values in words, for plans and errors.
+      lossless: whether unpacked values equal the original to the bit.
     """
 
     name: str
@@ -94,7 +94,7 @@ def _newest(x: jax.Array, frames: int) -> jax.Array:
 
 
 def _shifted(x: jax.Array, frames: int) -> jax.Array:
-    """`[T-1, ...]`: whether row t+1 is row t with its oldest frame dropped, for everything but its newest frame."""
+    """Whether the older frames of row t+1 are the newer frames of row t. `[T-1, ...]` bool"""
     old = x.shape[-1] - x.shape[-1] // frames
     same = x[1:, ..., :old] == x[:-1, ..., -old:]
     return same.all(axis=tuple(range(2, x.ndim)))
@@ -111,28 +111,28 @@ def _frame_decode(packed: tuple[jax.Array, jax.Array, jax.Array], aval: ShapedAr
         frame, follows = row
         width = frame.shape[-1]
         pushed = jnp.concatenate([stack[..., width:], frame], -1)
-        begun = jnp.concatenate([frame] * frames, -1)
-        stack = jnp.where(follows.reshape(follows.shape + (1,) * (stack.ndim - follows.ndim)), pushed, begun)
+        repeated = jnp.concatenate([frame] * frames, -1)
+        stack = jnp.where(follows.reshape(follows.shape + (1,) * (stack.ndim - follows.ndim)), pushed, repeated)
         return stack, stack
 
     return jnp.concatenate([first[None], jax.lax.scan(step, first, (newest, shifted))[1]]).astype(aval.dtype)
 
 
 def _frame_holds(x: jax.Array, *, frames: int) -> jax.Array:
-    begun = jnp.concatenate([_newest(x[1:], frames)] * frames, -1) == x[1:]
-    return (_shifted(x, frames) | begun.all(axis=tuple(range(2, x.ndim)))).all()
+    repeated = jnp.concatenate([_newest(x[1:], frames)] * frames, -1) == x[1:]
+    return (_shifted(x, frames) | repeated.all(axis=tuple(range(2, x.ndim)))).all()
 
 
 def frame_stack(frames: int, rank: int = 3) -> Codec:
-    """Sends every frame of stacked observations once.
+    """Makes a codec that sends every frame of stacked observations once.
 
     Args:
-      frames: how many frames a stack holds along the last dimension, oldest first; at the start of an episode the
-        first frame fills the stack, as `FrameStack` does.
+      frames: number of frames in a stack along the last dimension, oldest first. At the start of an episode the first
+        frame fills the stack, as in `FrameStack`.
       rank: dimensions of one observation: 3 for images, 1 for vectors.
 
     Returns:
-      A lossless codec for trajectories of observations, `[T, E, ..., frames * C]`; all else crosses as it is.
+      A lossless codec for trajectories of observations, `[T, E, ..., frames * C]`; other arrays cross unpacked.
 
     Raises:
       ValueError: if there are fewer than 2 frames, or no dimension.

@@ -1,6 +1,6 @@
-"""Counters that do not wrap: two 32-bit words, since JAX has no 64-bit integers unless asked for them.
+"""Counters that do not wrap: two 32-bit words, because JAX has no 64-bit integers by default.
 
-A run of 1e13 environment steps is far beyond 2^31. Schedules read a counter through `fraction`, periods through `remainder`.
+Schedules read a counter with `fraction`, periods with `remainder`.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _BYTES = tuple(range(24, -1, -8))
 
 
 class Counter(NamedTuple):
-    """The number `high * 2**32 + low`, right up to 1.8e19.
+    """The number `high * 2**32 + low`, exact up to 1.8e19.
 
     Attributes:
       high: the upper word. shape=(...), dtype=uint32
@@ -26,13 +26,13 @@ class Counter(NamedTuple):
 
 
 def counter(value: int = 0) -> Counter:
-    """A counter that starts from a number.
+    """Makes a counter.
 
     Args:
-      value: from 0 to `2**64 - 1`.
+      value: its start, from 0 to `2**64 - 1`.
 
     Returns:
-      The counter, of scalars.
+      The counter, with scalar words.
 
     Raises:
       ValueError: if the number is out of range.
@@ -47,7 +47,7 @@ def advance(count: Counter, by: jax.Array | int = 1) -> Counter:
 
     Args:
       count: the counter.
-      by: what to add, a Python integer below 2**64 or an array of integers that are not negative; it broadcasts.
+      by: the increment: a Python integer below 2**64, or an array of nonnegative integers, which broadcasts.
 
     Returns:
       The sum.
@@ -59,7 +59,7 @@ def advance(count: Counter, by: jax.Array | int = 1) -> Counter:
 
 
 def difference(later: Counter, earlier: Counter) -> jax.Array:
-    """How far two counters are apart.
+    """Subtracts two counters.
 
     Args:
       later: a counter.
@@ -72,12 +72,12 @@ def difference(later: Counter, earlier: Counter) -> jax.Array:
 
 
 def fraction(count: Counter, scale: int, total: int) -> jax.Array:
-    """How much of a total a counter has reached.
+    """The fraction of a total that a counter has reached.
 
     Args:
       count: the counter.
-      scale: how much one count stands for, such as the environment steps of an iteration.
-      total: the whole, in the same unit; at least 1.
+      scale: units per count, such as environment steps per iteration.
+      total: the total in these units; at least 1.
 
     Returns:
       `min(1, count * scale / total)`, with a relative error of at most 2**-22. float32
@@ -92,7 +92,7 @@ def remainder(count: Counter, period: int) -> jax.Array:
 
     Args:
       count: the counter.
-      period: what to divide by, from 1 to 2**24.
+      period: the divisor, from 1 to 2**24.
 
     Returns:
       `count % period`. int32
@@ -114,7 +114,7 @@ def at_least(count: Counter, number: int) -> jax.Array:
 
     Args:
       count: the counter.
-      number: the number; negative ones have been reached always.
+      number: the number; a negative one is always reached.
 
     Returns:
       `count >= number`. bool
@@ -124,7 +124,7 @@ def at_least(count: Counter, number: int) -> jax.Array:
 
 
 def to_float(count: Counter) -> jax.Array:
-    """The nearest number of 32 bits, for metrics and weights.
+    """Converts a counter to float32, for metrics and weights.
 
     Args:
       count: the counter.
@@ -136,10 +136,10 @@ def to_float(count: Counter) -> jax.Array:
 
 
 def to_int(count: Counter) -> int:
-    """The exact number, on the host.
+    """Converts a counter to an exact integer, on the host.
 
     Args:
-      count: a counter of scalars, with values that are known.
+      count: a counter with scalar words that are not traced.
 
     Returns:
       The number.

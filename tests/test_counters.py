@@ -1,4 +1,4 @@
-"""Counters against Python's integers, around every place where a shorter one would go wrong."""
+"""Counters compared with Python's integers, around every number where fewer bits would fail."""
 
 import fractions
 
@@ -58,7 +58,7 @@ def test_fractions_are_exact_to_four_roundings(count, scale, total):
     np.testing.assert_allclose(counters.to_float(counters.counter(count)), float(count), rtol=2**-22)
 
 
-def test_what_is_out_of_range_is_refused():
+def test_numbers_out_of_range_are_refused():
     for value in (-1, 2**64):
         with pytest.raises(ValueError, match="starts from a number"):
             counters.counter(value)

@@ -20,7 +20,7 @@ FLOORS = [
     {"_checks", "_registry", "_streams", "_tables"},
     {"_compat", "_deprecated", "_device_memory", "_spelling", "counters", "metrics"},
 ]  # fmt: skip
-"""From the top floor to the ground; packages on the same floor do not know each other."""
+"""From the top layer to the bottom; packages of one layer do not import each other."""
 
 FILES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in sorted(PACKAGE.rglob("*.py"))}
 NAMES = sorted(FILES)

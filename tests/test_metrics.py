@@ -1,4 +1,4 @@
-"""`Mean`: every sample weighs the same, however many iterations, devices and members it is spread over."""
+"""`Mean`: every sample has the same weight, over any number of iterations, devices and members."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def test_every_sample_weighs_the_same(means):
     np.testing.assert_array_equal(means.mean(axis=()), [10, np.nan, 50])
 
 
-def test_any_stretch_has_its_mean(means):
+def test_slices_have_exact_means(means):
     assert means[-2:].mean() == 50.0
     assert means[0].mean() == 10.0
     assert means[np.array([0, 2])].mean() == 20.0

@@ -1,4 +1,4 @@
-"""Execution plans of other systems are pairs of an algorithm and a policy: what each of them means."""
+"""Execution plans of other systems as pairs of an algorithm and a policy."""
 
 import jax
 import numpy as np
@@ -147,7 +147,7 @@ def test_async_replay_shards_delays_and_refreshes_as_declared():
 
 
 def test_sync_batch_replay_draws_whole_batches_uniformly_at_the_declared_ratio():
-    """Every update is from one of the 4 newest batches, each as likely: seen from how old the parameters behind it are."""
+    """Every update draws one of the 4 newest batches uniformly; the age of the acting parameters identifies the batch."""
     options = {"replay_batches": 4, "num_updates": 2, "optimizer": "adam"}
     apart, state = plan("impala", SingleLearnerCoarse(actors=4, buffers=2), **options)
     alone, _ = plan("impala", GPUOnly(), num_devices=1, **options)

@@ -1,10 +1,13 @@
-"""The README tells the truth: its commands, its Python, its table and its plan."""
+"""The README and its pages tell the truth: their commands, their Python, their tables, their links and the plan."""
 
 import contextlib
 import inspect
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,36 +22,64 @@ from msrl_jax.envs import registry
 from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = "README.md"
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS = (f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments"))
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SECTIONS = {part.splitlines()[0]: part for part in re.split(r"^## ", README, flags=re.MULTILINE)[1:]}
-COMMANDS = [line for _, code in CODE.findall(SECTIONS["From the command line"]) for line in code.splitlines()]
+TOP = "top"
+"""The part of a page above its first `## ` heading."""
+SECTIONS = {
+    (page, TOP if i == 0 else part.splitlines()[0]): part
+    for page, text in PAGES.items()
+    for i, part in enumerate(re.split(r"^## ", text, flags=re.MULTILINE))
+}
+RUN_HERE = (
+    (README, TOP),
+    (README, "From Python"),
+    (README, "A loop of your own"),
+    (POLICIES, "Your own policy"),
+    (ALGORITHMS, "Your own algorithm"),
+    (DATA, "Recording"),
+    (DATA, "Learning from data alone"),
+    (DATA, "Learning from data and experience"),
+    (ENVIRONMENTS, "Your own environment"),
+)
+DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
+IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
+IN_TEXT = [line for page in PAGES if page != README for line in re.findall(r"`(msrl-jax [^`]+)`", PAGES[page])]
 
 
-def blocks(section, language):
-    return [code for found, code in CODE.findall(SECTIONS[section]) if found == language]
+def blocks(page, title, language):
+    return [code for found, code in CODE.findall(SECTIONS[page, title]) if found == language]
 
 
 @pytest.fixture
-def run_section(tmp_path, monkeypatch):
-    """Runs a section's Python blocks in one namespace, with every run cut to 2 iterations; returns namespace and output."""
+def run_sections(tmp_path, monkeypatch):
+    """Runs the Python blocks of sections in an empty folder, each in a namespace of its own.
+
+    Runs are cut to 2 iterations unless `whole` is true. Returns the namespaces, one per block, and the output.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
-    def run(section):
-        namespace, output = {"__name__": "readme"}, io.StringIO()
-        for code in blocks(section, "python"):
-            short = re.sub(r"total_steps=[\d_]+", "total_steps=4096", code)
-            with contextlib.redirect_stdout(output):
-                exec(compile(short, f"README.md: {section}", "exec"), namespace)
-        return namespace, output.getvalue()
+    def run(page, *titles, whole=False):
+        namespaces, output = [], io.StringIO()
+        for title in titles:
+            assert (page, title) in RUN_HERE
+            for code in blocks(page, title, "python"):
+                code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
+                code = code if whole else re.sub(r"total_steps=[\d_]+", "total_steps=4096", code)
+                namespaces.append({"__name__": "page"})
+                with contextlib.redirect_stdout(output):
+                    exec(compile(code, f"{page}: {title}", "exec"), namespaces[-1])
+        return namespaces, output.getvalue()
 
     return run
 
 
 @pytest.mark.parametrize("command", ["pip install . && msrl-jax train", "pip install -e '.[test]' && pytest"])
 def test_the_two_commands_stand_in_blocks_of_their_own(command):
-    assert f"\n```\n{command}\n```\n" in README
+    assert f"\n```\n{command}\n```\n" in SECTIONS[README, TOP]
 
 
 def test_the_console_script_exists():
@@ -58,21 +89,36 @@ def test_the_console_script_exists():
 
 def test_extras_are_those_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", README)) == set(declared)
+    assert set(re.findall(r"'\.\[(\w+)\]'", PAGES[README])) == set(declared)
 
 
-def test_links_lead_somewhere():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links and all((ROOT / link).exists() for link in links)
+def anchors(text):
+    """What links may have behind a `#`: the headings as GitHub writes them there."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", PAGES[page])) if "://" not in link]
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_the_readme_links_every_page():
+    assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES[README])) == set(PAGES) - {README}
 
 
 def test_the_table_names_the_policies():
-    rows = re.findall(r"^\| `(\w+)` \|", section("Distribution policies"), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", SECTIONS[POLICIES, "The policies"], re.MULTILINE)
     assert rows == list(msrl.policies.POLICIES)
 
 
 def test_the_table_names_the_algorithms():
-    table = section("Algorithms").split("None of them knows")[0]
+    table = SECTIONS[ALGORITHMS, "The algorithms"]
     assert set(re.findall(r"`(\w+)`(?=[,` \w]*\|)", table)) == set(msrl.algorithms.ALGORITHMS)
 
 
@@ -84,7 +130,7 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__.startswith(module.__name__) and function.__name__ == name
     }
-    (paragraph,) = (p for p in README.split("\n\n") if "`msrl.algorithms.returns`" in p)
+    (paragraph,) = (p for p in PAGES[ALGORITHMS].split("\n\n") if "`msrl.algorithms.returns`" in p)
     assert set(re.findall(r"`(\w+)`", paragraph)) == set(functions)
     for name, function in functions.items():
         arguments, _, results = inspect.getdoc(function).partition("\nReturns:")
@@ -97,63 +143,99 @@ def test_returns_and_losses_are_named_and_documented_with_their_shapes():
 
 
 def test_the_table_names_the_codecs():
-    rows = re.findall(r'^\| `"([^"]+)"` \|', section("Distribution policies"), re.MULTILINE)
+    rows = re.findall(r'^\| `"([^"]+)"` \|', SECTIONS[POLICIES, "Packing"], re.MULTILINE)
     assert rows == [*codecs.CODECS, "frame_stack(n)"]
     assert codecs.get(rows[-1].replace("n", "4")).lossless
 
 
-def section(title):
-    """The README's text under a heading."""
-    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
-
-
 def test_every_python_block_is_run_here():
-    tested = ("Distribution policies", "From Python", "Data", "Your own algorithm", "Your own environment")
-    assert sum(len(blocks(section, "python")) for section in tested) == README.count("```python")
+    run = sum(len(blocks(*section, "python")) for section in RUN_HERE)
+    assert run == sum(text.count("```python") for text in PAGES.values())
 
 
-def test_a_policy_of_ones_own(run_section):
-    namespace, _ = run_section("Distribution policies")
-    description = namespace["result"].description
-    assert description["policy"] == "HalfAndHalf" and description["devices"]["count"] == 8
+def test_virtual_devices_can_be_asked_for_where_the_pages_do():
+    """In a process in which JAX has not started, as the pages' readers have it."""
+    asking = [code for section in RUN_HERE for code in blocks(*section, "python") if DEVICES in code]
+    starts = [code[: code.index(DEVICES) + len(DEVICES)] for code in asking]
+    assert len(starts) == 2
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
+    command = [sys.executable, "-c", "\n".join([*starts, "print(len(jax.devices()))"])]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
-def test_from_python(run_section, tmp_path):
-    namespace, output = run_section("From Python")
+def test_the_same_run_under_two_policies(run_sections):
+    _, output = run_sections(README, TOP, whole=True)  # the block itself compares the runs
+
+    def curves(text):
+        lines = re.findall(r"^(\w+) +\[([^]]*)\]$", text, re.MULTILINE)
+        return {name: np.array(numbers.split(), float) for name, numbers in lines}
+
+    (shown,), found = map(curves, blocks(README, TOP, "text")), curves(output)
+    assert list(shown) == list(found) == ["together", "apart"]
+    np.testing.assert_array_equal(shown["apart"], shown["together"])
+    np.testing.assert_allclose(found["apart"], found["together"], rtol=1e-3)  # two decimals
+    np.testing.assert_allclose(found["together"][:2], shown["together"][:2], rtol=1e-3)
+    assert len(found["apart"]) == len(shown["apart"]) == 8
+
+
+def test_from_python(run_sections, tmp_path):
+    (first, second), output = run_sections(README, "From Python")
     assert "Result: ppo on CartPole-v1, GPUOnly on 8 cpu devices" in output and "128 episodes" in output
     assert (tmp_path / "curve.png").stat().st_size > 0
-    result = namespace["result"]
-    assert result.seeds == 8 and result.history["episode_return"].shape == (2, 8)
+    assert first["result"].description["total_steps"] == 4096
     assert msrl.Result.load(tmp_path / "saved").description["total_steps"] == 4096
+    result = second["result"]
+    assert result.seeds == 8 and result.history["episode_return"].shape == (2, 8)
 
 
-def test_data(run_section, tmp_path):
-    namespace, output = run_section("Data")
-    assert "Dataset(20,000 rows" in output and len(namespace["dataset"]) == 4096
-    assert len(namespace["training"]) + len(namespace["validation"]) == 4096
-    assert namespace["result"].config.data == "medium.npz" and len(namespace["result"].state.data.items) == 6
+def test_a_loop_of_ones_own(run_sections):
+    (namespace,), output = run_sections(README, "A loop of your own")
+    gain, distance = namespace["state"][0], namespace["metrics"]["distance"]
+    assert abs(gain - 1) < 0.05, "steps back to where it should be, but for the noise"
+    assert distance[0] == pytest.approx(2, abs=0.1) and distance[-1] == pytest.approx(np.sqrt(2 / np.pi), abs=0.1)
+    (said,) = re.findall(r"from about (\S+) to (\S+)$", SECTIONS[README, "A loop of your own"], re.MULTILINE)
+    assert [float(x) for x in said] == pytest.approx(distance[[0, -1]], abs=0.1)
+    assert np.array(output.strip("[]\n").split(), float) == pytest.approx(distance[[0, -1]])
+
+
+def test_a_policy_of_ones_own(run_sections):
+    (namespace,), output = run_sections(POLICIES, "Your own policy")
+    description = namespace["result"].description
+    assert description["policy"] == "HalfAndHalf" and description["devices"]["count"] == 8
+    assert "HalfAndHalf on 8 cpu devices" in output
+
+
+def test_data(run_sections, tmp_path):
+    titles = ("Recording", "Learning from data alone", "Learning from data and experience")
+    (recorded, offline, both), output = run_sections(DATA, *titles)
+    assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 4096
+    assert len(recorded["training"]) + len(recorded["validation"]) == 4096
+    assert np.isfinite(offline["offline"].history["validation_loss"]).all()
+    assert both["result"].config.data == "medium.npz" and len(both["result"].state.data.items) == 6
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
-def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_section):
-    namespace, output = run_section("Your own algorithm")
+def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sections):
+    (namespace,), output = run_sections(ALGORITHMS, "Your own algorithm")
     returns = namespace["returns"]
     assert returns[:10].mean() < 100 and returns[-50:].mean() > 400
 
     printed = [" ".join(line.split()) for line in output.splitlines()]
-    (excerpt,) = blocks("Your own algorithm", "text")
+    (excerpt,) = blocks(ALGORITHMS, "Reading the plan", "text")
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
 
 
-def test_an_environment_of_ones_own(run_section):
-    namespace, _ = run_section("Your own environment")
+def test_an_environment_of_ones_own(run_sections):
+    (namespace,), _ = run_sections(ENVIRONMENTS, "Your own environment")
     result = namespace["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])
 def test_the_command_line_understands_the_examples(line, monkeypatch):
     program, command, *arguments = shlex.split(line)
     assert program == "msrl-jax"

@@ -1,4 +1,4 @@
-"""Output that cannot be written, and files that cannot be, say so or are dropped; they raise nothing else."""
+"""Text that cannot be written is dropped, and a file that cannot be written is named in the error."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Algorithms: one file each, and the parts they are made of: `returns` and `losses` are for algorithms of your own."""
+"""Algorithms, one file each, and their parts. Use `returns` and `losses` for algorithms of your own."""
 
 from msrl_jax.algorithms import losses as losses
 from msrl_jax.algorithms import returns as returns

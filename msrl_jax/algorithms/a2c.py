@@ -36,13 +36,14 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class A2CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
-    """Everything about what A2C computes; where it runs is a distribution policy's concern.
+    """What A2C computes; a distribution policy decides where it runs.
 
     Attributes:
       unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
-        long as the unroll allows. Usual: 1, or 0.95.
-      normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
+      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's
+        n-step
+        advantages, with n up to the end of the unroll. Usual: 1, or 0.95.
+      normalize_advantage: whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".
     """
 
     unroll_length: int = 16
@@ -60,7 +61,7 @@ class A2CState(NamedTuple):
       iteration: iterations done.
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
-      obs: the observations to act on next. shape=(E, ...)
+      obs: the observations for the next actions. shape=(E, ...)
     """
 
     params: Any
@@ -84,19 +85,19 @@ def advantage_loss(
     value_coef: float,
     normalize: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of an advantage actor-critic, of A2C and of a worker of A3C.
+    """The loss of an advantage actor-critic: A2C, or one worker of A3C.
 
     Args:
       params: parameters of the network.
       network: the network.
       trajectory: the experience. `[T, E, ...]`
-      last_obs: the observations after it. `[E, ...]`
-      bootstrap_value: values of the true successors, read where an episode was truncated. `[T, E]`
-      discount: the factor per step.
-      gae_lambda: bias (0) against variance (1) of the advantages.
+      last_obs: the observations after the trajectory. `[E, ...]`
+      bootstrap_value: values of the true successors; used where an episode was truncated. `[T, E]`
+      discount: discount factor per step.
+      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance).
       entropy_coef: weight of the entropy bonus.
       value_coef: weight of the value loss.
-      normalize: whether advantages are standardized over the trajectory.
+      normalize: whether to standardize the advantages over the trajectory.
 
     Returns:
       The loss and its parts, float32 scalars: means over the trajectory.
@@ -123,13 +124,13 @@ def build(env: Environment, config: A2CConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -177,7 +178,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
     def bootstrap(params, final_obs):
         return values(network, params, final_obs)

@@ -1,15 +1,15 @@
 """Asynchronous advantage actor-critic (A3C; Mnih et al., 2016, arXiv 1602.01783), with a fixed order of events.
 
-`W` workers own `E / W` neighboring environments each, and a copy of the parameters. In every iteration
+Each of `W` workers owns `E / W` neighboring environments and a copy of the parameters. In every iteration
 
 1. each worker unrolls `T` steps with its own copy, and computes one gradient with that same copy;
-2. the server applies the gradients of workers 0, 1, ..., `W - 1`, one after another, each to the newest parameters; and
-   right after its own gradient was applied, a worker fetches the parameters.
+2. the server applies the gradients of workers 0, 1, ..., `W - 1`, one after another, each to the newest parameters;
+3. a worker fetches the new parameters as soon as the server has applied its gradient.
 
-So from its second gradient on, every worker's gradient is applied `W - 1` updates after it fetched the parameters: the
-asynchrony of A3C whose workers are equally fast, reproducibly. A distribution policy's staleness comes on top. It
-delays the parameters that act, not the parameters that gradients are taken of. In the shape descriptions, `T` is
-`unroll_length` and `E` is `num_envs`.
+So the server makes `W - 1` other updates between a worker's fetch and its next update, except before the first. This is
+A3C with equally fast workers, and it is reproducible. The staleness of a distribution policy adds to the delay of the
+acting parameters; gradients are still taken at the worker's own copy. In the shape descriptions, `T` is `unroll_length`
+and `E` is `num_envs`.
 """
 
 import dataclasses
@@ -27,14 +27,7 @@ from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageCon
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import (
-    Trajectory,
-    flatten,
-    parameter_age,
-    parameter_version,
-    split_keys,
-    unflatten,
-)
+from msrl_jax.algorithms.loops.acting import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.counters import Counter, advance, counter
@@ -44,17 +37,18 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
-    """Everything about what A3C computes; where it runs is a distribution policy's concern.
+    """What A3C computes; a distribution policy decides where it runs.
 
     Attributes:
       num_envs: environments stepped in parallel, `E`; a multiple of `num_workers`. Usual: 8 to 4096.
-      num_workers: groups of environments with parameters of their own, `W`; they can be split over as many devices.
+      num_workers: number of workers, `W`. Each has its own copy of the parameters; up to `W` devices can share the workers.
         Usual: 8 to 16.
       unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
-      gae_lambda: bias (0) against variance (1) of the advantages; 1 makes them the n-step advantages of the paper, as
-        long as the unroll allows. Usual: 1, or 0.95.
-      normalize_advantage: over what advantages are standardized: the part of each "worker", or "none". Usual: "none".
+      max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.
+      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's
+        n-step
+        advantages, with n up to the end of the unroll. Usual: 1, or 0.95.
+      normalize_advantage: whether advantages are standardized for each "worker", or not ("none"). Usual: "none".
     """
 
     num_envs: int = 64
@@ -66,7 +60,7 @@ class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLo
     normalize_advantage: Literal["worker", "none"] = "none"
 
     def check(self) -> None:
-        """Raises ValueError unless the workers divide the environments."""
+        """Raises ValueError unless `num_workers` divides `num_envs`."""
         check_integers(self, 1, "num_workers")
         if self.num_envs % self.num_workers:
             above = -(-self.num_envs // self.num_workers) * self.num_workers
@@ -84,10 +78,10 @@ class A3CState(NamedTuple):
       opt_state: state of the server's optimizer, which all workers share.
       iteration: iterations done; the server has made `W` times as many updates.
       worker_params: the parameters that each worker fetched last; every leaf has shape=(W, ...)
-      fetched: the number of updates that the server had made by then, modulo 2**32. shape=(W,), dtype=uint32
+      fetched: number of the server's updates at each worker's last fetch, modulo 2**32. shape=(W,), dtype=uint32
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
-      obs: the observations to act on next. shape=(E, ...)
+      obs: the observations for the next actions. shape=(E, ...)
     """
 
     params: Any
@@ -105,13 +99,13 @@ def build(env: Environment, config: A3CConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -157,7 +151,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
     )
 
     def by_worker(x: jax.Array, axis: int = 0) -> jax.Array:
-        """Splits a dimension that holds the rows of each worker in turn: `[..., W * n, ...]` to `[..., W, n, ...]`."""
+        """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""
         return x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :])
 
     def merge(x: jax.Array) -> jax.Array:
@@ -178,7 +172,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
     def bootstrap(worker_params, final_obs):
         value = merge(jax.vmap(network.value)(worker_params, by_worker(flatten(final_obs))))

@@ -1,4 +1,4 @@
-"""What an algorithm is: a config, and a function that builds pure functions for one environment.
+"""The interface of an algorithm: a config, and a function that builds an agent for one environment.
 
 In the shape descriptions of this package, `T` denotes the length of an unroll and `E` the number of environments.
 """
@@ -18,23 +18,23 @@ Metrics = Mapping[str, jax.Array | Mean]
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """An algorithm bound to one environment and one config: pure functions, and nothing else.
+    """An algorithm for one environment and one config, as pure functions.
 
     Attributes:
       init: makes the state of a run from a typed PRNG key. The state is a NamedTuple of arrays with a field `params`.
       iteration: one training iteration, `state -> (state, metrics)`; it calls fragments and knows no placement.
       act: `(state, obs [E, ...], key) -> action [E, ...]`. Observations and actions are those of `env`; the action is the
-        most probable one if `key` is None. With an `initial_carry`, it is `(state, obs, key, carry) -> (action, carry)`.
+        most probable one if `key` is None. A recurrent agent has `(state, obs, key, carry) -> (action, carry)` instead.
       axes: a prefix tree of the state with the logical axis names of its dimensions, as PartitionSpecs.
       steps_per_iteration: environment steps per iteration, over all environments.
-      updates_per_iteration: gradient steps per iteration, at most: how often the optimizer changes the parameters.
+      updates_per_iteration: largest number of gradient steps per iteration.
       env: the vector environment that `iteration` steps.
-      initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode; None if acting needs none.
-      env_group: environments come in groups of this many adjacent ones; a group has to lie on one device.
-      data: for every field of the state that holds data from outside of the run, such as a data set: a pytree of host
-        arrays. `init` gives `()` for such a field, `with_data` fills it in, and `iteration` leaves it as it is. So data are
-        arguments of a program rather than constants, are held once for all members, and are no part of a checkpoint.
-      unit: what a step of the run is.
+      initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode; None if the agent has none.
+      env_group: size of a group of adjacent environments; all environments of a group must be on one device.
+      data: fields of the state that hold data from outside the run, such as a data set, and their values as host arrays.
+        `init` sets such a field to `()`, `with_data` fills it in, and `iteration` does not change it. So the data are
+        arguments of a program, not constants; all members share one copy; and checkpoints leave them out.
+      unit: the unit in which the run counts its steps.
     """
 
     init: Callable[[jax.Array], Any]
@@ -50,7 +50,7 @@ class Agent:
     unit: Literal["environment steps", "updates"] = "environment steps"
 
     def with_data(self, state: Any) -> Any:
-        """A state as `init` made it, or without its data, with the data in it."""
+        """A state with its data filled in."""
         return state._replace(**self.data) if self.data else state
 
     def without_data(self, state: Any) -> Any:
@@ -63,8 +63,8 @@ class Algorithm:
     """An entry of the registry.
 
     Attributes:
-      name: the name by which it is asked for, such as `"ppo"`.
-      config: its config class, a frozen dataclass whose defaults are a sensible start.
+      name: the name for `get`, such as `"ppo"`.
+      config: its config class, a frozen dataclass with sensible defaults.
       build: `(env, config) -> Agent`.
     """
 
@@ -76,17 +76,17 @@ class Algorithm:
 def training_environment(
     env: Environment, num_envs: int, *, normalize_observations: bool, normalize_rewards: bool, discount: float
 ) -> VectorEnvironment:
-    """Makes the vector environment that an algorithm trains on: episode statistics, then normalization if wanted.
+    """Makes the vector environment for training, with episode statistics and optional normalization.
 
     Args:
       env: one environment.
-      num_envs: how many, `E`.
+      num_envs: number of environments, `E`.
       normalize_observations: whether observations are standardized by running statistics.
       normalize_rewards: whether rewards are divided by the running deviation of the discounted return.
-      discount: the factor per step of that return.
+      discount: discount factor of that return per step.
 
     Returns:
-      The vector environment; its statistics are of raw rewards.
+      The vector environment. Its episode statistics count raw rewards.
     """
     vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
     observed = envs.NormalizeObservation(vector) if normalize_observations else vector
@@ -101,14 +101,14 @@ def logical_axes(state: type[StateT], **axes: Any) -> StateT:
 
     Args:
       state: its class, a NamedTuple.
-      **axes: for every field without a default, a `PartitionSpec` of logical axis names for the dimensions of its leaves, or
-        a prefix tree of such.
+      **axes: the axes of every field without a default: a `PartitionSpec` of logical axis names for the dimensions of its
+        leaves, or a prefix tree of `PartitionSpec`s.
 
     Returns:
-      A tree as the state, with these in place of arrays: `Agent.axes`.
+      A tree for `Agent.axes`: the state with `PartitionSpec`s in place of arrays.
 
     Raises:
-      TypeError: if a field is missing, or if there is no such field.
+      TypeError: if a field is missing or unknown.
     """
     return state(**axes)
 

@@ -1,7 +1,7 @@
-"""Behavior cloning: the policy under which the actions of a data set are most likely (Pomerleau, 1991).
+"""Behavior cloning: maximizes the likelihood of a data set's actions under the policy (Pomerleau, 1991).
 
 Efficient training of artificial neural networks for autonomous navigation, https://doi.org/10.1162/neco.1991.3.1.88
-The loss and the update stand here; the loop is `loops/offline.py`.
+This file has the loss and the update; the loop is in `loops/offline.py`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BCConfig(OfflineConfig):
-    """Everything about what behavior cloning computes; where it runs is a distribution policy's concern."""
+    """What behavior cloning computes; a distribution policy decides where it runs."""
 
 
 def build(env: Environment, config: BCConfig) -> Agent:
@@ -32,7 +32,7 @@ def build(env: Environment, config: BCConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.

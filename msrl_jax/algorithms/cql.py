@@ -1,8 +1,8 @@
-"""Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779): on double DQN or, for continuous actions, on SAC.
+"""Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779), based on double DQN or, for continuous actions, SAC.
 
-The values of all actions are pushed down, weighted by a soft maximum, and those of the actions in the data are pushed up. Both
-rules stand here; the loop is `loops/offline.py`. In the shape descriptions, `B` is `batch_size`, `C` denotes the two critics,
-`D` the length of a continuous action and `S` is `num_samples`.
+A penalty pushes down a soft maximum of the values of all actions, and pushes up the values of the actions in the data. This
+file has both rules; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size`, `C` denotes the two
+critics, `D` is the length of a continuous action and `S` is `num_samples`.
 """
 
 import dataclasses
@@ -38,22 +38,24 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
-    """Everything about what CQL computes; where it runs is a distribution policy's concern.
+    """What CQL computes; a distribution policy decides where it runs.
 
-    One difference from the paper's code: that learns the policy at a lower rate than the critics.
+    The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate.
 
     Attributes:
-      max_grad_norm: gradients of each network are scaled down to this norm. Usual: 10.
-      conservative_weight: weight of the conservative penalty; None for 0.5 with discrete actions and 5 with continuous ones.
-        The larger rewards are, the larger it should be. Usual: 0.1 to 10.
-      target_gap: if given, the weight starts at `conservative_weight` and is learned, so that the values of other actions lie
-        that far above those of the data's (the paper's Lagrange variant); for continuous actions only. Usual: None, or 5 to 10.
-      num_samples: actions drawn of each kind (uniform, of the policy now, of the policy one step later) to estimate the soft
-        maximum over continuous actions, `S`. Usual: 4 to 10.
-      initial_temperature: value of a nat of entropy at first; for continuous actions. Usual: 0.1 to 1.
-      learn_temperature: whether the temperature is learned; else it stays. Usual: True.
-      target_entropy: the entropy to hold, in nats; None for minus the length of an action. Usual: None.
-      double: whether the online network chooses the discrete action that the target network values. Usual: True.
+      max_grad_norm: largest norm of each network's gradients; larger gradients are scaled down to it. Usual: 10.
+      conservative_weight: weight of the conservative penalty; None takes 0.5 for discrete actions and 5 for continuous ones.
+        Larger rewards need a larger weight. Usual: 0.1 to 10.
+      target_gap: target for the gap between the soft maximum of all values and the value of the data's action. If it is
+        given, the weight of the penalty starts at `conservative_weight` and is learned (the paper's Lagrange variant); for
+        continuous actions only. Usual: None, or 5 to 10.
+      num_samples: number of actions drawn from each of three distributions (uniform, the policy now, the policy one step
+        later) to estimate the soft maximum, `S`; for continuous actions. Usual: 4 to 10.
+      initial_temperature: initial weight of the entropy; for continuous actions. Usual: 0.1 to 1.
+      learn_temperature: whether the temperature is learned; otherwise it is constant. Usual: True.
+      target_entropy: target entropy of the learned temperature, in nats; None takes minus the length of an action. Usual: None.
+      double: whether the online network chooses the action of a target and the target network values it (double DQN); for
+        discrete actions. Usual: True.
     """
 
     max_grad_norm: float = 10.0
@@ -72,7 +74,7 @@ class CQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
         check_numbers(self, "initial_temperature", above=0.0)
         check_numbers(self, "target_gap", "target_entropy")
         if self.target_gap is not None and self.conservative_weight == 0:
-            raise ValueError("CQLConfig.conservative_weight=0 is no weight to learn from; use one above 0, or target_gap=None")
+            raise ValueError("CQLConfig.conservative_weight=0 cannot be learned; use a weight above 0, or target_gap=None")
 
 
 def build(env: Environment, config: CQLConfig) -> Agent:
@@ -80,14 +82,14 @@ def build(env: Environment, config: CQLConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.
 
     Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if a weight is to
-        be learned for discrete actions.
+      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if `target_gap` is
+        given for discrete actions.
       TypeError: if a space is not supported.
     """
     action_space = check_discrete_or_bounded("cql", env.action_space)
@@ -104,17 +106,17 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
     Args:
       env: the environment, for the shapes of observations.
       action_space: its actions.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The rule; parameters are those of the Q-network.
 
     Raises:
-      ValueError: if a weight is to be learned.
+      ValueError: if `target_gap` is given.
     """
     if config.target_gap is not None:
         raise ValueError(
-            f"CQLConfig.target_gap={config.target_gap} learns a weight, but not for discrete actions ({action_space}); use "
+            f"CQLConfig.target_gap={config.target_gap} does not work for discrete actions ({action_space}); use "
             "target_gap=None and a conservative_weight"
         )
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
@@ -164,7 +166,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
     Args:
       env: the environment, for the shapes of observations.
       action_space: its actions.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The rule; parameters have the entries "actor", "critic", "log_temperature" and, if it is learned, "log_weight".
@@ -195,7 +197,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
         return distribution.sample_and_log_prob(keys)
 
     def draw_many(actor, e, keys):
-        """Actions `[B, 3 * S, D]` with keys `[B, 3 * S]`, and the logarithms of the densities that they were drawn with."""
+        """Draws actions `[B, 3 * S, D]` with keys `[B, 3 * S]`; returns them and their log-densities."""
         uniform = jax.vmap(lambda keys: uniform_actions(keys, action_space))(keys[:, :count])
         drawn = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
         for i, obs in enumerate((e.obs, e.next_obs), 1):
@@ -213,7 +215,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
         others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
         obs_of_others = jnp.broadcast_to(e.obs[:, None], (*others.shape[:2], *e.obs.shape[1:]))
 
-        # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
+        # Gradients flow through `trained` only; the loss treats `params` as constants.
         def loss(trained):
             q = critics.apply(trained["critic"], e.obs, e.action)
             critic_loss = jax.vmap(value_loss, (0, None))(q, target).sum(0).mean()

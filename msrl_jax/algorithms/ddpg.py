@@ -1,7 +1,7 @@
 """Deep deterministic policy gradients (Lillicrap et al., 2016, arXiv 1509.02971): TD3 without its three additions.
 
-One critic, no noise on the target actor, and the actor moves as often as the critic. Exploration noise is white, as in
-TD3, where the paper's is correlated in time.
+It has one critic and no noise on the target actor, and updates the actor as often as the critic. The exploration noise is
+independent at every step, as in TD3; the paper's noise is correlated in time.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from msrl_jax.envs import Environment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DDPGConfig(OffPolicyActorCriticConfig):
-    """Everything about what DDPG computes; where it runs is a distribution policy's concern.
+    """What DDPG computes; a distribution policy decides where it runs.
 
     Attributes:
       hidden_sizes: widths of the dense layers. Usual: (400, 300) or (256, 256).
-      exploration_noise: deviation of the noise on actions, which reach from -1 to 1. Usual: 0.1 to 0.2.
+      exploration_noise: standard deviation of the noise on actions in [-1, 1]. Usual: 0.1 to 0.2.
     """
 
     num_updates: int = 8
@@ -35,14 +35,14 @@ def build(env: Environment, config: DDPGConfig) -> Agent:
 
     Args:
       env: the environment; its action space is a bounded `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
-      The agent. It is deterministic outside of training: a key does not change how it acts.
+      The agent. Outside of training it is deterministic and ignores keys.
 
     Raises:
       ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the learning rate is to be annealed and `config.total_steps` is None.
+        the config anneals the learning rate without `total_steps`.
       TypeError: if a space is not supported.
     """
     config.check_annealing()

@@ -1,7 +1,7 @@
 """Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
 
-The network, the loss and the update stand here; the loop is `loops/off_policy.py`. In the shape descriptions, `B` is
-`batch_size`, `A` the number of actions and `N` that of the outputs for each of them: one value, or the atoms or quantiles of a
+This file has the network, the loss and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `B` is
+`batch_size`, `A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a
 distribution.
 """
 
@@ -33,12 +33,7 @@ from msrl_jax.algorithms.loops.off_policy import (
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.losses.q_learning import (
-    categorical_loss,
-    categorical_projection,
-    greedy_target,
-    quantile_huber_loss,
-)
+from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.counters import Counter, advance, remainder
@@ -49,20 +44,21 @@ from msrl_jax.replay import NStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig):
-    """Everything about what DQN computes; where it runs is a distribution policy's concern.
+    """What DQN computes; a distribution policy decides where it runs.
 
     The defaults are for small tasks on a CPU: many environments, large batches, Adam and a target network that follows
-    slowly, where the papers have one environment, batches of 32, RMSProp and a target network that is copied.
+    slowly. The papers have one environment, batches of 32, RMSProp and a target network that is copied.
 
     Attributes:
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      double: whether the online network chooses the action that the target network values. Usual: True.
-      distribution: "none" learns values, "c51" the probabilities of returns at fixed atoms, "qr" quantiles of returns.
-        Quantiles want a faster step and a slower target: on CartPole-v1 `learning_rate=5e-4` and `tau=0.005`. Usual: "none".
-      num_atoms: atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.
-      v_min: the lowest atom of "c51"; None for `-1 / (1 - discount)`, the least that rewards of at least -1 can add up to.
-        Usual: the least return there is.
-      v_max: the highest atom; None for `1 / (1 - discount)`. Usual: the largest return there is.
+      double: whether the online network chooses the action of a target and the target network values it. Usual: True.
+      distribution: "none" learns expected returns, "c51" the probabilities of returns at fixed atoms, "qr" quantiles of
+        returns. Quantiles need a higher learning rate and a slower target network: for CartPole-v1, `learning_rate=5e-4` and
+        `tau=0.005`. Usual: "none".
+      num_atoms: number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.
+      v_min: the lowest atom of "c51"; None takes `-1 / (1 - discount)`, the smallest return if rewards are at least -1.
+        Usual: the smallest possible return.
+      v_max: the highest atom of "c51"; None takes `1 / (1 - discount)`. Usual: the largest possible return.
     """
 
     unroll_length: int = 4
@@ -77,7 +73,7 @@ class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig):
     v_max: float | None = None
 
     def check(self) -> None:
-        """Raises ValueError unless there are atoms, and limits for those of "c51"."""
+        """Raises ValueError unless there are at least two atoms, and limits for the atoms of "c51"."""
         check_integers(self, 2, "num_atoms")
         check_numbers(self, "v_min", "v_max")
         if self.distribution == "c51":
@@ -85,16 +81,16 @@ class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig):
 
     @property
     def support(self) -> tuple[float, float]:
-        """The lowest and the highest atom of "c51"; raises ValueError if there are none."""
+        """The lowest and the highest atom of "c51"; raises ValueError if they are not given and have no default."""
         name = type(self).__name__
         if self.discount == 1 and None in (self.v_min, self.v_max):
             raise ValueError(
-                f"{name}.discount=1.0 bounds no return; give v_min and v_max to distribution='c51', or discount=0.99"
+                f"{name}.discount=1.0 bounds no return; give v_min and v_max for distribution='c51', or use discount=0.99"
             )
         most = 0.0 if self.discount == 1 else 1 / (1 - self.discount)
         v_min, v_max = -most if self.v_min is None else self.v_min, most if self.v_max is None else self.v_max
         if v_min >= v_max:
-            raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a v_min that is")
+            raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
         return v_min, v_max
 
 
@@ -103,7 +99,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete`.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.
@@ -126,13 +122,13 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
 
     def expected(outputs: jax.Array) -> jax.Array:
-        """The action values `[..., A]` that outputs `[..., A, N]` stand for."""
+        """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
         if config.distribution == "c51":
             return jax.nn.softmax(outputs) @ jnp.linspace(v_min, v_max, config.num_atoms)
         return outputs.mean(-1)
 
     def loss_and_error(outputs: jax.Array, next_outputs: jax.Array, reward: jax.Array, discount: jax.Array):
-        """One example's loss of outputs `[N]`, given the target network's `[N]`, and the error that its priority follows."""
+        """The loss of one example, and the TD error for its priority, from its outputs `[N]` and the target network's `[N]`."""
         if config.distribution == "c51":
             masses = categorical_projection(jax.nn.softmax(next_outputs), reward, discount, v_min, v_max)
             loss = categorical_loss(outputs, masses)
@@ -191,8 +187,8 @@ def build(env: Environment, config: DQNConfig) -> Agent:
 class ApexDQNConfig(DQNConfig):
     """Ape-X DQN (Horgan et al., 2018, arXiv 1803.00933) as settings of DQN: many environments, each with its own epsilon.
 
-    What differs from the paper: a window that is new has the largest priority so far, not one from the actor's own error; and
-    actors and learner take turns at a fixed ratio, or work at once under a distribution policy with `staleness`.
+    There are two differences from the paper. A new window has the largest priority so far; in the paper, the actor computes an
+    initial priority. Actors and learner take turns at a fixed ratio, or run at the same time under a policy with `staleness`.
     """
 
     num_envs: int = 64

@@ -1,10 +1,10 @@
-"""Evolution strategies as OpenAI's (Salimans et al., 2017, arXiv 1703.03864): a search that needs no gradient of a policy.
+"""OpenAI's evolution strategies (Salimans et al., 2017, arXiv 1703.03864): a search without gradients of the policy.
 
-Every member of a population acts with parameters of its own for one episode; the better it does, the further the next
-parameters move in its direction. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts
-in environment `i`), and `D` the number of parameters. Members `2j` and `2j + 1` add and subtract the same noise, made of
-one seed. Noise never crosses between devices: every fragment that needs it draws it again from the seed. So acting and
-learning exchange no more than seeds, returns and one copy of the parameters.
+Every member of a population acts with its own parameters for one episode. The next parameters move further in the direction
+of a member with a higher return. In the shape descriptions, `E` is `num_envs`, the size of the population (member `i` acts in
+environment `i`), and `D` is the number of parameters. Members `2j` and `2j + 1` add and subtract the same noise, drawn from
+one seed. Every fragment that needs the noise draws it again from the seed. So acting and learning exchange only seeds, returns
+and one copy of the parameters.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ESConfig(NetworkConfig, LearningRateConfig, RolloutConfig):
-    """Everything about what the search computes; where it runs is a distribution policy's concern.
+    """What the search computes; a distribution policy decides where it runs.
 
     Attributes:
-      num_envs: size of the population, one environment each, `E`; even. Usual: 64 to 10000.
-      unroll_length: steps of an evaluation, `T`: the return of a longer episode is the return of its first `T` steps; steps
-        after the end of a shorter one do not count. Usual: the longest episode.
+      num_envs: size of the population, `E`, an even number; every member has one environment. Usual: 64 to 10000.
+      unroll_length: steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps.
+        Usual: the longest episode.
       noise_scale: standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.
       learning_rate: step size of Adam. Usual: 0.01 to 0.05.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
-      weight_decay: this times the parameters is added to the gradient of the loss. Usual: 0.005.
+      weight_decay: weight of the parameters that is added to the gradient (L2 regularization). Usual: 0.005.
       normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".
     """
@@ -72,11 +72,11 @@ class ESState(NamedTuple):
       params: parameters of the policy at the center of the population: a tree of `D` numbers.
       opt_state: state of the optimizer.
       iteration: iterations done.
-      actor_keys: one key per member; the keys of even members make the seeds of noise. shape=(E,)
-      env_key: the key for the next start of the environments. shape=()
+      actor_keys: one key per member; the keys of even members give the seeds of the noise. shape=(E,)
+      env_key: the key for the next reset of the environments. shape=()
       env_state: state of the vector environment.
       obs: the observations after the last step. shape=(E, ...)
-      midway: whether an environment is in the middle of an episode, not at the start of one. shape=(E,), dtype=bool
+      midway: whether an environment is in the middle of an episode. shape=(E,), dtype=bool
     """
 
     params: Any
@@ -94,20 +94,20 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
-      The agent. It is deterministic: a key does not change how it acts.
+      The agent. It is deterministic and ignores keys.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
     venv = training_environment(
         env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
     )
-    # Frozen, a reset neither starts new statistics of observations nor normalizes by them.
+    # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
     network = actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
@@ -118,7 +118,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
         return {name: part for name, part in params.items() if name.startswith("actor")}
 
     def choose(params, obs):
-        # The most probable action depends on neither the critic nor the scale: there is nothing to search in them.
+        # The most probable action depends on neither the critic nor the scale, so the search leaves them out.
         scale = jnp.zeros(math.prod(venv.action_space.shape))
         return to_env_action(network.policy({"params": {**params, "log_scale": scale}}, obs).mode())
 
@@ -155,7 +155,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
         new_state, raw_obs = starting.reset(start_key)
         new = (new_state, venv.observe(env_state, raw_obs))
 
-        # An environment whose episode has ended has begun another one already. Statistics, shared by all, go on.
+        # Only environments in the middle of an episode restart; the others have reset themselves. Shared statistics continue.
         def begin(axes, old, new):
             return jax.tree.map(lambda a, b: jax.vmap(jnp.where)(midway, b, a), old, new) if axes == P("env") else old
 
@@ -273,23 +273,23 @@ def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
 
     Args:
       seeds: typed keys, one for each pair of members. `[E / 2]`
-      size: how many numbers each pair needs, `D`.
+      size: number of parameters, `D`.
 
     Returns:
       The noise. `[E / 2, D]` float32
     """
     noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,)))(seeds)
-    # Without the barrier, XLA may merge the last factor of the noise with the factor that the caller multiplies it by.
+    # Without the barrier, XLA may merge the last factor of the noise with the caller's factor, which changes the rounding.
     return jax.lax.optimization_barrier(noise)
 
 
 def centered_ranks(fitness: jax.Array) -> jax.Array:
-    """Replaces returns by their ranks, spread evenly over [-1/2, 1/2]: outliers and the scale of rewards do not matter.
+    """Replaces returns by their ranks, spread evenly over [-1/2, 1/2], so that outliers and the scale do not matter.
 
-    Equal returns share the mean of their ranks, so that they say nothing for or against each other.
+    Equal returns get the mean of their ranks.
 
     Args:
-      fitness: returns; one that is not a number counts as the lowest. `[E]`
+      fitness: returns; nan counts as the lowest. `[E]`
 
     Returns:
       The ranks; their sum is 0. `[E]` float32
@@ -307,9 +307,9 @@ def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) 
     (Salimans et al., 2017, algorithm 1, with mirrored sampling).
 
     Args:
-      utility: what each member is worth. `[E]` float32
+      utility: utility of each member. `[E]` float32
       noise: standard normal noise of each pair. `[E / 2, D]` float32
-      noise_scale: the standard deviation that it was multiplied by.
+      noise_scale: standard deviation of the noise on the parameters.
 
     Returns:
       The estimate. `[D]` float32

@@ -1,8 +1,8 @@
-"""IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic whose actors may lag behind, corrected by V-trace.
+"""IMPALA (Espeholt et al., 2018, arXiv 1802.01561): an actor-critic that corrects for stale actors with V-trace.
 
-Every iteration makes one update from the unrolls of all environments. With replay, whole batches are kept, and every
-iteration makes several updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too. The
-age of the parameters that act is the distribution policy's choice: its staleness, 0 under a synchronous one. In the shape
+Every iteration makes one update from the unrolls of all environments. With replay, a queue keeps whole batches, and every
+iteration makes `K` updates, each from a batch drawn uniformly; V-trace corrects for the age of these batches too. The
+distribution policy's staleness sets the age of the acting parameters; it is 0 under a synchronous policy. In the shape
 descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
 """
 
@@ -41,19 +41,20 @@ from msrl_jax.replay import FifoState, fifo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPolicyConfig):
-    """Everything about what IMPALA computes; where it runs, and how stale its actors are, is a distribution policy's concern.
+    """What IMPALA computes; a distribution policy decides where it runs, and how stale its actors are.
 
     Attributes:
       unroll_length: steps of every environment per iteration, `T`. Usual: 20 to 100.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5 to 40.
+      max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.
       entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
-      vtrace_lambda: the factor per step by which the traces fall beyond the discount. Usual: 1, or 0.95.
-      clip_rho: largest importance weight of an error of the value function. Usual: 1.
+      vtrace_lambda: decay per step of the traces, in addition to the discount. Usual: 1, or 0.95.
+      clip_rho: largest importance weight of a temporal-difference error in the value targets. Usual: 1.
       clip_c: largest importance weight of a trace. Usual: 1.
       clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
-      normalize_advantage: over what advantages are standardized: the "batch" of an update, or "none". Usual: "none".
-      replay_batches: batches that are kept for replay, the newest included; 0 keeps none. Usual: 0, or 10 to 1000.
-      num_updates: updates per iteration, each from a batch drawn uniformly from those kept. Usual: 1, or 2 to 4 with replay.
+      normalize_advantage: whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".
+      replay_batches: number of batches kept for replay, the newest included; 0 means no replay. Usual: 0, or 10 to 1000.
+      num_updates: updates per iteration, `K`; with replay, each draws one of the kept batches uniformly. Usual: 1, or 2 to 4
+        with replay.
     """
 
     unroll_length: int = 16
@@ -68,7 +69,7 @@ class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPo
     num_updates: int = 1
 
     def check(self) -> None:
-        """Raises ValueError unless the weights' bounds are positive, and there is a batch for every update."""
+        """Raises ValueError unless the clips are positive, and there is a batch for every update."""
         check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
         check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
         check_integers(self, 0, "replay_batches")
@@ -89,9 +90,9 @@ class IMPALAState(NamedTuple):
       iteration: iterations done.
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
-      obs: the observations to act on next. shape=(E, ...)
-      replay: the batches that are kept; `()` without replay.
-      replay_key: the buffer's key, which draws. shape=(); `()` without replay.
+      obs: the observations for the next actions. shape=(E, ...)
+      replay: the kept batches; `()` without replay.
+      replay_key: the buffer's key, for draws. shape=(); `()` without replay.
     """
 
     params: Any
@@ -105,13 +106,13 @@ class IMPALAState(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What an update learns from.
+    """The data of one update.
 
     Attributes:
       trajectory: the experience. shape=(T, E, ...)
-      last_obs: the observations after it. shape=(E, ...)
-      bootstrap_value: values of the true successors, read where an episode was truncated. shape=(T, E)
-      version: the version of the parameters that acted. shape=(), dtype=uint32
+      last_obs: the observations after the trajectory. shape=(E, ...)
+      bootstrap_value: values of the true successors; used where an episode was truncated. shape=(T, E)
+      version: the version of the acting parameters. shape=(), dtype=uint32
     """
 
     trajectory: Trajectory
@@ -125,14 +126,13 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
-      The agent. Its metrics have `parameter_age`: how many iterations old the parameters were that acted, the mean over the
-      batches learned from.
+      The agent. Its metric `parameter_age` is the age of the acting parameters in iterations, averaged over the batches.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -180,7 +180,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
     def bootstrap(params, final_obs):
         return values(network, params, final_obs)
@@ -220,7 +220,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     @fragment(role="buffer")
     def sample_batches(replay, key, batch):
         assert queue is not None
-        # A full queue would refuse the batch, so the oldest one gives way.
+        # A full queue refuses a batch, so pop the oldest one first.
         full, (popped, _) = queue.size(replay) == config.replay_batches, queue.pop(replay)
         first, length = jnp.where(full, popped.first, replay.first), jnp.where(full, popped.length, replay.length)
         replay = queue.insert(replay._replace(first=first, length=length), batch)
@@ -286,7 +286,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     def iteration(state: IMPALAState) -> tuple[IMPALAState, Metrics]:
         after, batches, episodes = unroll(state)
-        if queue is not None:  # K batches, drawn from those that are kept
+        if queue is not None:  # draw K of the kept batches
             replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
             after = after._replace(replay=replay, replay_key=replay_key)
         params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, batches)

@@ -1,8 +1,8 @@
-"""Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): values of the better actions in the data, and no others.
+"""Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
 
-The losses and the update stand here; the loop is `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and `C`
-denotes the two critics. All gradients of an update are taken at the same parameters, where the paper's code updates one
-network after another: so devices exchange gradients once per update.
+This file has the losses and the update; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and
+`C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
+The paper's code updates one network after another.
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
-    """Everything about what IQL computes; where it runs is a distribution policy's concern.
+    """What IQL computes; a distribution policy decides where it runs.
 
-    The defaults are the paper's for locomotion but for smaller networks, which learn faster. The deviation of the policy
-    depends on the observation, where the paper's does not.
+    The defaults are the paper's for locomotion, except for smaller networks, which learn faster. The policy's standard
+    deviation depends on the observation; the paper's does not.
 
     Attributes:
-      normalize_rewards: whether rewards are divided by the range of the returns of the data's episodes per step of the longest
-        one (the paper's for locomotion, whose episodes have 1000 steps), so that `inverse_temperature` depends on the units of
-        rewards no more. Usual: True.
-      expectile: expectile of the values of the data's actions that is learned. Usual: 0.7 to 0.9.
+      normalize_rewards: whether rewards are scaled so that `inverse_temperature` does not depend on their units. The divisor is
+        the range of the episodes' returns, divided by the length of the longest episode (the paper's rule for locomotion,
+        where the longest episode has 1000 steps). Usual: True.
+      expectile: the value function learns this expectile of the data's action values; 0.5 is their mean. Usual: 0.7 to 0.9.
       inverse_temperature: weight of the advantage in imitation; 0 clones the behavior. Usual: 3 to 10.
-      max_weight: no action is imitated more than this many times as much as one of advantage 0. Usual: 100.
+      max_weight: largest weight of an action in imitation; an action with advantage 0 has weight 1. Usual: 100.
     """
 
     normalize_rewards: bool = True
@@ -64,7 +64,7 @@ def build(env: Environment, config: IQLConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.

@@ -1,7 +1,7 @@
 """Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) with generalized advantage estimation.
 
-In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs` and `B` is `T / num_minibatches`. A minibatch holds
-some time steps of all environments, so a shuffle moves nothing along `E`, which may be split over devices.
+In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`. A minibatch holds `T / num_minibatches` time steps of
+all environments, so a shuffle moves nothing along `E`, which may be split over devices.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
-    """Everything about what PPO computes; where it runs is a distribution policy's concern.
+    """What PPO computes; a distribution policy decides where it runs.
 
     Attributes:
       unroll_length: steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048.
@@ -48,7 +48,7 @@ class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConf
     max_grad_norm: float = 0.5
 
     def check(self) -> None:
-        """Raises ValueError unless the minibatches divide the time steps."""
+        """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
         if self.unroll_length % self.num_minibatches:
             below = self.unroll_length - self.unroll_length % self.num_minibatches
             raise ValueError(
@@ -68,7 +68,7 @@ class PPOState(NamedTuple):
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
-      obs: the observations to act on next. shape=(E, ...)
+      obs: the observations for the next actions. shape=(E, ...)
     """
 
     params: Any
@@ -81,7 +81,7 @@ class PPOState(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the learner learns from.
+    """The data of an iteration's updates.
 
     Attributes:
       trajectory: the experience. shape=(T, E, ...)
@@ -101,13 +101,13 @@ def build(env: Environment, config: PPOConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -154,7 +154,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not an observation.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
     def bootstrap(params, final_obs):
         return values(network, params, final_obs)
@@ -213,7 +213,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         def update(carry, times):
             params, opt_state, diverged = carry
             grads, stats = gradients(params, batch, times)
-            if diverged is not None:  # once the divergence exceeds its target, all later updates are skipped
+            if diverged is not None:  # skip all later updates once the divergence exceeds its target
                 diverged |= stats["approx_kl"] > config.target_kl
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
             return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}

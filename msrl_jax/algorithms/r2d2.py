@@ -1,11 +1,11 @@
 """R2D2: recurrent deep Q-learning from replayed sequences (Kapturowski et al., 2019).
 
-"Recurrent Experience Replay in Distributed Reinforcement Learning", https://openreview.net/forum?id=r1lyTjAqYX. The loss and
-the update stand here; the loop is `loops/off_policy.py`.
+"Recurrent Experience Replay in Distributed Reinforcement Learning", https://openreview.net/forum?id=r1lyTjAqYX. This file has
+the loss and the update; the loop is in `loops/off_policy.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of actions, `H` is `memory_size`, `L` is
 `trace_length` and `S` the length of a window. A window has three parts. The first `burn_in` steps only refresh the stored
-carry. The next `L` steps are learned from. Targets of the last of them look ahead at the final `n_step - 1` steps.
+carry. The loss is taken over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
 
 import dataclasses
@@ -47,20 +47,20 @@ from msrl_jax.replay import Replay, Transition
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class R2D2Config(RecurrentConfig, QLearningConfig):
-    """Everything about what R2D2 computes; where it runs is a distribution policy's concern.
+    """What R2D2 computes; a distribution policy decides where it runs.
 
-    The defaults are for small tasks on a CPU. What differs from the paper besides: windows go on over the ends of episodes,
-    where the carry is cleared, and time limits bootstrap; the network sees neither the last action nor the last reward; a new
-    window has the largest priority so far, not one from the actor's own errors.
+    The defaults are for small tasks on a CPU. There are other differences from the paper. Windows may span several episodes;
+    the carry is cleared between them, and time limits bootstrap. The network does not observe the last action and reward. A
+    new window has the largest priority so far; in the paper, the actor computes an initial priority.
 
     Attributes:
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      burn_in: steps before those that are learned from, which refresh the stored carry; 0 trusts it as it is. Usual: 0 to 40.
-      trace_length: steps of a window that are learned from, `L`, and the most that gradients flow back; windows overlap by
-        half of them. Usual: 16 to 80.
-      rescale_epsilon: of the function `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` of the return (Pohlen et al., 2018, arXiv
-        1805.11593) that is learned instead of the return; None learns the return. Usual: 1e-3 for rewards of any size, or None.
-      eta: the weight of the largest error of a window in its priority, against that of their mean. Usual: 0.9.
+      burn_in: first steps of a window, which only refresh the stored carry; 0 uses the stored carry unchanged. Usual: 0 to 40.
+      trace_length: steps of a window in the loss, `L`; gradients flow back through at most as many steps. Windows overlap
+        by half of it. Usual: 16 to 80.
+      rescale_epsilon: `epsilon` of the transformed return `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` that the network learns
+        (Pohlen et al., 2018, arXiv 1805.11593); None learns the return itself. Usual: 1e-3 for rewards of any size, or None.
+      eta: weight of a window's largest error in its priority; the mean error has the weight `1 - eta`. Usual: 0.9.
     """
 
     unroll_length: int = 16
@@ -81,7 +81,7 @@ class R2D2Config(RecurrentConfig, QLearningConfig):
     activation: Activation = "relu"
 
     def check(self) -> None:
-        """Raises ValueError unless lengths are positive integers and the weight is in [0, 1]."""
+        """Raises ValueError unless the lengths are integers in range and the weight is in [0, 1]."""
         check_integers(self, 0, "burn_in")
         check_integers(self, 1, "trace_length")
         check_numbers(self, "rescale_epsilon", above=0.0)
@@ -89,18 +89,18 @@ class R2D2Config(RecurrentConfig, QLearningConfig):
 
 
 def make_buffer(env: Environment, carry: Any, config: R2D2Config) -> Replay:
-    """Makes the replay buffer, of windows of `Transition` with the carries that they were acted with.
+    """Makes the replay buffer of windows of `Transition`, with the carries of the acting network.
 
     Args:
-      env: the environment whose steps it holds.
+      env: the environment, for the shapes of its steps.
       carry: shapes and dtypes of the carry of one environment. `[H]` each
-      config: its size and kind.
+      config: the size and kind of the buffer.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: if sizes do not fit each other, or the devices' memory, or if the observations do not fit the storage.
+      ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
     return sequence_buffer(
         env,
@@ -113,19 +113,19 @@ def make_buffer(env: Environment, carry: Any, config: R2D2Config) -> Replay:
 
 
 def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Values along windows, as they would be if the parameters had acted from the stored carry on.
+    """Computes values along windows, from the stored carry of the first step.
 
     Args:
       network: the network.
-      params: its parameters; no gradient flows to them, nor to anything else, through the burn-in.
+      params: its parameters; no gradient flows through the burn-in.
       window: windows. `[S, B, ...]`
-      burn_in: initial steps, which refresh the carry.
+      burn_in: initial steps that only refresh the carry.
 
     Returns:
       Values `[S - burn_in, B, A]` of the later steps, and the carries after them `[S - burn_in, B, H]`.
     """
     ends = window.terminated | window.truncated
-    # The carry that is stored with a step is cleared already if the step is the first of an episode.
+    # The stored carry is already zero if the step is the first of an episode.
     is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     carry = tuple(x[0] for x in window.carry)
     if burn_in:
@@ -136,13 +136,13 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
 
 
 def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Array, carries: Carry) -> jax.Array:
-    """Values of the true successors, which where an episode ends are not those of the next step.
+    """Computes values of the true successors; at the end of an episode, the true successor is not the next step.
 
     Args:
       network: the network.
       params: its parameters.
       next_obs: the successors. `[T, B, ...]`
-      carries: the carries before them. `[T, B, H]`
+      carries: the carries before the successors. `[T, B, H]`
 
     Returns:
       The values. `[T, B, A]`
@@ -157,11 +157,11 @@ def sequence_target(
     """n-step targets along windows, squeezed by `rescale` if an `epsilon` is given.
 
     Args:
-      next_value: values of the successors by the target network, for the best actions. `[T, B]`
+      next_value: the target network's values of the successors, for the best actions. `[T, B]`
       window: rewards and ends of episodes. `[T, B]`
-      discount: the factor per step.
-      num_steps: rewards before the target bootstraps, `n`.
-      epsilon: that of `rescale`; None if values are returns.
+      discount: discount factor per step.
+      num_steps: number of rewards before the target bootstraps, `n`.
+      epsilon: the `epsilon` of `rescale`; None if values are not rescaled.
 
     Returns:
       The targets of all but the last `n - 1` steps. `[T - n + 1, B]`
@@ -179,7 +179,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete`.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent; it acts with a carry.

@@ -1,8 +1,8 @@
-"""PPO with a recurrent network: proximal policy optimization (arXiv 1707.06347) where one observation does not tell enough.
+"""PPO with a recurrent network, for tasks where one observation is not enough (arXiv 1707.06347).
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `M` is `num_minibatches` and `H` is `memory_size`.
-Sequences are whole unrolls; gradients flow back through them to the first step. A minibatch holds one environment out of
-every `M` adjacent ones, so a shuffle stays within groups of `M`, and nothing moves between devices that hold whole groups.
+Sequences are whole unrolls; gradients flow back to the first step of an unroll. A minibatch holds one environment from every
+group of `M` adjacent ones. So a shuffle stays within groups, and moves nothing between devices that hold whole groups.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
-    """Everything about what recurrent PPO computes; where it runs is a distribution policy's concern.
+    """What recurrent PPO computes; a distribution policy decides where it runs.
 
     Attributes:
-      num_envs: environments stepped in parallel, `E`; a multiple of `num_minibatches`, and of that times the number of
-        devices that they are split over. Usual: 16 to 4096.
-      unroll_length: steps of every environment per iteration, `T`, and the most that gradients flow back. Usual: 16 to
-        256.
+      num_envs: environments stepped in parallel, `E`; a multiple of `num_minibatches` times the number of devices that the
+        environments are split over. Usual: 16 to 4096.
+      unroll_length: steps of every environment per iteration, `T`; gradients flow back through at most as many steps.
+        Usual: 16 to 256.
       num_minibatches: updates per pass. Usual: 1 to 8.
     """
 
@@ -47,7 +47,7 @@ class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPol
     max_grad_norm: float = 0.5
 
     def check(self) -> None:
-        """Raises ValueError unless the minibatches divide the environments."""
+        """Raises ValueError unless `num_minibatches` divides `num_envs`."""
         if self.num_envs % self.num_minibatches:
             above = self.num_envs + -self.num_envs % self.num_minibatches
             raise ValueError(
@@ -67,8 +67,8 @@ class RecurrentPPOState(NamedTuple):
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
-      obs: the observations to act on next. shape=(E, ...)
-      is_first: whether they are the first of an episode. shape=(E,), dtype=bool
+      obs: the observations for the next actions. shape=(E, ...)
+      is_first: whether these observations are the first of an episode. shape=(E,), dtype=bool
       carry: the recurrent state of the actors. shape=(E, H) each
     """
 
@@ -87,10 +87,10 @@ class Sequences(NamedTuple):
     """The experience of an unroll; every leaf is `[T, E, ...]`.
 
     Attributes:
-      obs: observations acted on.
-      is_first: whether they are the first of an episode.
-      action: the policy's actions, before they are fitted to the action space.
-      log_prob: their log-probabilities under the policy that acted.
+      obs: the observations at every step.
+      is_first: whether an observation is the first of an episode.
+      action: the policy's actions, before `action_transform`.
+      log_prob: log-probabilities of the actions under the policy that acted.
       value: the values of the network that acted.
       reward: rewards.
       terminated: whether the episode ended in a terminal state.
@@ -112,13 +112,13 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent; it acts with a carry.
 
     Raises:
-      ValueError: if the learning rate is to be annealed and `config.total_steps` is None, or if the network does not fit.
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -177,8 +177,8 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors evaluate the observations that ended episodes: a number crosses to the learner, not a carry. The version
-    # of their parameters, the lower word of the learner's counter, is read here too.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not. The
+    # actors also read the version of their parameters here, the lower word of the learner's counter.
     @fragment(role="actor")
     def bootstrap(params, version, final_obs, carries):
         (_, bootstrap_value), _ = network.step(params, final_obs, carries)
@@ -244,7 +244,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         def update(updated, chosen):
             params, opt_state, diverged = updated
             grads, stats = gradients(params, batch, carry, chosen)
-            if diverged is not None:  # once the divergence exceeds its target, all later updates are skipped
+            if diverged is not None:  # skip all later updates once the divergence exceeds its target
                 diverged |= stats["approx_kl"] > config.target_kl
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
             return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}

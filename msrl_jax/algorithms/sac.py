@@ -1,8 +1,8 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905), and a variant for discrete actions (1910.07207).
 
-The networks, the losses and the update stand here; the loop is `loops/off_policy.py`. In the shape descriptions, `E` denotes
-`num_envs`, `B` `batch_size` and `C` the two critics. All gradients of an update are taken at the same parameters, where the
-papers update the critics first: so devices exchange gradients once per update.
+This file has the networks, the losses and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `E` is
+`num_envs`, `B` is `batch_size` and `C` denotes the two critics. One update takes all gradients at the same parameters, so that
+devices exchange gradients once. The papers update the critics first.
 """
 
 import dataclasses
@@ -31,12 +31,7 @@ from msrl_jax.algorithms.loops.off_policy import (
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.losses.soft_actor_critic import (
-    expected_soft_value,
-    pessimistic_value,
-    soft_value,
-    temperature_loss,
-)
+from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics, taken_value
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.policies import make_policy
@@ -48,15 +43,15 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SACConfig(OffPolicyActorCriticConfig):
-    """Everything about what SAC computes; where it runs is a distribution policy's concern.
+    """What SAC computes; a distribution policy decides where it runs.
 
-    The defaults are the papers' but for the updates per step, 1/2 instead of 1, and the learning rate.
+    The defaults are the papers', except for 1/2 instead of 1 update per step and the learning rate.
 
     Attributes:
-      initial_temperature: value of a nat of entropy at first. Usual: 0.1 to 1.
-      learn_temperature: whether the temperature is learned; else it stays. Usual: True.
-      target_entropy: the entropy to hold, in nats; None for minus the length of an action, or half the logarithm of the
-        number of discrete actions (the paper's 98 % of it leave little but chance). Usual: None.
+      initial_temperature: initial weight of the entropy. Usual: 0.1 to 1.
+      learn_temperature: whether the temperature is learned; otherwise it is constant. Usual: True.
+      target_entropy: target entropy of the learned temperature, in nats. None takes minus the length of a continuous action,
+        or half the logarithm of the number of discrete actions (the paper takes 98 %, which is almost random). Usual: None.
     """
 
     num_updates: int = 16
@@ -75,14 +70,14 @@ def build(env: Environment, config: SACConfig) -> Agent:
 
     Args:
       env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
-      config: what to compute.
+      config: the settings of the algorithm.
 
     Returns:
       The agent.
 
     Raises:
       ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the learning rate is to be annealed and `config.total_steps` is None.
+        the config anneals the learning rate without `total_steps`.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -107,7 +102,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
         return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
 
     def policy_value(critic, distribution, obs, temperature, keys):
-        """Soft values `[B]` of a policy, and log-probabilities `[B]`: of drawn actions, or expected if they are discrete."""
+        """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete."""
         if isinstance(distribution, Categorical):
             q = pessimistic_value(critics.apply(critic, obs))
             return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature)
@@ -123,7 +118,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
         next_value, _ = policy_value(target_critic, next_policy, e.next_obs, temperature, next_keys)
         target = e.reward + e.discount * next_value
 
-        # What the loss takes from `params` is a constant to it; what it takes from `trained` is not.
+        # Gradients flow through `trained` only; the loss treats `params` as constants.
         def loss(trained):
             q = taken_value(critics, trained["critic"], e.obs, e.action)
             critic_loss = (batch.weight * jax.vmap(value_loss, (0, None))(q, target).sum(0)).mean()

@@ -1,8 +1,8 @@
 """Twin delayed deep deterministic policy gradients (Fujimoto et al., 2018, arXiv 1802.09477).
 
-The networks, the losses and the update stand here; the loop is `loops/off_policy.py`. In the shape descriptions, `E` denotes
-`num_envs`, `B` `batch_size`, `C` the number of critics and `D` the length of an action. All gradients of an update are taken
-at the same parameters, where the paper updates the critics first: so devices exchange gradients once per update.
+This file has the networks, the losses and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `E` is
+`num_envs`, `B` is `batch_size`, `C` the number of critics and `D` the length of an action. One update takes all gradients at
+the same parameters, so that devices exchange gradients once. The paper updates the critics first.
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ from msrl_jax.fragments import fragment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TD3Config(OffPolicyActorCriticConfig):
-    """Everything about what TD3 computes; where it runs is a distribution policy's concern.
+    """What TD3 computes; a distribution policy decides where it runs.
 
-    The defaults are the paper's but for the updates per step, 1/4 instead of 1, and the learning rate.
+    The defaults are the paper's, except for 1/4 instead of 1 update per step and the learning rate.
 
     Attributes:
       num_critics: number of critics, `C`; targets use their minimum. Usual: 2.
       policy_period: updates of the critics per update of the actor and the targets. Usual: 2.
-      exploration_noise: deviation of the noise on actions, which reach from -1 to 1. Usual: 0.1.
-      policy_noise: deviation of the noise on the target actor's actions. Usual: 0.2, or 0.
-      noise_clip: largest size of that noise. Usual: 0.5.
+      exploration_noise: standard deviation of the noise on actions in [-1, 1]. Usual: 0.1.
+      policy_noise: standard deviation of the noise on the target actor's actions. Usual: 0.2, or 0.
+      noise_clip: the noise on the target actor's actions is clipped to this size. Usual: 0.5.
     """
 
     num_updates: int = 8
@@ -73,15 +73,15 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
 
     Args:
       env: the environment; its action space is a bounded `Box` of floats.
-      config: what to compute.
-      name: what errors call the algorithm.
+      config: the settings of the algorithm.
+      name: name of the algorithm in error messages.
 
     Returns:
-      The agent. It is deterministic outside of training: a key does not change how it acts.
+      The agent. Outside of training it is deterministic and ignores keys.
 
     Raises:
       ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the learning rate is to be annealed and `config.total_steps` is None.
+        the config anneals the learning rate without `total_steps`.
       TypeError: if a space is not supported.
     """
     config.check_annealing()
@@ -95,10 +95,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
-        params = {
-            "actor": actor.init(actor_key, obs),
-            "critic": init_critics(critics, critic_key, action_space, obs),
-        }
+        params = {"actor": actor.init(actor_key, obs), "critic": init_critics(critics, critic_key, action_space, obs)}
         return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
 
     def policy(actor_params, obs):

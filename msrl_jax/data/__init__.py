@@ -1,4 +1,4 @@
-"""Data: transitions on disk and in memory, and buffers that are full of them."""
+"""Data sets of transitions, on disk and in memory, and replay buffers filled with them."""
 
 from msrl_jax.data.buffer import buffer as buffer
 from msrl_jax.data.dataset import Dataset as Dataset

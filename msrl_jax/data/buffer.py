@@ -1,4 +1,4 @@
-"""A data set as a replay buffer that is full from the start, with the interface of every other buffer."""
+"""A data set as a replay buffer that is full from the start."""
 
 from typing import Any
 
@@ -22,20 +22,20 @@ def buffer(
 ) -> tuple[Replay, ReplayState]:
     """Puts a data set into a uniform replay buffer of `G` lanes, one per shard, of `N // G` rows each.
 
-    The last `N % G` rows are left out. A lane ends like an episode that is cut short, and the last `length - 1` rows of each
-    lane start no window.
+    The last `N % G` rows are left out. The last row of a lane is truncated unless it is terminated, and the last `length - 1`
+    rows of each lane start no window.
 
     Args:
       dataset: the data set.
       batch_size: windows per batch, `B`.
-      length: steps of a window; n of n-step transitions.
+      length: steps of a window; the n of n-step transitions.
       discount: if given, windows are folded into n-step transitions, as in `replay.uniform`.
-      shards: `G`, into how many parts the buffer may be split over devices; a divisor of `batch_size`. Samples depend on it.
+      shards: number of parts that can be on different devices, `G`; a divisor of `batch_size`. Samples depend on it.
       storage: codecs, as in `replay.uniform`.
 
     Returns:
-      The buffer and its state, of host arrays: give it to the compiled program as an argument, so that it does not become a
-      constant of it.
+      The buffer and its state of host arrays. Pass the state to a compiled program as an argument; otherwise it becomes a
+      constant of the program.
 
     Raises:
       ValueError: if the data set is too small for a batch or a window, or sizes do not fit.
@@ -61,5 +61,5 @@ def buffer(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
     if lost := int(state.lost.sum()):
-        raise ValueError(f"storage={storage} cannot hold {lost} rows of the data set as it promises; use another codec or None")
+        raise ValueError(f"storage={storage} cannot store {lost} rows of the data set exactly; use another codec or None")
     return made, jax.device_get(state)

@@ -14,12 +14,12 @@ FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 
 
 class Episodes(NamedTuple):
-    """The episodes of a data set, in order; one that the data stop in counts as an episode.
+    """The episodes of a data set, in order; an incomplete episode at the end of the data counts as one.
 
     Attributes:
-      start: their first rows. shape=(K,), dtype=int64
-      length: how many rows each has. shape=(K,), dtype=int64
-      returns: undiscounted sums of their rewards. shape=(K,), dtype=float64
+      start: first row of each episode. shape=(K,), dtype=int64
+      length: number of rows of each episode. shape=(K,), dtype=int64
+      returns: undiscounted sum of the rewards of each episode. shape=(K,), dtype=float64
     """
 
     start: np.ndarray
@@ -29,25 +29,25 @@ class Episodes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Transitions. A row that ends no episode is followed by its successor.
+    """Transitions in order. The successor of a row is the next row, unless the row ends an episode.
 
-    There is a gap behind a row whose `next_obs` is not the `obs` of the next row, and behind the last row. Unless such a row
-    ends its episode, `truncated` and `cut` are set for it. So any rows in any order are a data set, and no return that is
-    summed over several steps reaches across a gap.
+    A gap follows a row if its `next_obs` is not the `obs` of the next row, and follows the last row. `truncated` and `cut` are
+    set for a row before a gap, unless the row ends its episode. So any rows in any order are a valid data set, and returns
+    over several steps stop at gaps.
 
     Attributes:
-      obs: the observations acted on. shape=(N, ...)
+      obs: the observations. shape=(N, ...)
       action: the actions, as the environment takes them. shape=(N, ...)
       reward: the rewards. shape=(N,), dtype=float32
       terminated: whether the episode ended in a terminal state. shape=(N,), dtype=bool
       truncated: whether the episode was cut short. shape=(N,), dtype=bool
       next_obs: the true successors, before any reset. shape=(N, ...)
-      about: where the rows come from, as plain data.
-      cut: whether the data stop there while the episode went on; such rows are `truncated` too. None marks the rows before
-        gaps only. shape=(N,), dtype=bool
+      about: the origin of the rows, as plain data.
+      cut: whether the data stop at a row while the episode continues; such rows are `truncated` too. None marks only the
+        rows before gaps. shape=(N,), dtype=bool
 
     Raises:
-      ValueError: if the arrays do not fit each other, or hold no numbers; the message names the field.
+      ValueError: if the shapes or dtypes are inconsistent, or an array holds no numbers; the message names the field.
     """
 
     obs: np.ndarray
@@ -82,7 +82,7 @@ class Dataset:
                 )
         if arrays["next_obs"].dtype != arrays["obs"].dtype:
             raise ValueError(
-                f"next_obs of a data set is {arrays['next_obs'].dtype}, but obs is {arrays['obs'].dtype}; give them one"
+                f"next_obs of a data set is {arrays['next_obs'].dtype}, but obs is {arrays['obs'].dtype}; give both one dtype"
             )
         differs = arrays["next_obs"][:-1] != arrays["obs"][1:]
         gap = np.append(differs.any(axis=tuple(range(1, differs.ndim))), True) & ~arrays["terminated"] & ~arrays["truncated"]
@@ -108,28 +108,28 @@ class Dataset:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
+        """Total size of the arrays in bytes."""
         return sum(getattr(self, name).nbytes for name in FIELDS)
 
     @property
     def episodes(self) -> Episodes:
-        """Where episodes start, how long they are, and their returns."""
+        """Starts, lengths and returns of the episodes."""
         end = np.flatnonzero(self.terminated | self.truncated)
         start = np.append(0, end[:-1] + 1)
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
     def _returns(self) -> tuple[np.ndarray, int]:
-        """The returns of the whole episodes, and how many others there are."""
+        """The returns of the whole episodes, and the number of incomplete ones."""
         start, length, returns = self.episodes
         cut = self.cut[start + length - 1]
         return returns[~cut], int(cut.sum())
 
     def describe(self) -> dict[str, Any]:
-        """The data set in a few numbers, as plain data.
+        """Summarizes the data set, as plain data.
 
         Returns:
-          `rows`; `episodes`, how many are whole; `cut_episodes`, how many are not; `mean_return` of the whole ones, nan if
-          there are none; and the items of `about`.
+          `rows`; `episodes`, the number of whole episodes; `cut_episodes`, the number of incomplete ones; `mean_return` of the
+          whole episodes, nan if there are none; and the items of `about`.
         """
         returns, cut = self._returns()
         mean = float(returns.mean()) if len(returns) else float("nan")
@@ -140,10 +140,10 @@ class Dataset:
         """Takes rows.
 
         Args:
-          rows: their numbers, or a slice.
+          rows: the numbers of the rows, or a slice.
 
         Returns:
-          The data set of these rows, in this order; gaps between them are marked.
+          The data set of these rows, in this order, with gaps marked.
         """
         return Dataset(*(getattr(self, name)[rows] for name in FIELDS), about=self.about, cut=self.cut[rows])
 
@@ -151,14 +151,14 @@ class Dataset:
         """Splits off a part of the episodes.
 
         Args:
-          fraction: which part of them, above 0 and below 1; at least one episode goes to each side.
-          seed: of the choice.
+          fraction: share of the episodes to split off, above 0 and below 1; each side gets at least one episode.
+          seed: seed of the random choice of episodes.
 
         Returns:
-          The data sets of the other episodes and of those split off, such as for training and for validation.
+          The data set of the remaining episodes and the data set of the split-off ones, such as for training and validation.
 
         Raises:
-          ValueError: if the fraction is out of range or there is one episode only.
+          ValueError: if the fraction is out of range or there is only one episode.
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction={fraction!r}: use a number above 0 and below 1")
@@ -173,14 +173,14 @@ class Dataset:
 
 
 def from_lanes(rows: Any, about: Mapping[str, Any]) -> Dataset:
-    """Lays environments that ran side by side one after another.
+    """Joins the steps of parallel environments, one environment after another.
 
     Args:
       rows: the fields of a data set as attributes, with the steps of `E` environments. `[T, E, ...]`
-      about: where they come from.
+      about: the origin of the rows.
 
     Returns:
-      The data set: all steps of the first environment, then those of the second, and so on, each cut at its end.
+      The data set: all steps of the first environment, then of the second, and so on; each environment is cut at its end.
     """
     fields = {name: np.swapaxes(np.asarray(getattr(rows, name)), 0, 1) for name in FIELDS}
     cut = np.zeros_like(fields["truncated"])
@@ -194,7 +194,7 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
 
     Args:
       datasets: at least one.
-      about: where the rows come from; `about` of the first data set if not given.
+      about: the origin of the rows; `about` of the first data set if None.
 
     Returns:
       The data set of all rows.

@@ -1,4 +1,4 @@
-"""Episodes with one observation more than actions, as RLDS and Minari store them."""
+"""Episodes with one more observation than actions, as in RLDS and Minari."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,24 +16,24 @@ NAMES = {
     "terminated": ("terminated", "terminations", "is_terminal"),
     "truncated": ("truncated", "truncations"),
 }
-"""The names of the fields here, in RLDS and in Minari."""
+"""The names of each field: ours, and those of RLDS and Minari."""
 
 
 def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any] | None = None) -> Dataset:
     """Makes a data set of whole episodes (RLDS: Ramos et al., 2021, arXiv 2111.02767).
 
     Args:
-      episodes: the arrays of every episode of `T` steps: `T + 1` observations, where no action follows the last one; actions
-        and rewards of the steps, `[T, ...]`, or `[T + 1, ...]` with a last entry without meaning, as in RLDS; whether a step
-        ended in a terminal state, `terminated [T]`, or whether an observation is terminal, `is_terminal [T + 1]`; and, if
-        known, whether a limit ended the episode after a step, `truncated [T]`. Plural names work as well.
-      about: where they come from.
+      episodes: the arrays of every episode. An episode of `T` steps has `T + 1` observations; actions and rewards `[T, ...]`,
+        or `[T + 1, ...]` with a meaningless last entry, as in RLDS; `terminated [T]`, whether a step ended in a terminal
+        state, or `is_terminal [T + 1]`, whether an observation is terminal; and optionally `truncated [T]`, whether a limit
+        ended the episode after a step. Plural names work too.
+      about: the origin of the episodes.
 
     Returns:
-      The data set; an episode without an end in a terminal state is cut short.
+      The data set; an episode that does not end in a terminal state is truncated.
 
     Raises:
-      ValueError: if there is no episode, or an array is missing or of another length; the message says which.
+      ValueError: if there is no episode, or an array is missing or has a wrong length; the message names the array.
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
@@ -64,7 +64,7 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
     obs = found.pop("obs")
     steps = len(obs) - 1
     if steps < 1:
-        raise ValueError(f"{where} has {len(obs)} observations; give one more of them than there are steps, so two or more")
+        raise ValueError(f"{where} has {len(obs)} observations; give one more than there are steps, so at least two")
     for name, x in found.items():
         lengths = [steps + 1] if name == "terminated" and terminal else [steps, steps + 1]
         if x.ndim == 0 or len(x) not in lengths:
@@ -79,7 +79,7 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
 
 
 def read_minari(source: str | Path) -> Dataset:
-    """Reads a Minari data set (minari.farama.org) that is on this machine.
+    """Reads a local Minari data set (minari.farama.org).
 
     Args:
       source: its folder, or its id, such as "mujoco/hopper/medium-v0".
@@ -89,7 +89,7 @@ def read_minari(source: str | Path) -> Dataset:
 
     Raises:
       ImportError: if minari is not installed; the message says how to install it.
-      ValueError: if there is no such data set here, or it cannot be read, or its spaces are not arrays.
+      ValueError: if the data set does not exist locally or cannot be read, or if its spaces are not arrays.
     """
     minari = require("minari", "a Minari data set")
     try:

@@ -1,8 +1,8 @@
-"""Recording a run: environments keep their last steps in their state, and a writer takes them to disk after every chunk.
+"""Recording a run: environments keep their last steps in their state, and a writer saves the steps after every chunk.
 
-The recorded environment is the innermost vector environment, so it sees raw observations and rewards under any algorithm. It
-is a part of the training program: nothing is called back, and every distribution policy places it like other environments.
-In the shape descriptions, `S` is the number of steps of a chunk and `E` that of the environments.
+The recorded environment is the innermost vector environment, so it records raw observations and rewards under any algorithm.
+It needs no callbacks from the training program, and distribution policies place it like any environment. In the shape
+descriptions, `S` is the number of steps of a chunk and `E` the number of environments.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ class RecordedState(NamedTuple):
     """State of `RecordedVectorEnvironment`.
 
     Attributes:
-      env_state: of the environments.
-      obs: the raw observations that the next actions are for. `[E, ...]`
-      rows: the last `S` steps, a ring. `[S, E, ...]`
-      position: the row of the ring that the next step is written to. int32
-      taken: steps so far of every environment.
+      env_state: state of the environments.
+      obs: the raw observations for the next actions. `[E, ...]`
+      rows: a ring with the last `S` steps. `[S, E, ...]`
+      position: the row of the ring for the next step. int32
+      taken: number of steps so far of every environment.
     """
 
     env_state: PyTree
@@ -48,11 +48,11 @@ class RecordedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedEnvironment:
-    """An environment whose vectorized form keeps its last steps.
+    """An environment with a vectorized form that keeps its last steps.
 
     Attributes:
       env: the environment; its observations and actions are arrays.
-      steps: how many steps of each copy are kept, `S`.
+      steps: number of steps to keep of each copy, `S`.
     """
 
     env: Environment
@@ -91,7 +91,7 @@ class RecordedEnvironment:
         return self.env.step(key, state, action)
 
     def vectorize(self, num_envs: int) -> "RecordedVectorEnvironment":
-        """Makes `E` copies whose steps are kept."""
+        """Makes `E` copies that keep their steps."""
         return RecordedVectorEnvironment(vectorize(self.env, num_envs), self.steps)
 
 
@@ -101,7 +101,7 @@ class RecordedVectorEnvironment:
 
     Attributes:
       env: the vector environment.
-      steps: how many, `S`.
+      steps: number of steps to keep, `S`.
     """
 
     env: VectorEnvironment
@@ -133,7 +133,7 @@ class RecordedVectorEnvironment:
         return RecordedState(self.env.axes, ENV_AXIS, P(None, "env"), P(), P())  # type: ignore[arg-type]
 
     def reset(self, key: jax.Array) -> tuple[RecordedState, PyTree]:
-        """Starts all environments, with nothing recorded."""
+        """Starts all environments, without recorded steps."""
         env_state, obs = self.env.reset(key)
         item, action = struct(self.observation_space), struct(self.action_space)
         number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
@@ -144,7 +144,7 @@ class RecordedVectorEnvironment:
         return RecordedState(env_state, jnp.copy(obs), rows, jnp.int32(0), counter()), obs
 
     def step(self, state: RecordedState, action: PyTree) -> tuple[RecordedState, TimeStep]:
-        """Advances all environments, and keeps the step."""
+        """Advances all environments, and records the step."""
         env_state, t = self.env.step(state.env_state, action)
         action = jnp.asarray(action, struct(self.action_space).dtype)
         row = Transition(state.obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
@@ -153,7 +153,7 @@ class RecordedVectorEnvironment:
         return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
 
     def pop_episodes(self, state: RecordedState) -> tuple[RecordedState, dict[str, Mean]]:
-        """Takes the metrics of the environment."""
+        """Returns the metrics of the environment."""
         env_state, metrics = self.env.pop_episodes(state.env_state)
         return state._replace(env_state=env_state), metrics
 
@@ -175,22 +175,22 @@ def _is_recorded(x: Any) -> bool:
 
 
 def without_experience(state: Any) -> Any:
-    """The state of a run as it would be if the run were not recorded."""
+    """The state of a run without its recorded steps."""
     return jax.tree.map(lambda x: x.env_state if _is_recorded(x) else x, state, is_leaf=_is_recorded)
 
 
 class ExperienceWriter:
-    """Writes the steps of a run to a file: part by part, joined at the end.
+    """Writes the steps of a run to a file: first in parts, joined at the end.
 
-    The parts are in a folder beside the file, which `load` reads as well: a run that is killed loses its last chunk at most.
+    The parts are in a folder beside the file, and `load` reads such a folder too. So a killed run loses only its last chunk.
     """
 
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any]):
-        """Checks that the file can be written. The first step creates the folder of the parts.
+        """Checks the path; `add` creates the folder of the parts.
 
         Args:
           path: file of the data set, with a suffix that `save` knows.
-          about: where the rows come from, as in `Dataset.about`.
+          about: the origin of the rows, as in `Dataset.about`.
 
         Raises:
           ValueError: if the file or its parts exist, or the suffix is unknown.
@@ -209,10 +209,10 @@ class ExperienceWriter:
 
         Args:
           state: state of the run, or of its members.
-          steps: how many steps every environment took in the chunk.
+          steps: number of steps of every environment in the chunk.
 
         Raises:
-          RuntimeError: if the environments took another number of steps.
+          RuntimeError: if the environments took a different number of steps.
         """
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
         rows, taken = jax.device_get((recorded.rows, recorded.taken))
@@ -230,7 +230,7 @@ class ExperienceWriter:
         write_part(self._parts, jax.tree.map(lambda x: x[which], rows))
 
     def finish(self) -> Dataset | None:
-        """Joins the parts into the file; returns the data set, or None if no step was taken."""
+        """Joins the parts into the file, and returns the data set, or None if there are no steps."""
         if not self._parts.exists():
             return None
         dataset = read_parts(self._parts)

@@ -1,4 +1,4 @@
-"""Packages that only some formats need."""
+"""Imports of optional packages."""
 
 import importlib
 from types import ModuleType
@@ -8,8 +8,8 @@ def require(module: str, what: str) -> ModuleType:
     """Imports a package of the extra `data`.
 
     Args:
-      module: its name.
-      what: what needs it, for the message.
+      module: name of the module.
+      what: name of the format that needs it, for the message.
 
     Returns:
       The module.

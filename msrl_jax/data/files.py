@@ -23,11 +23,11 @@ PARTS = ".parts"
 
 
 def save(dataset: Dataset, path: str | os.PathLike) -> Path:
-    """Writes a data set; a reader sees a whole file or none.
+    """Writes a data set; a reader sees either the whole file or none.
 
     Args:
       dataset: the data set.
-      path: a file whose suffix names the format: `.npz`, NumPy's, compressed; or `.parquet`, which needs the extra `data`.
+      path: the file. Its suffix names the format: `.npz` (NumPy, compressed) or `.parquet` (needs the extra `data`).
 
     Returns:
       The path.
@@ -51,15 +51,15 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
     """Reads a data set.
 
     Args:
-      path: what `save` wrote, or a file of the same format with the fields of `Dataset`; the folder of a Minari data set, or
-        its id if it is on this machine ("mujoco/hopper/medium-v0"); the folder of parts that a killed run left. A data set
-        is returned as it is.
+      path: a file that `save` wrote, or a file of the same format with the fields of `Dataset`; the folder of a Minari data
+        set, or the id of a local one ("mujoco/hopper/medium-v0"); or the folder of parts of a killed run. A `Dataset` is
+        returned unchanged.
 
     Returns:
       The data set.
 
     Raises:
-      ValueError: if there is no such file, or it is of another format, or fields are missing.
+      ValueError: if there is no such file, if it has another format, or if fields are missing.
       ImportError: if the format needs a package that is not installed; the message says how to install it.
     """
     if isinstance(path, Dataset):
@@ -83,7 +83,7 @@ def check_suffix(path: str | os.PathLike) -> None:
 
 
 def check_new(path: str | os.PathLike) -> None:
-    """Raises ValueError if there is something at a path already, or its suffix names no format."""
+    """Raises ValueError if the path exists, or its suffix names no format."""
     check_suffix(path)
     if Path(path).exists():
         raise ValueError(f"{path} exists already; name another file to record to, or delete it first")
@@ -99,10 +99,10 @@ def write_part(folder: Path, rows: Transition) -> None:
 
 
 def read_parts(folder: Path) -> Dataset:
-    """Joins the parts in a folder; they hold steps `[T, E, ...]` in order."""
+    """Joins the parts in a folder; every part holds steps `[T, E, ...]`, in order."""
     paths = sorted(folder.glob("part-*.npz"))
     if not paths:
-        raise ValueError(f"{folder} is a folder without a data set in it; name a file, or the folder of a recorded run")
+        raise ValueError(f"{folder} is a folder without a data set; name a file, or the folder of a recorded run")
     parts = []
     for path in paths:
         with np.load(path) as file:

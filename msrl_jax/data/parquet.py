@@ -1,4 +1,4 @@
-"""Parquet: a column per field, lists of fixed size where a row has more than one number, shapes in the metadata."""
+"""Parquet files: one column per field, with lists of fixed size for arrays; the shapes are in the metadata."""
 
 import json
 from pathlib import Path
@@ -35,17 +35,17 @@ def write_parquet(dataset: Dataset, path: Path) -> None:
 
 
 def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], list[str]]:
-    """Reads the fields of a data set; columns may be numbers, or lists of equal lengths, nested for more dimensions.
+    """Reads the fields of a data set; columns hold numbers, or lists of equal length, which may be nested.
 
     Args:
       path: the file.
 
     Returns:
-      The fields in the file, what the file says about the data set, and the names of all columns.
+      The fields in the file, `about` of the data set, and the names of all columns.
 
     Raises:
       ImportError: if pyarrow is not installed; the message says how to install it.
-      ValueError: if the file is damaged, or a column has empty cells or rows of different lengths.
+      ValueError: if the file is damaged, or a column has empty cells or lists of different lengths.
     """
     pa, parquet = require("pyarrow", "Parquet"), require("pyarrow.parquet", "Parquet")
     try:

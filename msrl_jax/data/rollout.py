@@ -1,4 +1,4 @@
-"""Data sets of trained policies: one acts in its environment, and its steps become rows."""
+"""`record`: makes a data set from a trained policy that acts in its environment."""
 
 import math
 import os
@@ -17,19 +17,19 @@ from msrl_jax.envs import Environment, vectorize
 from msrl_jax.replay import Transition
 
 _CHUNK = 1024
-"""Rows that are held on the device at once, about."""
+"""Approximate number of rows on the device at once."""
 
 
 class Acting(Protocol):
-    """How a trained policy acts, such as `training.acting.Behavior`."""
+    """The behavior of a trained policy, such as `training.acting.Behavior`."""
 
     @property
     def env(self) -> Environment:
-        """The environment that it was trained in."""
+        """The environment of training."""
         ...
 
     def take(self, state: Any) -> list[jax.Array]:
-        """Copies the leaves of a state that acting depends on to one device."""
+        """Copies the leaves of a state that acting needs to one device."""
         ...
 
     def restore(self, leaves: list[jax.Array]) -> Any:
@@ -37,7 +37,7 @@ class Acting(Protocol):
         ...
 
     def initial_carry(self, num_envs: int) -> Any:
-        """The carry of a recurrent policy at the start of an episode, `[E, ...]`; `()` for others."""
+        """The carry of a recurrent policy at the start of an episode, `[E, ...]`; `()` for other policies."""
         ...
 
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
@@ -46,20 +46,20 @@ class Acting(Protocol):
 
 
 class TrainedRun(Protocol):
-    """A run whose policy can act, such as `training.Result`."""
+    """A run with a trained policy, such as `training.Result`."""
 
     @property
     def behavior(self) -> Acting:
-        """How one member acts."""
+        """The behavior of one member."""
         ...
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """The run as plain data, with `env`, `algorithm` and `total_steps`."""
+        """A description of the run as plain data, with `env`, `algorithm` and `total_steps`."""
         ...
 
     def member_state(self, member: int | None = None) -> Any:
-        """The state of one member, the best one if None."""
+        """The state of one member; of the best one if None."""
         ...
 
 
@@ -73,25 +73,25 @@ def record(
     member: int | None = None,
     num_envs: int = 16,
 ) -> Dataset:
-    """Lets a trained policy act, and keeps every step.
+    """Lets a trained policy act, and records every step.
 
     Args:
-      result: the run whose policy acts, in the environment that it was trained in.
-      steps: rows of the data set, `N`. Environments run side by side and have `N / num_envs` rows each, the last one fewer if
-        that is no whole number. The last episode of each is cut short; fewer environments cut fewer.
-      path: a file to write the data set to, as `save` does.
-      epsilon: the probability of a uniformly random action; otherwise the most probable one is taken. If None, actions are
-        sampled from the policy.
-      seed: where the randomness starts.
-      member: which seed of a run of several acts; the best one if None.
-      num_envs: how many environments run side by side.
+      result: the run; its policy acts in the environment of training.
+      steps: number of rows of the data set, `N`. Each of the parallel environments has `N / num_envs` rows, rounded up; the
+        last one may have fewer. The last episode of each environment is cut, so fewer environments cut fewer episodes.
+      path: file for the data set, as in `save`; None writes no file.
+      epsilon: probability of a uniformly random action; other actions are the most probable ones. None samples all actions
+        from the policy.
+      seed: seed of all randomness.
+      member: the member that acts, in a run of several seeds; the best one if None.
+      num_envs: number of parallel environments.
 
     Returns:
       The data set.
 
     Raises:
-      ValueError: if a number is out of range, or the file exists or has a suffix that names no format.
-      TypeError: if observations or actions are no arrays.
+      ValueError: if a number is out of range, if the file exists, or if its suffix names no format.
+      TypeError: if observations or actions are not arrays.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
     if epsilon is not None and not 0 <= epsilon <= 1:

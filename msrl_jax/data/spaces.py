@@ -1,4 +1,4 @@
-"""Whether a data set is of an environment: shapes, dtypes and ranges, and which row does not fit."""
+"""Checks that a data set fits an environment: shapes, dtypes and ranges."""
 
 import dataclasses
 
@@ -9,25 +9,25 @@ from msrl_jax.envs import Box, Discrete, Environment, Space
 from msrl_jax.envs.base import env_name
 
 _TOLERANCE = 1e-4
-"""How far numbers may lie outside of a Box, in units of their size or of 1: bounds are met up to rounding."""
+"""How far numbers may be outside the bounds of a Box because of rounding, relative to the larger of the bound and 1."""
 
 
 def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
-    """Compares a data set with the spaces of an environment.
+    """Checks that a data set fits the spaces of an environment.
 
-    Some environments leave the bounds that they declare for observations. So these count unless the data set is of an
-    environment that declares the same ones.
+    Some environments leave their declared bounds of observations. So the bounds of observations are not checked if the data
+    set comes from an environment with the same observation space.
 
     Args:
       dataset: the data set.
-      env: the environment that an agent shall act in.
+      env: the environment.
 
     Returns:
       The data set with observations and actions in the environment's dtypes.
 
     Raises:
-      ValueError: if shapes or dtypes differ, or if a value is not finite or not in its space; the message says which field
-        and row.
+      ValueError: if shapes or dtypes differ, or if a value is not finite or not in its space; the message names the field
+        and the row.
       TypeError: if the spaces are neither a `Box` nor `Discrete`.
     """
     name = env_name(env)
@@ -73,7 +73,7 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np
         value = rows[bad[0]][outside[bad[0]]][0]
         raise ValueError(
             f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; use the environment that the data "
-            "set was made in, or give that one the space that it really has"
+            "set was made in, or correct the space of that environment"
         )
     return x.astype(space.dtype)
 

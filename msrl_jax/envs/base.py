@@ -1,6 +1,6 @@
-"""Environments: the protocol of one, which a user writes, the protocol of `E` side by side, which training uses, and its step.
+"""The protocols of environments: `Environment`, which a user writes, and `VectorEnvironment`, which training uses.
 
-In the shape descriptions, `E` is the number of environments that run side by side.
+In the shape descriptions, `E` is the number of parallel environments.
 """
 
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -19,13 +19,13 @@ PyTree: TypeAlias = Any
 class Environment(Protocol):
     """One environment as pure functions: no automatic reset, no key in the state.
 
-    Any class with these members is an environment; there is nothing to inherit. The state is a pytree of arrays whose
-    structure, shapes and dtypes never change. An attribute `name` is used in messages, if there is one.
+    Any class with these members is an environment; it inherits nothing. The state is a pytree of arrays with constant
+    structure, shapes and dtypes. Messages use an attribute `name`, if there is one.
     """
 
     @property
     def observation_space(self) -> Space:
-        """The space of the observations, which have exactly its shapes and dtypes."""
+        """The space of the observations; observations have exactly its shapes and dtypes."""
         ...
 
     @property
@@ -44,9 +44,7 @@ class Environment(Protocol):
         """
         ...
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
         """Advances an episode by one action.
 
         Args:
@@ -55,8 +53,9 @@ class Environment(Protocol):
           action: an element of `action_space`.
 
         Returns:
-          The next state; its observation, also at the end of the episode; the reward, a scalar; `terminated`, a bool: the
-          task is over and no reward can follow; `truncated`, a bool: the episode was cut off, for example by a time limit.
+          The next state; the next observation, also at the end of the episode; the reward, a scalar; `terminated`, a bool:
+          the episode reached a terminal state, and no reward can follow; `truncated`, a bool: the episode was cut short,
+          for example by a time limit.
         """
         ...
 
@@ -64,13 +63,13 @@ class Environment(Protocol):
 class TimeStep(NamedTuple):
     """The outcome of one step of `E` environments.
 
-    If both flags are set, `terminated` counts: the value of `final_obs` is zero.
+    If both flags are set, `terminated` takes precedence: the value of `final_obs` is zero.
 
     Attributes:
-      obs: the observation to act on next: the first one of a new episode if an episode ended. `[E, ...]`
+      obs: the observation for the next action; it is the first of a new episode if the episode ended. `[E, ...]`
       reward: reward of the step. `[E]`, float32
-      terminated: the episode reached an end of the task. `[E]`, bool
-      truncated: the episode was cut off; its return bootstraps from the value of `final_obs`. `[E]`, bool
+      terminated: whether the episode reached a terminal state. `[E]`, bool
+      truncated: whether the episode was cut short; its return bootstraps from the value of `final_obs`. `[E]`, bool
       final_obs: the true next observation, before any reset. `[E, ...]`
     """
 
@@ -82,14 +81,14 @@ class TimeStep(NamedTuple):
 
 
 class VectorEnvironment(Protocol):
-    """`E` environments side by side, which reset themselves when an episode ends.
+    """`E` parallel environments with automatic reset.
 
-    `vectorize` makes one of an `Environment`; wrappers add statistics and normalization to it.
+    `vectorize` makes one from an `Environment`; wrappers add statistics and normalization.
     """
 
     @property
     def num_envs(self) -> int:
-        """How many environments `reset` starts: `E`."""
+        """The number of environments that `reset` starts, `E`."""
         ...
 
     @property
@@ -104,11 +103,11 @@ class VectorEnvironment(Protocol):
 
     @property
     def axes(self) -> PyTree:
-        """Logical axes of the state: a prefix of it with a `PartitionSpec` for each part, `P("env")` or `P()`."""
+        """Logical axes of the state: a prefix tree of the state with `P("env")` or `P()` for each part."""
         ...
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts all environments, each with a key of its own.
+        """Starts all environments, each with its own key.
 
         Args:
           key: one typed PRNG key.
@@ -119,7 +118,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def step(self, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Advances all environments by one action each, and resets those whose episode ends.
+        """Advances every environment by one action, and resets environments at the end of an episode.
 
         Args:
           state: the state that `reset` or the last `step` returned.
@@ -131,18 +130,18 @@ class VectorEnvironment(Protocol):
         ...
 
     def pop_episodes(self, state: PyTree) -> tuple[PyTree, dict[str, Mean]]:
-        """Takes the metrics of episodes that ended since the last call out of the state; `{}` if none are kept."""
+        """Removes the metrics of the episodes that ended since the last call from the state, and returns them; may be `{}`."""
         ...
 
     def observe(self, state: PyTree, obs: PyTree) -> PyTree:
-        """Transforms raw observations as `step` does (normalization).
+        """Transforms raw observations in the same way as `step`, for example normalizes them.
 
         Args:
           state: the state with the statistics.
           obs: observations of the innermost environment, `[..., *obs_shape]`.
 
         Returns:
-          Observations as `reset` and `step` return them, of the same shape.
+          Observations like those of `reset` and `step`, of the same shape.
         """
         ...
 
@@ -151,21 +150,21 @@ class VectorEnvironment(Protocol):
         ...
 
     def with_statistics(self, state: PyTree, statistics: PyTree) -> PyTree:
-        """The state with other running statistics, for example those of training in an evaluation."""
+        """Replaces the running statistics in the state, for example in an evaluation by those of training."""
         ...
 
 
 ENV_AXIS = PartitionSpec("env")
-"""The logical axis of the leading dimension of every array that has an entry per environment."""
+"""The logical axis of arrays with one entry per environment."""
 
 
 def env_name(env: Environment | VectorEnvironment) -> str:
-    """The name of an environment in messages."""
+    """The name of an environment for messages."""
     return str(getattr(env, "name", type(env).__name__))
 
 
 def strong(tree: Any) -> Any:
-    """The same values as arrays without weak types: a state keeps its types through a scan."""
+    """Converts values to arrays without weak types, so that a state keeps its types in a scan."""
 
     def convert(x):
         x = jnp.asarray(x)

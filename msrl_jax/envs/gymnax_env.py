@@ -18,7 +18,7 @@ from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, strong
 
-# DeepSea's own step differs from the common one only in carrying counters across resets that no other value depends on.
+# DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
 _STEPS = (GymnaxBase.step, DeepSea.step)
 
 
@@ -26,15 +26,15 @@ _STEPS = (GymnaxBase.step, DeepSea.step)
 class GymnaxEnvironment:
     """A gymnax environment with its parameters, without gymnax's automatic reset.
 
-    `step` with the first half of a key (`jax.random.split`), then `reset` with the other half where the episode ended,
-    give what gymnax's `step` gives with the whole key. The reward is always float32. No array has a weak type.
+    Split a key with `jax.random.split`: `step` with the first half, then `reset` with the second half if the episode ended,
+    give the results of gymnax's `step` with the whole key. The reward is always float32. No array has a weak type.
 
     Attributes:
       env: the gymnax environment.
       params: its parameters; the defaults if not given.
-      name: what messages call it; its class if not given.
-      observation_space: gymnax's, with the shape and dtype that observations really have.
-      action_space: gymnax's.
+      name: name in messages; the name of its class if not given.
+      observation_space: gymnax's space with the actual shapes and dtypes of observations.
+      action_space: gymnax's space.
     """
 
     env: GymnaxBase
@@ -48,8 +48,8 @@ class GymnaxEnvironment:
         for method, known in {"reset": (GymnaxBase.reset,), "step": _STEPS}.items():
             if getattr(kind, method) not in known:
                 raise ValueError(
-                    f"{kind.__name__} replaces gymnax's {method}, which is not called here: episodes are built of "
-                    "reset_env, step_env and is_truncated; move its code there"
+                    f"{kind.__name__} replaces gymnax's {method}, which is not called here; move its code to reset_env, "
+                    "step_env and is_truncated"
                 )
         params = self.env.default_params if self.params is None else self.params
         obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.random.key(0))
@@ -66,9 +66,7 @@ class GymnaxEnvironment:
         obs, state = self.env.reset_env(key, self.params)
         return strong(state), strong(obs)
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: jax.Array
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)
@@ -77,7 +75,7 @@ class GymnaxEnvironment:
 
 
 def make(name: str, **params: Any) -> GymnaxEnvironment:
-    """Builds an environment that gymnax knows.
+    """Builds a gymnax environment by name.
 
     Args:
       name: one of `gymnax.registered_envs`.
@@ -118,7 +116,7 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
 
 
 def _like(what: str, value: Any, default: Any) -> Any:
-    """The value in the type of the default, on which gymnax's `lax.select`s rely."""
+    """Converts the value to the type of the default, because gymnax's `lax.select`s need equal types."""
     scalar = isinstance(default, bool | int | float)
     try:
         converted = type(default)(value) if scalar else jnp.asarray(value, default.dtype)
@@ -143,11 +141,11 @@ def _convert(space: gymnax_spaces.Space) -> spaces.Space:
         return spaces.Tuple(tuple(_convert(part) for part in space.spaces))
     if isinstance(space, gymnax_spaces.Dict):
         return spaces.Dict({name: _convert(part) for name, part in space.spaces.items()})
-    raise TypeError(f"{space!r} is no space of gymnax that is supported: Discrete, Box, Tuple and Dict are")
+    raise TypeError(f"the gymnax space {space!r} is not supported; use Discrete, Box, Tuple or Dict")
 
 
 def _as_emitted(space: spaces.Space, obs: PyTree) -> spaces.Space:
-    """The space with the shapes and dtypes of real observations; gymnax declares some wrongly (Catch, FourRooms)."""
+    """Corrects the shapes and dtypes of a space by an observation; some of gymnax's spaces are wrong (Catch, FourRooms)."""
     if isinstance(space, spaces.Tuple):
         return spaces.Tuple(tuple(_as_emitted(part, x) for part, x in zip(space.spaces, obs, strict=True)))
     if isinstance(space, spaces.Dict):

@@ -11,11 +11,11 @@ _factories: dict[str, Callable[..., Environment]] = {}
 
 
 def register(name: str, factory: Callable[..., Environment]) -> None:
-    """Makes an environment known to `make`, and so to `train` and the command line.
+    """Registers an environment for `make`, `train` and the command line.
 
     Args:
       name: the name for `make`.
-      factory: takes the keyword arguments of `make`; the class of the environment, for instance.
+      factory: a function or class that takes the keyword arguments of `make` and returns an environment.
 
     Raises:
       TypeError: if the factory cannot be called.
@@ -39,7 +39,7 @@ def make(name: str, **params: Any) -> Environment:
       The environment.
 
     Raises:
-      ValueError: if there is no environment of that name, or it lacks such a parameter.
+      ValueError: if there is no environment with that name, or it has no such parameter.
     """
     if name in _factories:
         return _factories[name](**params)
@@ -54,6 +54,6 @@ def make(name: str, **params: Any) -> Environment:
 
 def names() -> list[str]:
     """The names of all environments: the registered ones, then gymnax's."""
-    import gymnax  # here, because it imports pyplot and seaborn: a second that only its users should wait
+    import gymnax  # a slow import (pyplot and seaborn), and only this function needs it
 
     return [*_factories, *gymnax.registered_envs]

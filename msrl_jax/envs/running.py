@@ -1,4 +1,4 @@
-"""Running mean and variance of a stream of batches, right for as many values as a `Counter` counts."""
+"""Running mean and variance of a stream of batches, accurate for as many values as a `Counter` can count."""
 
 import chex
 import jax
@@ -9,20 +9,20 @@ from msrl_jax.counters import Counter, advance, at_least, counter, to_float
 from msrl_jax.envs.base import PyTree
 
 _EXACT = 2**24
-"""The counts below this number are exact in float32."""
+"""Counts below this number are exact in float32."""
 
 
 @struct.dataclass
 class RunningStatistics:
     """Mean and variance of all values so far, per element.
 
-    A batch changes statistics of many values by less than float32 resolves. So from 2**24 values on, `mean_rest` and
-    `var_rest` keep the rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
+    A batch changes the statistics of many values by less than the precision of float32. So from 2**24 values on, `mean_rest`
+    and `var_rest` keep the rounding errors, and the next batch adds them (Kahan, 1965, doi:10.1145/363707.363723).
 
     Attributes:
-      count: how many values there were.
-      mean: their mean; arrays of the values' shapes, float32.
-      var: their population variance, arrays of the same shapes; 1 while there are no values.
+      count: number of values so far.
+      mean: mean of the values; arrays of the values' shapes, float32.
+      var: population variance of the values; arrays of the same shapes; 1 while there are no values.
       mean_rest: the part of the mean that `mean` does not hold, arrays of the same shapes; 0 below 2**24 values.
       var_rest: the part of the variance that `var` does not hold, arrays of the same shapes; 0 below 2**24 values.
     """
@@ -42,7 +42,7 @@ def empty(like: PyTree) -> RunningStatistics:
     """The statistics of no values: mean 0 and variance 1.
 
     Args:
-      like: arrays or `jax.ShapeDtypeStruct`s of the shapes of one value.
+      like: arrays or `jax.ShapeDtypeStruct`s with the shapes of one value.
 
     Returns:
       The statistics.
@@ -71,11 +71,11 @@ def of_batch(batch: PyTree) -> RunningStatistics:
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     """Merges a batch into the statistics (the parallel rule of Chan, Golub and LeVeque, 1983).
 
-    The batch is reduced in one pass, about the old mean: one round of communication if it is split over devices. This
-    loses digits of the batch's variance only if the mean shifts by far more, and then the shift dominates the total.
+    One pass reduces the batch, centered on the old mean, so a batch that is split over devices needs one round of
+    communication. The batch's variance loses digits only if the mean shifts by much more, and then the shift dominates.
 
     Args:
-      stats: statistics of the values before.
+      stats: statistics of the earlier values.
       batch: new values, `[B, ...]`.
 
     Returns:
@@ -92,7 +92,7 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     many = at_least(stats.count, _EXACT)
 
     def add(value, rest, plain, increment):
-        """`value + increment`: plainly as before, or with the rest of earlier additions if there are many values."""
+        """The new value and its rounding error: `plain` and 0 for few values, else `value + increment + rest` and its error."""
         increment = increment + rest
         kept = value + increment
         return jnp.where(many, kept, plain), jnp.where(many, increment - (kept - value), 0.0)

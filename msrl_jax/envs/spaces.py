@@ -1,6 +1,6 @@
-"""Spaces: the observations of an environment and the actions that it takes.
+"""Spaces of observations and actions.
 
-A value of a `Tuple` or `Dict` space is the tuple or dict of its parts' values; of the others, one array.
+A value of a `Tuple` or `Dict` space is a tuple or dict of values of its parts; a value of another space is one array.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Discrete:
     """The integers `0 .. n-1`.
 
     Attributes:
-      n: how many values there are, at least 1.
+      n: number of values, at least 1.
       dtype: integer dtype of a value.
     """
 
@@ -59,8 +59,8 @@ class Box:
     """Arrays with a lower and an upper bound for every element.
 
     Attributes:
-      low: lower bounds, -inf where there is none; a number or an array, kept as a NumPy array `[*shape]`.
-      high: upper bounds, inf where there is none; a number or an array, kept in the same way.
+      low: lower bounds, -inf for none; a number or an array, stored as a NumPy array `[*shape]`.
+      high: upper bounds, inf for none; a number or an array, stored as a NumPy array `[*shape]`.
       shape: shape of a value.
       dtype: dtype of a value.
     """
@@ -99,10 +99,10 @@ class Box:
         return hash((self.shape, self.dtype, self.low.tobytes(), self.high.tobytes()))
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws every element on its own.
+        """Draws every element independently.
 
-        An element with both bounds is uniform, one without bounds is normal, and the distance of an element from its only
-        bound is exponential.
+        An element with two bounds is uniform. An element without bounds is normal. An element with one bound has an
+        exponential distance from it.
         """
         if jnp.issubdtype(self.dtype, jnp.integer):
             end = np.minimum(self.high.astype(np.int64) + 1, np.iinfo(np.int32).max)
@@ -118,7 +118,7 @@ class Box:
         return jnp.where(has_low & has_high, both, jnp.where(has_low | has_high, one, none)).astype(self.dtype)
 
     def contains(self, x: ArrayLike) -> jax.Array:
-        """Whether `x` has the space's shape and lies within the bounds; bool[]."""
+        """Whether `x` has the space's shape and is within the bounds; bool[]."""
         x = jnp.asarray(x)
         if x.shape != self.shape:
             return jnp.asarray(False)
@@ -133,7 +133,7 @@ def _brief(bound: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Tuple:
-    """A tuple of values, one of each space."""
+    """Tuples with one value of each space."""
 
     spaces: tuple["Space", ...]
 
@@ -164,7 +164,7 @@ class Tuple:
 
 @dataclass(frozen=True)
 class Dict:
-    """A dict of values, one of each named space, sorted by name as JAX sorts dicts."""
+    """Dicts with one value of each named space, sorted by name as in JAX."""
 
     spaces: Mapping[str, "Space"]
 
@@ -202,7 +202,7 @@ def struct(space: Space) -> Any:
 
 
 def flat_space(space: Space) -> Box:
-    """The space of the vectors that `flatten` makes of a space's values: `Box` of shape `[D]`, float32."""
+    """The space of the vectors that `flatten` returns: a `Box` of shape `[D]`, float32."""
     if isinstance(space, Discrete):
         return Box(0, 1, (space.n,))
     if isinstance(space, Box):
@@ -214,10 +214,10 @@ def flat_space(space: Space) -> Box:
 
 
 def flatten(space: Space, x: Any) -> jax.Array:
-    """Turns a value of a space into one vector: arrays ravelled, integers of a `Discrete` one-hot, parts concatenated.
+    """Flattens a value of a space to one vector: ravels arrays, one-hot encodes integers, and concatenates parts.
 
     Args:
-      space: where the value is from.
+      space: the space of the value.
       x: the value.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`vectorize`: many copies of an environment side by side, each with its own key and automatic reset."""
+"""`vectorize`: parallel copies of an environment, each with its own key and automatic reset."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class VectorState(NamedTuple):
     """The state of a vectorized environment.
 
     Attributes:
-      key: one typed PRNG key per environment, the only source of its randomness. `[E]`
+      key: one typed PRNG key per environment, for all its randomness. `[E]`
       env_state: the states of the environments. `[E, ...]`
     """
 
@@ -26,22 +26,22 @@ class VectorState(NamedTuple):
 
 
 def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
-    """Runs `num_envs` copies of an environment side by side, with automatic reset.
+    """Makes `num_envs` parallel copies of an environment, with automatic reset.
 
-    Nothing in a step looks across environments and each has its own key. So trajectories do not depend on how the
-    environments are split over devices, and splitting them costs no communication.
+    Environments do not depend on each other, and each has its own key. So trajectories do not depend on the split over
+    devices, and the split needs no communication.
 
     If the environment has a method `vectorize(num_envs)`, that method makes the copies.
 
     Args:
       env: the environment.
-      num_envs: how many copies, `E`.
+      num_envs: number of copies, `E`.
 
     Returns:
       The vector environment.
 
     Raises:
-      TypeError: if a value that `reset` or `step` returns does not fit the protocol; the message names it.
+      TypeError: if a result of `reset` or `step` does not fit the protocol; the message names it.
       ValueError: if `num_envs` is not at least 1.
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
@@ -68,16 +68,16 @@ class Vectorized:
 
     @property
     def observation_space(self) -> spaces.Space:
-        """Of one environment."""
+        """The space of one environment's observations."""
         return self.env.observation_space
 
     @property
     def action_space(self) -> spaces.Space:
-        """Of one environment."""
+        """The space of one environment's actions."""
         return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[VectorState, PyTree]:
-        """Starts all environments: the state, and the first observations `[E, ...]`."""
+        """Starts all environments; returns the state and the first observations `[E, ...]`."""
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
             raise TypeError(f"reset needs one typed key, got {jax.typeof(key)}; make it with jax.random.key(seed)")
 
@@ -89,7 +89,7 @@ class Vectorized:
         return jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
-        """Advances all environments by one action each, and resets those whose episode ends."""
+        """Advances every environment by one action, and resets environments at the end of an episode."""
         action = self._as_actions(action, state.key.shape[0])
 
         def step_one(state, action):
@@ -97,7 +97,8 @@ class Vectorized:
             step_key, reset_key = jax.random.split(step_key)
             stepped = self.env.step(step_key, state.env_state, action)
             env_state, final_obs, reward, terminated, truncated = strong(stepped)
-            # A reset in every step: under vmap a branch is a select, and a branch on "any done" would couple the envs.
+            # Reset in every step: under vmap a branch is a select anyway, and a branch on "any done" would couple the
+            # environments.
             fresh = strong(self.env.reset(reset_key))
             done = terminated | truncated
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
@@ -107,25 +108,25 @@ class Vectorized:
         return jax.vmap(step_one)(state, action)
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
-        """No metrics are kept here; `EpisodeStatistics` keeps some."""
+        """Returns no metrics; `EpisodeStatistics` has some."""
         return state, {}
 
     drain = deprecated("drain", pop_episodes)
 
     def observe(self, state: VectorState, obs: PyTree) -> PyTree:
-        """Observations as they are."""
+        """Returns the observations unchanged."""
         return obs
 
     def statistics(self, state: VectorState) -> tuple[()]:
-        """No statistics are kept here."""
+        """Returns `()`: there are no statistics."""
         return ()
 
     def with_statistics(self, state: VectorState, statistics: tuple[()]) -> VectorState:
-        """The state as it is."""
+        """Returns the state unchanged."""
         return state
 
     def _as_actions(self, action: PyTree, num_envs: int) -> PyTree:
-        """The actions in the dtypes of the action space; refuses those of other shapes and kinds."""
+        """Converts actions to the dtypes of the action space; raises ValueError for other shapes and kinds."""
 
         def convert(path, want, x):
             x, shape = jnp.asarray(x), (num_envs, *want.shape)
@@ -140,7 +141,7 @@ class Vectorized:
 
 
 def _check(env: Environment) -> None:
-    """Compares the types that `reset` and `step` return with the protocol; computes nothing."""
+    """Checks the types of the results of `reset` and `step`, without computing anything."""
     name = env_name(env)
     missing = [m for m in ("observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
     if missing:
@@ -178,7 +179,7 @@ def _check_space(space: Any, where: str) -> None:
         kind = f"{type(space).__module__}.{type(space).__qualname__}"
         raise TypeError(f"{where} is {space!r} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
     elif 0 in space.shape:
-        raise TypeError(f"{where} is {space}, which has no elements; give it at least one, a constant if need be")
+        raise TypeError(f"{where} is {space}, which has no elements; give it at least one, for example a constant")
 
 
 def _returned(result: Any, where: str, parts: str) -> tuple:

@@ -1,4 +1,4 @@
-"""Wrappers around a vector environment: episode statistics, and normalization by running statistics.
+"""Wrappers of vector environments: episode statistics, and normalization by running statistics.
 
 Put `EpisodeStatistics` inside the normalizers, so that it counts raw rewards:
 `NormalizeReward(NormalizeObservation(EpisodeStatistics(vectorize(env, 8))), discount=0.99)`.
@@ -23,15 +23,15 @@ REPLICATED = PartitionSpec()
 
 
 class EpisodeStatisticsState(NamedTuple):
-    """State of `EpisodeStatistics`; everything is float32 `[E]` but the first.
+    """State of `EpisodeStatistics`; all fields except `env_state` are float32 `[E]`.
 
     Attributes:
       env_state: state of the environment.
-      episode_return: undiscounted sum of the rewards of the running episodes.
-      episode_length: their lengths, in steps.
-      return_sum: sum over the episodes that were completed since `pop_episodes`.
-      length_sum: sum of their lengths.
-      num_episodes: how many were completed since `pop_episodes`.
+      episode_return: undiscounted sum of the rewards of the running episode.
+      episode_length: length of the running episode, in steps.
+      return_sum: sum of the returns of the episodes completed since `pop_episodes`.
+      length_sum: sum of the lengths of these episodes.
+      num_episodes: number of these episodes.
     """
 
     env_state: PyTree
@@ -44,10 +44,10 @@ class EpisodeStatisticsState(NamedTuple):
 
 @dataclass(frozen=True)
 class EpisodeStatistics:
-    """Sums up return and length of completed episodes.
+    """Measures the mean return and length of completed episodes.
 
-    A step keeps one sum per environment, so it needs no communication; `pop_episodes` reduces the sums. Sums, lengths and
-    counts are exact up to 2**24 per environment between two calls.
+    Every environment has its own sums, so a step needs no communication; `pop_episodes` adds them up. Lengths and counts are
+    exact up to 2**24 per environment between two calls.
 
     Attributes:
       env: the vector environment.
@@ -102,13 +102,13 @@ class EpisodeStatistics:
         return state, time_step
 
     def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
-        """Takes the sums over completed episodes out of the state.
+        """Returns the means over completed episodes, and resets the sums.
 
         Args:
-          state: the state, with the sums since the last call.
+          state: the state with the sums since the last call.
 
         Returns:
-          The state with zero sums, running episodes untouched; and the means `episode_return` (undiscounted) and
+          The state with zero sums and unchanged running episodes; and the means `episode_return` (undiscounted) and
           `episode_length` (in steps) of the completed episodes.
         """
         env_state, metrics = self.env.pop_episodes(state.env_state)
@@ -141,7 +141,7 @@ class NormalizeObservationState(NamedTuple):
 
     Attributes:
       env_state: state of the environment.
-      running: statistics of all observations that were acted on; the same on all devices.
+      running: statistics of all values of `obs`; the same on all devices.
     """
 
     env_state: PyTree
@@ -152,13 +152,13 @@ class NormalizeObservationState(NamedTuple):
 class NormalizeObservation:
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
 
-    An observation is counted before it is normalized. `final_obs` is normalized by the same statistics as `obs`, but not
-    counted: it is either `obs` itself or was never acted on. Until something is counted, observations pass unchanged.
+    The statistics include an observation before it is normalized. They do not include `final_obs`, which is either equal to
+    `obs` or gets no action. Observations pass unchanged while there are no statistics.
 
     Attributes:
       env: the vector environment; its observations are arrays of numbers.
-      frozen: never update: observations are normalized by the statistics that `with_statistics` put into the state. Pass the
-        observations of `reset`, which came before, through `observe`.
+      frozen: whether to keep the statistics constant. Set them with `with_statistics` after `reset`, then normalize the first
+        observations with `observe`.
       epsilon: added to the variance.
       clip: normalized observations are clipped to [-clip, clip].
     """
@@ -183,7 +183,7 @@ class NormalizeObservation:
 
     @property
     def observation_space(self) -> spaces.Space:
-        """The space of the environment, in float32 and within [-clip, clip]."""
+        """The space of the environment in float32, within [-clip, clip]."""
         return _normalized_space(self.env.observation_space, self.clip)
 
     @property
@@ -197,7 +197,7 @@ class NormalizeObservation:
         return NormalizeObservationState(self.env.axes, REPLICATED)  # type: ignore[arg-type]
 
     def reset(self, key: jax.Array) -> tuple[NormalizeObservationState, PyTree]:
-        """Starts all environments; the statistics are those of the first observations."""
+        """Starts all environments, and starts the statistics with the first observations."""
         env_state, obs = self.env.reset(key)
         empty = running.empty(spaces.struct(self.env.observation_space))
         state = NormalizeObservationState(env_state, empty if self.frozen else running.of_batch(obs))
@@ -213,18 +213,18 @@ class NormalizeObservation:
         return NormalizeObservationState(env_state, stats), time_step
 
     def pop_episodes(self, state: NormalizeObservationState) -> tuple[NormalizeObservationState, dict[str, Mean]]:
-        """Takes the metrics of the environment."""
+        """Returns the metrics of the environment."""
         env_state, metrics = self.env.pop_episodes(state.env_state)
         return state._replace(env_state=env_state), metrics
 
     drain = deprecated("drain", pop_episodes)
 
     def observe(self, state: NormalizeObservationState, obs: PyTree) -> PyTree:
-        """Normalizes raw observations `[..., *obs_shape]` by the statistics in the state, without counting them."""
+        """Normalizes raw observations `[..., *obs_shape]` by the statistics in the state, without changing the statistics."""
         return self._normalize(state.running, self.env.observe(state.env_state, obs))
 
     def statistics(self, state: NormalizeObservationState) -> tuple[RunningStatistics, PyTree]:
-        """The statistics of the observations, and those of the environment."""
+        """The statistics of the observations, and the statistics of the environment."""
         return state.running, self.env.statistics(state.env_state)
 
     def with_statistics(
@@ -249,7 +249,7 @@ class NormalizeRewardState(NamedTuple):
     Attributes:
       env_state: state of the environment.
       discounted_return: discounted sum of the past rewards of the running episodes. `[E]`, float32
-      running: statistics of all its values; the same on all devices.
+      running: statistics of all values of `discounted_return`; the same on all devices.
     """
 
     env_state: PyTree
@@ -261,14 +261,15 @@ class NormalizeRewardState(NamedTuple):
 class NormalizeReward:
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.
 
-    As OpenAI Baselines' VecNormalize does (Engstrom et al., 2020, arXiv:2005.12729): the discounted sum of the past
-    rewards of an episode, `R_t = discount * R_{t-1} + r_t`, is counted at every step of every environment and starts
-    again at 0 when an episode ends. The mean is not subtracted. Until something is counted, rewards pass unchanged.
+    The rule is that of OpenAI Baselines' VecNormalize (Engstrom et al., 2020, arXiv:2005.12729). The discounted sum of an
+    episode's past rewards is `R_t = discount * R_{t-1} + r_t`. The statistics include it at every step of every environment;
+    it starts again at 0 when an episode ends. The mean is not subtracted. Rewards pass unchanged while there are no
+    statistics.
 
     Attributes:
       env: the vector environment.
       discount: discount factor of the return per step, in [0, 1].
-      frozen: never update: rewards are scaled by the statistics that `with_statistics` put into the state.
+      frozen: whether to keep the statistics constant; `with_statistics` sets them.
       epsilon: added to the variance.
       clip: scaled rewards are clipped to [-clip, clip].
     """
@@ -326,7 +327,7 @@ class NormalizeReward:
         return state, time_step._replace(reward=reward)
 
     def pop_episodes(self, state: NormalizeRewardState) -> tuple[NormalizeRewardState, dict[str, Mean]]:
-        """Takes the metrics of the environment."""
+        """Returns the metrics of the environment."""
         env_state, metrics = self.env.pop_episodes(state.env_state)
         return state._replace(env_state=env_state), metrics
 
@@ -337,7 +338,7 @@ class NormalizeReward:
         return self.env.observe(state.env_state, obs)
 
     def statistics(self, state: NormalizeRewardState) -> tuple[RunningStatistics, PyTree]:
-        """The statistics of the discounted return, and those of the environment."""
+        """The statistics of the discounted return, and the statistics of the environment."""
         return state.running, self.env.statistics(state.env_state)
 
     def with_statistics(

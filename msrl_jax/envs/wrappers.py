@@ -1,4 +1,4 @@
-"""Wrappers around one environment, which never resets itself: the end of an episode is no special case."""
+"""Wrappers of one environment; environments do not reset themselves, so the end of an episode is no special case."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from msrl_jax.envs.base import Environment, PyTree, env_name
 class FlattenObservation:
     """Makes every observation one float32 vector `[D]`.
 
-    Arrays are ravelled, integers of a `Discrete` space become one-hot vectors, the parts of a `Tuple` or `Dict` space
-    are concatenated (a dict in the order of its sorted names).
+    It ravels arrays, one-hot encodes integers of a `Discrete` space, and concatenates the parts of a `Tuple` or `Dict` space
+    (a dict in the order of its sorted names).
 
     Attributes:
       env: the environment.
@@ -44,9 +44,7 @@ class FlattenObservation:
         state, obs = self.env.reset(key)
         return state, spaces.flatten(self.env.observation_space, obs)
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: PyTree
-    ) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
         return state, spaces.flatten(self.env.observation_space, obs), reward, terminated, truncated
@@ -57,7 +55,7 @@ class TimeLimitState(NamedTuple):
 
     Attributes:
       env_state: state of the environment.
-      steps: how many the episode has taken. shape=(), dtype=int32
+      steps: number of steps of the episode so far. shape=(), dtype=int32
     """
 
     env_state: PyTree
@@ -68,12 +66,11 @@ class TimeLimitState(NamedTuple):
 class TimeLimit:
     """Truncates an episode at its `max_steps`-th step.
 
-    A step that terminates the episode is not reported as truncated by this limit as well: it ended by itself. A
-    truncation by the environment passes through.
+    A terminated step is not marked as truncated at the limit. A truncation by the environment passes through.
 
     Attributes:
       env: the environment.
-      max_steps: the length of the longest episode, in steps; at least 1.
+      max_steps: maximum length of an episode in steps, at least 1.
     """
 
     env: Environment
@@ -127,10 +124,10 @@ class FrameStackState(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameStack:
-    """Observes the last `num_frames` observations, oldest first, along the last axis.
+    """Stacks the last `num_frames` observations along the last axis, oldest first.
 
-    Images `[H, W, C]` become `[H, W, C*n]`, images `[H, W]` of one channel `[H, W, n]`, vectors `[D]` `[D*n]`. An
-    episode starts with its first observation in every place.
+    Images `[H, W, C]` become `[H, W, C*n]`, images `[H, W]` become `[H, W, n]`, and vectors `[D]` become `[D*n]`. At the start
+    of an episode, the first observation is repeated `n` times.
 
     Attributes:
       env: the environment; its observations are arrays.

@@ -9,18 +9,18 @@
     delay             staleness.py         Graph, changed in place: registers between learner and actors
     check_codecs      packing.py           Layout -> an error if a codec or its edge does not exist
     partition         partition.py         Graph -> Partition: homes of glue and carry, nodes grouped into programs
-    pack              packing.py           Partition, Graph, changed in place: codecs on edges; partition again until it rests
+    pack              packing.py           Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule          schedule.py          Partition -> Schedule: Run, Move, Alloc and Loop instructions
     settle            lifetimes.py         Schedule -> Schedule with donations, copies and Free instructions
-    check_meshes      own_meshes.py        Schedule -> an error if a fragment brings a mesh of other devices
+    check_meshes      own_meshes.py        Schedule -> an error if a fragment uses a mesh of other devices
     lower             lower.py             Schedule -> compiled programs and shardings (on first use)
 
-`Executor` (runtime.py) then runs the instructions; a loop that one placement holds is one program instead (fused.py). `explain`
-(explain.py) describes them as a `Plan` (plan.py), with the help of cost.py (operations), collectives.py (what XLA's partitioner
-inserted), advice.py and idle_devices.py (warnings). Under them: marker.py and implementations.py (what `fragment` makes),
-graph.py and instructions.py (data of the passes), placement.py (sub-meshes and layouts), divisibility.py (how a policy fits
-devices and sizes), executables.py and program_key.py (compiled programs, and which of them are equal), given_state.py (checks
-of a state), memory.py (where a state lies) and readings.py (metrics on the host).
+`Executor` (runtime.py) then runs the instructions. If one placement holds the whole loop, the loop is one program instead
+(fused.py). `explain` (explain.py) describes the result as a `Plan` (plan.py), using cost.py (operations), collectives.py
+(XLA's collectives), advice.py and idle_devices.py (warnings). Other modules: marker.py and implementations.py (`fragment`),
+graph.py and instructions.py (data of the passes), placement.py (sub-meshes and layouts), divisibility.py (whether a policy
+fits devices and sizes), executables.py and program_key.py (compiled programs, sharing of equal ones), given_state.py (checks
+of a state), memory.py (placing a state) and readings.py (metrics on the host).
 """
 
 from msrl_jax.fragments.marker import fragment as fragment

@@ -11,9 +11,9 @@ from msrl_jax.fragments.instructions import Instruction, Loop, Move, Run, Value,
 from msrl_jax.fragments.placement import Edge, Layout
 from msrl_jax.fragments.plan import ProgramPlan, size
 
-# Below this many operations for each dispatch, a loop driven by the host spends its time on dispatching.
+# With fewer operations per dispatch than this, a host-driven loop spends most of its time on dispatching.
 _TINY_BODY = 1_000_000
-# Exchanges below this size are bookkeeping.
+# Exchanges of fewer bytes than this are negligible.
 _SMALL = 1024
 
 
@@ -24,14 +24,14 @@ def advise(
     shardings: Mapping[Value, NamedSharding],
     unused: Sequence[Edge],
 ) -> list[str]:
-    """Finds what looks expensive or fragile.
+    """Warns about expensive or fragile parts of a plan.
 
     Args:
       layout: the placements.
-      instructions: what one iteration executes.
+      instructions: the instructions of one iteration.
       programs: the program of each Run, in program order.
-      shardings: where each value lies, as far as values cross placements.
-      unused: codecs that no value was packed with.
+      shardings: the sharding of each value that crosses placements.
+      unused: codecs that packed no value.
 
     Returns:
       Warnings, each with a remedy.
@@ -105,8 +105,8 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
     }  # fmt: skip
     if any(isinstance(i, Run) and "actor" in i.roles and down & set(i.inputs) for i in instructions):
         yield (
-            f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and it for them: each "
-            "idles while the other works. staleness=1 overlaps them, at the price of parameters one iteration old"
+            f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and the learner waits for the "
+            "actors: each idles while the other works. staleness=1 overlaps them; parameters are then one iteration old"
         )
 
 
@@ -122,7 +122,7 @@ def _replication_warnings(
             if was_split and rules and not any(shardings[r].spec) and r.nbytes >= _SMALL:
                 yield (
                     f"{r.label} {r.aval.str_short()} is split at {s.placement.name!r} but copied whole to each of the "
-                    f"{r.placement.mesh.size} devices of {r.placement.name!r}: its dimensions do not divide"
+                    f"{r.placement.mesh.size} devices of {r.placement.name!r}: its dimensions do not divide evenly"
                 )
 
 
@@ -130,8 +130,8 @@ def _codec_warnings(unused: Sequence[Edge]) -> Iterable[str]:
     for edge in unused:
         only = f" whose name has {edge.only!r} in it" if edge.only else ""
         yield (
-            f"codec {get(edge.codec).name!r} packs nothing: of what crosses from {edge.source!r} to {edge.destination!r}, no "
-            f"value{only} has a dtype and a shape that it takes"
+            f"codec {get(edge.codec).name!r} packs nothing: no value{only} that crosses from {edge.source!r} to "
+            f"{edge.destination!r} has a dtype and a shape that it takes"
         )
 
 

@@ -1,4 +1,4 @@
-"""Building the graph of a traced training iteration: which equations run where, and which loops the host drives."""
+"""Builds the graph of a traced training iteration: where each equation runs, and which loops the host drives."""
 
 from collections.abc import Mapping, Sequence
 
@@ -60,7 +60,7 @@ def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out
     """Appends code without fragments as nodes at a placement.
 
     Args:
-      closed: the code; it captures nothing.
+      closed: the code, without captured arrays.
       args: its arguments.
       placement: where it runs.
       out: receives the nodes.
@@ -68,7 +68,7 @@ def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out
     Returns:
       Variables of its results.
     """
-    assert not closed.consts, "captured arrays have no place here"
+    assert not closed.consts, "the code captures arrays"
     builder = _Builder(Layout({}))
     results = builder.inline(closed.jaxpr, args, placement, out)
     assert all(isinstance(a, Var) and a not in args for a in results)
@@ -110,7 +110,7 @@ class _Builder:
     ) -> list[Atom]:
         """Appends the nodes of `jaxpr`, applied to `args`, to `out`; returns its outputs.
 
-        `home` and `role` are those of the opened fragment around it, to which unmarked code in it belongs.
+        `home` and `role` are those of the opened fragment around `jaxpr`; unmarked code in it takes them.
         """
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
@@ -183,9 +183,9 @@ def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
 
 
 def _output_labels(eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
-    """A readable name for each result of an equation: the result path of the fragment that makes it, if one does.
+    """A readable name for each result of an equation: the result path of the fragment that makes it.
 
-    What no fragment makes is called after the first thing that it is made of.
+    A result that no fragment makes takes the name of the first named input of its equation.
     """
     if is_fragment(eqn):
         paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)

@@ -1,4 +1,4 @@
-"""The collectives that XLA put into a compiled program, read from its text."""
+"""Finds the collectives of a compiled program in its text."""
 
 import math
 import re
@@ -30,9 +30,8 @@ class Collective:
     Attributes:
       kind: such as "all-reduce".
       nbytes: bytes of its result on each device.
-      times: how often one run of the program executes it, if a loop of unknown length runs once and a conditional takes
-        all of its branches.
-      source: where it comes from, as JAX names it.
+      times: executions per run of the program. A loop of unknown length counts once; a conditional counts all branches.
+      source: JAX's name for the operation that caused it.
     """
 
     kind: str
@@ -45,9 +44,9 @@ class Found(NamedTuple):
     """The collectives of a program.
 
     Attributes:
-      collectives: those that were found.
-      lengths_known: whether all of them are in loops of known length.
-      understood: whether these are all; if not, the text holds collectives, or code, that were not understood.
+      collectives: the collectives.
+      lengths_known: whether every loop around them has a known length.
+      understood: whether the list is complete; if not, part of the text was not understood.
     """
 
     collectives: list[Collective]
@@ -62,7 +61,7 @@ def collectives(text: str) -> Found:
       text: the optimized HLO (`compiled.as_text()`).
 
     Returns:
-      What was found.
+      The collectives, and whether they are complete.
     """
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
@@ -91,7 +90,7 @@ def collectives(text: str) -> Found:
                 yield from visit(match[2], times * length, sure_inside)
                 continue
             if " async-update(" in line or " async-done(" in line:
-                continue  # names the computation that async-start calls
+                continue  # repeats the computation that async-start calls
             branches = _BRANCHES.search(line)
             inner = [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
             for called in inner:
@@ -103,7 +102,7 @@ def collectives(text: str) -> Found:
 
 
 def _result(shape: str) -> str:
-    """The result in the shape of an asynchronous start: a tuple of operands, results and perhaps contexts."""
+    """The result's shape within that of an asynchronous start, a tuple of operands, results and possibly contexts."""
     if not shape.startswith("("):
         return shape
     depth, commas = 0, []

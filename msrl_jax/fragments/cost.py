@@ -1,4 +1,4 @@
-"""How much a piece of a training loop computes, counted on its jaxpr (XLA's analysis counts a loop's body once)."""
+"""Counts the operations of a jaxpr (XLA's analysis counts the body of a loop only once)."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import numpy as np
 from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, aval, cond_p, scan_p, sub_jaxprs
 from msrl_jax.fragments.marker import is_fragment
 
-# Primitives that only move data; what makes no floating-point values (integers, random bits, comparisons) is free too.
+# Primitives that only move data. Primitives without floating-point results (integers, random bits, comparisons) are free too.
 _FREE = frozenset(
     (
         *("broadcast_in_dim", "reshape", "squeeze", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter"),
@@ -26,8 +26,8 @@ def flops(jaxpr: Jaxpr) -> int:
     """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
 
     Args:
-      jaxpr: the jaxpr; loops count as often as they run, a `while` once, a `cond` as its dearest branch, a `shard_map`
-        on all of its devices.
+      jaxpr: the jaxpr. A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, a
+        `shard_map` on all of its devices.
 
     Returns:
       The number.
@@ -86,7 +86,7 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 @dataclass(frozen=True)
 class FragmentCost:
-    """A fragment as it stands in a training iteration.
+    """The cost of a fragment in a training iteration.
 
     Attributes:
       name: its name.
@@ -104,7 +104,7 @@ class FragmentCost:
 
 
 def fragment_costs(jaxpr: Jaxpr, times: int = 1, depth: int = 0) -> Iterator[FragmentCost]:
-    """The fragments of a jaxpr in program order, nested ones behind the fragment that holds them.
+    """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them.
 
     Args:
       jaxpr: the jaxpr.
@@ -112,7 +112,7 @@ def fragment_costs(jaxpr: Jaxpr, times: int = 1, depth: int = 0) -> Iterator[Fra
       depth: how many fragments surround it.
 
     Yields:
-      One cost for each place where a fragment is called.
+      One cost for each call of a fragment in the program.
     """
     for eqn in jaxpr.eqns:
         marked = is_fragment(eqn)

@@ -1,4 +1,4 @@
-"""How a policy fits devices and sizes: what cannot be split is refused."""
+"""Applies a policy to devices and sizes, and refuses sizes that it cannot split."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout, Pla
 
 @dataclass(frozen=True)
 class Fit:
-    """A policy with the devices and sizes that it divides.
+    """A policy, with the devices and axis sizes that it splits.
 
     Attributes:
       policy: the distribution policy.
       devices: the devices that it was given.
       leaves: logical axis -> the leaves of the state that carry it: path, and size along the axis.
-      groups: logical axis -> how many adjacent entries stay on one device; 1 where nothing is said.
+      groups: logical axis -> how many adjacent entries stay on one device; 1 by default.
     """
 
     policy: DistributionPolicy
@@ -47,8 +47,8 @@ class Fit:
         return tuple(d for d in self.devices if d not in self.layout.devices)
 
     def _check(self, placement: Placement, policy: str) -> None:
-        # Of environments, agents and members a placement splits the first that there is; the others lie whole where they do
-        # not divide. Workers and shards belong to arrays of their own.
+        # Of the axes of environments, agents and members a placement must split the first that the state has; it keeps the
+        # others whole where they do not divide. Workers and shards belong to separate arrays.
         first = next((axis for axis, _ in placement.rules if axis in self.leaves), None)
         for axis, mesh_axis in placement.rules:
             if axis not in self.leaves or axis not in (first, "worker", "shard"):

@@ -1,4 +1,4 @@
-"""Executables: the compiled programs of a schedule, equal ones shared, and the shardings between them."""
+"""Executables: compiles the programs of a schedule, shares equal ones, and records the shardings of their values."""
 
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.fragments.instructions import Instruction, Value
 
-# JAX's executables refuse arrays of elements smaller than a byte, whose layouts it spells in two ways; `jax.jit` takes them.
+# JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
+# accepts them.
 _SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
@@ -20,7 +21,7 @@ class Executables:
 
     Attributes:
       compiled: the executable of every Run, of every copy and of every Alloc.
-      shardings: where each value lies.
+      shardings: the sharding of each value.
       seconds: time spent tracing, lowering and compiling.
       count: number of XLA compilations.
     """
@@ -49,9 +50,9 @@ class Executables:
         Args:
           key: equal for equal functions only.
           fn: the function, which returns a tuple of arrays.
-          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses where a sharding is None.
+          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses a sharding that is None.
           donate: positions of arguments whose memory the results may reuse.
-          out: shardings of the results; XLA chooses where one is None, and all if this is None.
+          out: shardings of the results; XLA chooses those that are None, and all of them if `out` is None.
 
         Returns:
           The executable.
@@ -73,7 +74,7 @@ class Executables:
 
 
 def _explained(error: ValueError, name: str, num_devices: int) -> ValueError:
-    """What to do about a program that JAX refuses to compile; the same error if that is unknown."""
+    """The compiler's error with a remedy, if one is known; else the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
             f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
@@ -83,15 +84,15 @@ def _explained(error: ValueError, name: str, num_devices: int) -> ValueError:
 
 
 def understood(sharding: object, value: Value) -> NamedSharding | None:
-    """A sharding that XLA chose, in terms of the placement's own mesh.
+    """Expresses a sharding that XLA chose on the placement's own mesh.
 
     Args:
-      sharding: the sharding; None of an argument that the program does not read.
+      sharding: the sharding; None for an argument that the program does not read.
       value: the value that has it.
 
     Returns:
-      An equal sharding; None if there is no telling what XLA chose, as for the result of a host callback, which is on one
-      device alone. Such a program has to be compiled again with a prescribed sharding.
+      An equal sharding, or None if there is none. The result of a host callback, for example, is on one device only; its
+      program must be compiled again with a prescribed sharding.
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
     if sharding is None or mesh.size == 1:
@@ -106,5 +107,5 @@ def understood(sharding: object, value: Value) -> NamedSharding | None:
 
 
 def whole(value: Value) -> NamedSharding:
-    """The sharding of a value that every device of its placement holds whole."""
+    """The sharding that replicates a value over its placement."""
     return NamedSharding(value.placement.mesh, PartitionSpec())

@@ -1,4 +1,4 @@
-"""Explains a compiled training loop: gathers its plan from the instructions and the compiled programs."""
+"""Describes a compiled training loop as a plan, from its instructions and compiled programs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,12 +30,12 @@ def explain(
     Args:
       layout: the placements.
       costs: the fragments.
-      instructions: what one iteration executes.
+      instructions: the instructions of one iteration.
       compiled: the executable of each Run.
-      shardings: where each value lies, as far as values cross placements.
+      shardings: the sharding of each value that crosses placements.
       fused: whether whole runs of iterations are one program.
-      fit: the devices that the policy was given.
-      unused: codecs that no value was packed with.
+      fit: the policy and the devices that it was given.
+      unused: codecs that packed no value.
 
     Returns:
       The plan.

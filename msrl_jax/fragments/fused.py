@@ -1,4 +1,4 @@
-"""Fused loops: where one placement holds every fragment, whole iterations are one program."""
+"""Fused loops: if one placement holds every fragment, whole iterations are one program."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -17,15 +17,15 @@ def lower_fused(
     metrics: Sequence[Value],
     executables: Executables,
 ) -> jax.stages.Compiled:
-    """Compiles a run of iterations that is one program.
+    """Compiles a run of iterations as one program.
 
     Args:
-      iteration: maps the state's leaves to the next state's and the metrics'.
-      length: how many iterations.
+      iteration: maps the leaves of the state to those of the next state and of the metrics.
+      length: number of iterations.
       leaves: the state's leaves. Their memory is reused.
-      shardings: of the leaves.
+      shardings: shardings of the leaves.
       metrics: the metrics' leaves.
-      executables: receives the program, and has it if it was compiled before.
+      executables: the compiled programs so far; receives this one.
 
     Returns:
       The program: it maps leaves to leaves, then metrics with a leading axis of length `length`.
@@ -52,11 +52,11 @@ def lower_once(
     """Compiles one iteration as one program that leaves the state as it is.
 
     Args:
-      iteration: maps the state's leaves to the next state's and the metrics'.
+      iteration: maps the leaves of the state to those of the next state and of the metrics.
       leaves: the state's leaves.
-      shardings: of the leaves.
+      shardings: shardings of the leaves.
       metrics: the metrics' leaves.
-      executables: receives the program, and has it if it was compiled before.
+      executables: the compiled programs so far; receives this one.
 
     Returns:
       The program: it maps leaves to leaves, then metrics.

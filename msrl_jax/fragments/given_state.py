@@ -1,4 +1,4 @@
-"""The state that a program is given has to be like the one that it was compiled for."""
+"""Checks that a state is like the one that the program was compiled for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +10,10 @@ from msrl_jax.fragments.trace import Traced, leaf_aval
 
 
 class GivenState:
-    """What a program expects of a state."""
+    """The structure, shapes and dtypes of the state that a program was compiled for."""
 
     def __init__(self, tree: Any, leaves: Sequence[Value], traced: Traced):
-        """Notes what is expected.
+        """Stores the expected state.
 
         Args:
           tree: the state's structure.
@@ -36,8 +36,8 @@ class GivenState:
 
         Raises:
           TypeError: if one is not an array or a number.
-          ValueError: if one has another shape or dtype, or a weak type where that would make a difference to `jax.jit`.
-          RuntimeError: if an earlier run was given the memory of one.
+          ValueError: if one has another shape or dtype, or a weak type with which `jax.jit` would compute something else.
+          RuntimeError: if one was donated to an earlier run.
         """
         avals = [leaf_aval(x, v.label) for x, v in zip(flat, self._leaves, strict=True)]
         for x, found, value in zip(flat, avals, self._leaves, strict=True):
@@ -55,14 +55,14 @@ class GivenState:
                 kinds = [f"{'weak' if w else 'strong'} {avals[i].dtype}" for w in (weak[i], not weak[i])]
                 raise ValueError(
                     f"{self._leaves[i].label} is a {kinds[0]}, but the program was compiled for a {kinds[1]}, and jax.jit "
-                    "would promote dtypes differently for the two. Convert it, or compile the program for it (a Python number, "
-                    "and what jnp.asarray makes of one, has a weak type; an array whose dtype was written down a strong one)"
+                    "would promote dtypes differently for the two. Convert it, or compile the program for it (a Python number "
+                    "has a weak type, also after jnp.asarray; an array with an explicit dtype has a strong one)"
                 )
             self._weak_types.add(weak)
 
 
 def check_not_given_away(x: Any, name: str) -> None:
-    """Raises RuntimeError if an array has no memory any more; says how to avoid that."""
+    """Raises RuntimeError if an array was donated; says how to avoid that."""
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(
             f"{name} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this run returned, "

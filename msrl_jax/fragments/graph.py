@@ -18,9 +18,9 @@ class Node:
 
     Attributes:
       eqn: the equation it evaluates, over the variables of its region.
-      placement: where it runs; None for glue, whose place follows from its neighbors, and for an opened loop.
+      placement: where it runs; None for an opened loop and for glue, which is placed later, by its neighbors.
       fragments: names of the fragments in it, in order of appearance, nested ones included.
-      roles: their roles; of unmarked code in an opened fragment, the role of that fragment.
+      roles: their roles; for unmarked code in an opened fragment, that fragment's role.
       loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.
     """
 
@@ -37,7 +37,7 @@ class Node:
 
     @property
     def has_effects(self) -> bool:
-        """Whether it does more than compute its results, such as call the host: it then runs exactly once, in order."""
+        """Whether it has side effects, such as a call of the host. It then runs exactly once, in order."""
         return bool(self.eqn.effects)
 
     @property
@@ -54,7 +54,7 @@ class Node:
 
     @property
     def title(self) -> str:
-        """The fragments in it that no other fragment holds."""
+        """The names of its fragments without nested ones, joined."""
         return "+".join(fragments_in(self.eqn, nested=False)[0])
 
     def __str__(self) -> str:
@@ -66,16 +66,16 @@ class Node:
 
 @dataclass(eq=False)
 class Region:
-    """A straight line of nodes that runs `length` times: the training iteration itself, or the body of an opened loop.
+    """A sequence of nodes that runs `length` times: the training iteration itself, or the body of an opened loop.
 
     Attributes:
-      consts: variables that hold the same value every time.
-      carry: variables that hold what the previous time left in `next_carry`.
-      xs: variables that hold one row of a stacked array each time.
+      consts: variables with the same value in every repetition.
+      carry: variables with the values of `next_carry` in the previous repetition.
+      xs: variables with one row of a stacked array in each repetition.
       nodes: the nodes, in program order.
-      next_carry: what each time leaves to the next, one for each variable of `carry`.
-      results: what each time adds to the stacked results; the metrics, for the iteration itself.
-      length: how many times.
+      next_carry: the carry of the next repetition, one value for each variable of `carry`.
+      results: the rows that a repetition adds to the stacked results; for the iteration itself, the metrics.
+      length: number of repetitions.
       reverse: whether the rows of `xs` and `results` are visited from the last to the first.
     """
 
@@ -90,7 +90,7 @@ class Region:
 
     @property
     def inputs(self) -> list[Var]:
-        """The variables that the surroundings define, in the order of a scan's operands."""
+        """The variables defined outside, in the order of a scan's operands."""
         return [*self.consts, *self.carry, *self.xs]
 
     @property
@@ -112,7 +112,7 @@ class Region:
 
 
 Measured: TypeAlias = tuple[Var, Var, Var]
-"""Whether a codec holds a value, the value's least element and its greatest: scalars."""
+"""Three scalars: whether a codec holds a value, the value's smallest element, and its largest."""
 
 
 @dataclass(eq=False)
@@ -121,12 +121,12 @@ class Graph:
 
     Attributes:
       region: the iteration. Its carry is the training state, followed by the registers of delayed leaves.
-      constants: values of those `region.consts` that the traced function had captured.
-      labels: readable names of variables, in loops too: pytree paths where there is one.
+      constants: the values of `region.consts`, which the traced function captured.
+      labels: readable names of variables, also in loops; the pytree path if there is one.
       axes: logical axes of the carry.
       delayed: positions in the carry of the leaves that have registers.
       registers: where the registers are kept.
-      checks: the checks of values that codecs may not hold, each with the three scalars that it reads.
+      checks: the checks of values that a codec might not hold, each with the three scalars that it reads.
       packed: the variables that carry packed values.
     """
 
@@ -156,7 +156,7 @@ def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], f
 
     Args:
       eqn: the equation.
-      nested: whether to count fragments that other fragments hold.
+      nested: whether to include fragments inside other fragments.
 
     Returns:
       Their names, in order of appearance, and their roles.

@@ -1,4 +1,4 @@
-"""Advice on devices that a policy leaves idle: which numbers of environments, and which parameters, would use them all."""
+"""Warns about idle devices, and suggests numbers of environments and policy parameters that would use all devices."""
 
 import dataclasses
 import typing
@@ -11,7 +11,7 @@ from msrl_jax.fragments.divisibility import Fit
 def warn_of_idle(fit: Fit) -> str | None:
     """Says which devices stay idle, and how to use them.
 
-    The policy itself is asked what it makes of other numbers, since nobody else knows how it divides devices.
+    It finds suggestions by trying other numbers on the policy, because only the policy knows how it divides devices.
 
     Args:
       fit: the policy, its devices and the sizes of the logical axes.
@@ -29,25 +29,25 @@ def warn_of_idle(fit: Fit) -> str | None:
     try:
         ways = [*_sizes(fit), *_parameters(fit)]
     except Exception as error:
-        return f"{fact}. No other numbers were tried: {fit.layout.policy} raises {error!r}, where a policy raises ValueError"
+        return f"{fact}. Other numbers were not tried: {fit.layout.policy} raises {error!r}; raise ValueError to refuse one"
     return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
 
 
 def _num_envs(fit: Fit) -> int:
-    """The number of environments, if all that belongs to them is of that size; else 0."""
+    """The size of the axis "env" if there is one and all leaves agree on it; else 0."""
     return fit.sizes["env"] if len({size for _, size in fit.leaves.get("env", ())}) == 1 else 0
 
 
 def _sizes(fit: Fit) -> Iterator[str]:
-    """The nearest numbers of environments, below and above, with which no device is idle."""
+    """The nearest numbers of environments, below and above, that leave no device idle."""
     now = _num_envs(fit)
-    reach = len(fit.devices) if now else 0  # some multiple of any number of devices is no farther
+    reach = len(fit.devices) if now else 0  # a multiple of the number of devices is at most this far away
     for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
         yield from _first(numbers, lambda n: dataclasses.replace(fit, leaves={**fit.leaves, "env": [("", n)]}), "num_envs={}")
 
 
 def _parameters(fit: Fit) -> list[str]:
-    """The policy with another number of devices somewhere, and if need be all others its own choice."""
+    """The policy with one number of devices changed; if no change helps, also with its other optional numbers set to None."""
     policy: Any = fit.policy
     if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
         return []
@@ -67,7 +67,7 @@ def _parameters(fit: Fit) -> list[str]:
 
 
 def _first(numbers: Iterable[int], make: Callable[[int], Fit], text: str) -> Iterator[str]:
-    """The first number with which no device is idle, in words."""
+    """The first number that leaves no device idle, as text."""
     for n in numbers:
         try:
             fit = make(n)

@@ -1,4 +1,4 @@
-"""Implementations: other bodies of a fragment, one for each platform. The platform of the devices decides."""
+"""Implementations: alternative bodies of a fragment; the platform of its devices selects one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +16,11 @@ def check_platforms(implementations: Mapping[str, Callable[..., Any]], name: str
 
     Args:
       implementations: functions by platform.
-      name: the fragment's, for errors.
+      name: the fragment's name, for errors.
 
     Raises:
       ValueError: on an unknown platform; the message suggests the nearest one.
-      TypeError: if an implementation is no function.
+      TypeError: if an implementation is not callable.
     """
     for platform, body in implementations.items():
         if platform not in _PLATFORMS:
@@ -41,16 +41,16 @@ def evaluate_for_platform(
     implementations: Mapping[str, Callable[..., Any]],
     name: str,
 ) -> Any:
-    """Evaluates, on each platform, the implementation for it.
+    """Evaluates the implementation for the platform that the program is compiled for.
 
     Args:
       evaluate: applies a body to the arguments of the fragment.
       default: the body for platforms without an implementation.
-      implementations: the others, by platform.
-      name: the fragment's, for errors.
+      implementations: bodies by platform.
+      name: the fragment's name, for errors.
 
     Returns:
-      The results of the body for the platform that the program is compiled for.
+      The results of that implementation.
 
     Raises:
       TypeError: if the results of a body have another structure, shape or dtype than those of `default`.
@@ -73,7 +73,7 @@ def _compare(got: Any, want: Any, what: str) -> None:
         a, b, where = gots.get(path), wants.get(path), f"result{keystr(path)}"
         if a is None or b is None:
             verb = "lacks" if a is None else "has"
-            other = "has it" if a is None else "has not"
+            other = "has it" if a is None else "does not"
             raise TypeError(f"{what} {verb} {where}, but the fragment itself {other}; return the same pytree in both")
         if a.shape != b.shape or a.dtype != b.dtype:
             raise TypeError(

@@ -13,13 +13,13 @@ from msrl_jax.fragments.placement import Edge, Placement
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A value while it crosses, in as many arrays as its codec makes of it.
+    """A value that a codec packs into one or more arrays while it crosses.
 
     Attributes:
-      label: the value.
+      label: the value's name.
       aval: its shape and dtype, unpacked.
       codec: the name of the codec.
-      edge: the layout's entry that asks for it.
+      edge: the layout's entry that declares the codec.
     """
 
     label: str
@@ -30,12 +30,12 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """Stops a run that sends a value which its codec cannot hold.
+    """Stops a run if a codec cannot hold a value.
 
     Attributes:
-      label: the value.
-      codec: packs it.
-      edge: the placements that it crosses between, in words.
+      label: the value's name.
+      codec: the codec that packs it.
+      edge: names of the placements that send and receive it, for the message.
     """
 
     label: str
@@ -47,8 +47,8 @@ class Check:
 
         Args:
           ok: whether the codec held the values of each iteration. `[N]`
-          low: their least. `[N]`
-          high: their greatest. `[N]`
+          low: their minimum. `[N]`
+          high: their maximum. `[N]`
 
         Raises:
           ValueError: naming the value, its range and the codec's promise.
@@ -58,7 +58,7 @@ class Check:
             raise ValueError(
                 f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
                 f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
-                "Pack it with another codec, or pack others only, by their names: {'state.obs': 'uint8'} instead of 'uint8'"
+                "Pack it with another codec, or pack only other values by name: {'state.obs': 'uint8'} instead of 'uint8'"
             )
 
 
@@ -71,7 +71,7 @@ class Value:
       aval: shape and dtype.
       placement: where it is.
       label: a readable name: the path of a state leaf, or the fragment that makes it.
-      packed: the value that it carries, or a part of which, if a codec packs it.
+      packed: the packed value that the array belongs to, if a codec made it.
     """
 
     index: int
@@ -94,15 +94,15 @@ class Run:
     """Runs one XLA program.
 
     Attributes:
-      name: the fragments in it.
-      placement: where.
-      jaxpr: what it computes: `inputs` to `outputs`, then the rows that `writes` stores.
+      name: the names of its fragments, joined.
+      placement: where it runs.
+      jaxpr: maps `inputs` to `outputs`, followed by the rows that `writes` stores.
       inputs: arguments.
       outputs: results.
-      rows: positions of inputs that are stacked arrays, of which the program reads row `index` itself.
-      writes: buffers to whose row `index` the program writes its last results, each with the updated buffer.
+      rows: positions of stacked inputs; the program reads their row `index`.
+      writes: pairs of a buffer and the updated buffer; the program writes its last results to row `index` of these.
       index: number of the current row, if the program is part of a loop and needs it.
-      donated: positions of inputs whose memory the results may reuse, since nobody reads them later.
+      donated: positions of inputs whose memory the results may reuse, because nobody reads them later.
       fragments: names of the fragments in it.
       roles: their roles.
     """
@@ -138,7 +138,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Carries values to another placement, all in one transfer; a copy, if the placement is the same.
+    """Transfers values to another placement together, or copies them if the placement is the same.
 
     Attributes:
       sources: the values.
@@ -163,7 +163,7 @@ class Move:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether both placements have a device in common, so that a transfer could hand out the source's own memory."""
+        """Whether the placements have a device in common; a transfer could then share the source's memory."""
         return not set(self.sources[0].placement.devices).isdisjoint(self.results[0].placement.devices)
 
     def __str__(self) -> str:
@@ -191,7 +191,7 @@ class Alloc:
 
 @dataclass(frozen=True, eq=False)
 class Free:
-    """Forgets values that nobody reads any more."""
+    """Frees values that nobody reads any more."""
 
     values: tuple[Value, ...]
 
@@ -212,10 +212,10 @@ class Carry:
     """A value that a loop carries.
 
     Attributes:
-      init: what it is before the loop.
-      enter: its name in the body.
-      leave: what the body leaves for the next time.
-      result: what it is after the loop.
+      init: its value before the loop.
+      enter: its value at the start of the body.
+      leave: its value at the end of the body.
+      result: its value after the loop.
     """
 
     init: Value
@@ -229,10 +229,10 @@ class Loop:
     """Runs its body `length` times, driven by the host.
 
     Attributes:
-      length: how many times.
+      length: number of repetitions.
       reverse: whether rows are visited from the last to the first.
-      carry: values that change from one time to the next, buffers of stacked results included.
-      consts: values of the surroundings that the body reads, stacked inputs included.
+      carry: values that change between repetitions, buffers of stacked results included.
+      consts: outer values that the body reads, stacked inputs included.
       indices: the row number at each placement that needs it.
       body: the instructions.
     """
@@ -245,11 +245,11 @@ class Loop:
     body: tuple["Instruction", ...]
 
     def reads(self) -> list[Value]:
-        """Every value of its surroundings that it reads."""
+        """Every outer value that it reads."""
         return [*(c.init for c in self.carry), *self.consts]
 
     def makes(self) -> list[Value]:
-        """Every value it makes for its surroundings."""
+        """Every value that it makes for outer instructions."""
         return [c.result for c in self.carry]
 
     def __str__(self) -> str:
@@ -270,9 +270,9 @@ class Schedule:
       body: the instructions.
       outputs: the next state, laid out as `inputs`.
       metrics: the metrics' leaves.
-      checks: the checks of packed values, each with three scalars: whether the codec held the value, its least element and
-        its greatest.
-      constants: the arrays that the program holds on to (what the traced function had captured, and literals).
+      checks: the checks of packed values, each with three scalars: whether the codec held the value, its smallest element
+        and its largest.
+      constants: the program's constant arrays: literals, and arrays that the traced function captured.
     """
 
     inputs: tuple[tuple[Value, ...], ...]
@@ -287,11 +287,11 @@ class Schedule:
 
 
 def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction, bodies of loops included, with how often one iteration executes it.
+    """Lists every instruction, also in loops, with its number of executions per iteration.
 
     Args:
       instructions: the instructions.
-      times: how often these are executed.
+      times: number of executions of these.
 
     Yields:
       Pairs (instruction, times), in program order.

@@ -1,4 +1,4 @@
-"""Lifetimes: which instruction reads a value last, so that its memory is reused or freed, and where a copy is needed first."""
+"""Lifetimes: reuses or frees the memory of each value after its last reader, and adds the copies that this needs."""
 
 import itertools
 from collections import Counter
@@ -11,14 +11,14 @@ from msrl_jax.fragments.instructions import Carry, Free, Instruction, Loop, Move
 def settle(schedule: Schedule) -> Schedule:
     """Adds donations, copies and frees.
 
-    A buffer belongs to one carried value at a time; that is what lets a program overwrite it. Where an instruction list
-    would give one buffer to two carried values, or give away a buffer of its surroundings, a copy is made.
+    A buffer belongs to one carried value at a time, so that a program may overwrite it. A copy is added where two carried
+    values would share a buffer, or where a loop would consume an outer buffer.
 
     Args:
-      schedule: the instructions, without any of these.
+      schedule: the instructions, without donations, copies and frees.
 
     Returns:
-      The schedule with them. Copies stand in place of the next state's values and metrics that had to be copied.
+      The schedule with them. Its outputs and metrics refer to the copies of values that had to be copied.
     """
     made = [v for i, _ in walk(schedule.body) for v in i.makes()]
     loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]
@@ -47,10 +47,10 @@ def _settle(
     read_later: Sequence[Value],
     copy_of: Callable[[Value], Value],
 ) -> tuple[tuple[Instruction, ...], list[Value], list[Value]]:
-    """Settles a straight line of instructions, and the bodies of its loops.
+    """Settles a sequence of instructions, and the bodies of its loops.
 
-    `carried` are the values that the line may consume: what the previous time left to it. `leaves` is what it leaves to the
-    next time, and `read_later` what somebody reads after it; both come back with copies in place of what was copied.
+    `carried` are the values of the previous repetition, which the instructions may consume. `leaves` are the values for the
+    next repetition, `read_later` the values that are read afterwards; both are returned with copies in place of copied values.
     """
     instructions = [_settle_loop(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
     owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
@@ -109,7 +109,7 @@ def _settle_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
 def _give(
     loop: Loop, live: set[Value], owned: set[Value], copied: Callable[[Sequence[Value], list[Instruction]], list[Value]]
 ) -> tuple[Loop, list[Instruction], set[Value]]:
-    """Makes sure that a loop owns what it starts from."""
+    """Copies the initial values that a loop may not consume."""
     before: list[Instruction] = []
     given: set[Value] = set()
     carry: list[Carry] = []
@@ -123,7 +123,7 @@ def _give(
 
 
 def _donated(run: Run, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
-    """Inputs that die here and whose memory some result can take."""
+    """Positions of inputs that nobody reads later and whose memory a result can take."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
     uses = Counter(run.reads())
     found = []

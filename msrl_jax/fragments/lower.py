@@ -1,8 +1,8 @@
-"""Lowering: compiles every program of a schedule once, and lets shardings flow from each program to the next.
+"""Lowering: compiles every program of a schedule once, and passes shardings from each program to the next.
 
 Inputs of the iteration have declared logical axes. A program's results have the shardings that XLA propagated. A Move
-carries a sharding over by its logical axes. Where nothing is known (a value made on a single device) the program that
-reads the value chooses: XLA propagates shardings to parameters too.
+translates a sharding by its logical axes. A value made on a single device has no sharding to translate: XLA chooses one for
+it, as a parameter of the program that reads it.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
       executables: receives the compiled programs and the shardings of all values.
 
     Returns:
-      The schedule, with a copy wherever a carried value would otherwise come back with another sharding.
+      The schedule, with copies of carried values that would otherwise change their sharding.
     """
     logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
@@ -48,7 +48,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
 
 
 class _Lowering:
-    """`known` holds the sharding of each value, None while its reader may choose; `logical` the axes that were declared."""
+    """`known` holds the sharding of each value, or None while its reader may choose; `logical` holds the declared axes."""
 
     def __init__(
         self, executables: Executables, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]
@@ -63,7 +63,7 @@ class _Lowering:
         fixed: dict[Value, NamedSharding],
         returns_to: dict[Value, Value],
     ) -> list[Instruction]:
-        """Lowers a straight line: `fixed` prescribes shardings, `returns_to` pairs what leaves with what enters."""
+        """Lowers a sequence: `fixed` prescribes shardings, `returns_to` maps the carry that leaves to the carry that enters."""
         done: list[Instruction] = []
         instructions = list(instructions)
         self.to_shards |= _sent_to_shards(instructions)
@@ -105,7 +105,7 @@ class _Lowering:
         return copy
 
     def moved(self, source: Value, result: Value) -> NamedSharding | None:
-        """The sharding that a Move gives, or None if its reader shall choose."""
+        """The sharding of a Move's result, or None if its reader chooses."""
         if source in self.logical:
             self.logical[result] = self.logical[source]
             return result.placement.sharding(self.logical[source], result.aval.shape)
@@ -119,7 +119,7 @@ class _Lowering:
     def loop(self, i: Loop, before: list[Instruction], fixed: dict[Value, NamedSharding]) -> Loop:
         soft = {
             v for r in before if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in fixed
-        }  # glue such as jnp.zeros has no opinion on its sharding; the loop has
+        }  # glue such as jnp.zeros takes the sharding that the loop needs
         for c in i.carry:
             split = c.init.placement.mesh.size > 1
             self.known[c.enter] = fixed.get(c.result) or (None if c.init in soft and split else self.known[c.init])
@@ -160,7 +160,7 @@ class _Lowering:
                 prescribed[v] = at
         key = (program_key(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
         first = 1 if i.index else 0
-        # Every further round prescribes what XLA chose otherwise than needed: one result more at least, or all inputs.
+        # Each further round prescribes shardings that XLA chose wrongly: those of at least one more result, or of all inputs.
         for _ in range(len(results) + 2):
             out = tuple(prescribed.get(v) for v in results)
             donate = [first + k for k in self.reusable(i, out)]
@@ -172,7 +172,7 @@ class _Lowering:
                 break
             prescribed |= more
         else:
-            raise RuntimeError(f"XLA chooses other shardings for {i.name!r} @ {i.placement} whenever it is compiled")
+            raise RuntimeError(f"XLA's shardings for {i.name!r} @ {i.placement} change with every compilation")
         for v, s in zip(results, compiled.output_shardings, strict=True):
             self.known[v] = prescribed.get(v) or understood(s, v)
             if v in pairs and self.known[pairs[v]] is None:
@@ -183,7 +183,7 @@ class _Lowering:
         return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v], weak_type=v.aval.weak_type)
 
     def take_inputs(self, values: Sequence[Value], compiled: jax.stages.Compiled) -> bool:
-        """Notes the shardings that XLA chose for arguments; returns whether it is clear what they are."""
+        """Records the shardings that XLA chose for arguments; returns whether all of them were understood."""
         settled = True
         for v, s in zip(values, compiled.input_shardings[0], strict=True):
             if self.known[v] is None:
@@ -199,7 +199,7 @@ class _Lowering:
         prescribed: dict[Value, NamedSharding],
         pairs: dict[Value, Value],
     ) -> dict[Value, NamedSharding]:
-        """The shardings to prescribe for results that XLA placed otherwise than they are needed."""
+        """The shardings to prescribe for results that XLA sharded differently than needed."""
         more: dict[Value, NamedSharding] = {}
         for v, s in zip(results, compiled.output_shardings, strict=True):
             if v in prescribed:
@@ -211,7 +211,7 @@ class _Lowering:
             elif made is None:
                 more[v] = whole(v)
             elif v in self.to_shards and v not in pairs and not any(made.spec) and any((split := _scattered(v)).spec):
-                # What only shards of another placement read need not be whole anywhere: a sum is scattered as it is made.
+                # Only shards of another placement read this value, so no device needs it whole: a sum is reduce-scattered.
                 more[v] = split
         return more
 
@@ -228,7 +228,7 @@ class _Lowering:
                     break
 
     def copy(self, i: Move) -> None:
-        """Compiles the copy that a Move makes on the spot, or after a transfer that may have shared memory."""
+        """Compiles a Move's copy: within its placement, or after a transfer that may have shared memory."""
         taken = i.sources if i.is_copy else i.results
         for v in taken:
             self.known[v] = self.known[v] or whole(v)
@@ -246,7 +246,7 @@ class _Lowering:
 
 
 def _sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
-    """Values that nothing reads but moves to placements that keep shards."""
+    """Values that are read only by moves to placements that keep shards."""
     found: set[Value] = set()
     others: set[Value] = set()
     for i in instructions:

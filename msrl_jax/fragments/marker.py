@@ -1,8 +1,7 @@
 """The marker: `fragment` turns a pure function into one equation that a distribution policy can place.
 
-The equation is a call of our own primitive. It has no meaning of its own: it evaluates its body. Under `vmap` it stays
-one equation (of the batched body); under differentiation it dissolves into its body, since gradients live inside a
-learner. A fragment may hold fragments.
+The equation calls our own primitive, which evaluates its body. Under `vmap` it stays one equation (of the batched body);
+under differentiation it is replaced by its body, because gradients are taken inside a learner. Fragments may be nested.
 """
 
 import functools
@@ -33,9 +32,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-
 class _FragmentPrimitive(Primitive):
-    """Besides a body, takes a function that is still to be traced, as JAX's own call primitives do: checkify passes one."""
+    """Also accepts a function that is not traced yet, as JAX's own call primitives do; checkify passes one."""
 
     multiple_results = True
 
@@ -151,14 +149,14 @@ def fragment(
 
     The marked function computes what the plain one does, under every JAX transformation.
 
-    A fragment may have other bodies for some platforms, such as a kernel for GPUs. The platform of the devices that the
-    fragment is placed on decides, not JAX's default one; the other bodies are traced, but no code is made of them.
+    A fragment may have alternative bodies for some platforms, such as a kernel for GPUs. The platform of the fragment's
+    devices selects the body, not JAX's default platform. The other bodies are traced but not compiled.
 
     Args:
       fn: the function, if used as a decorator without arguments.
       role: what the fragment is for, such as `"env"`, `"actor"` or `"learner"`; a policy maps roles to placements.
         The function's name if not given.
-      name: how plans and errors call the fragment. The function's name if not given.
+      name: the fragment's name in plans and errors. The function's name if not given.
       static_argnames: names of the arguments that are Python values, not arrays (as in `jax.jit`).
       implementations: functions of the same signature and meaning, by platform: "cpu", "gpu" (both "cuda" and "rocm",
         unless these are given) or "tpu". Elsewhere, and under `jax.disable_jit`, `fn` itself is evaluated.
@@ -168,8 +166,8 @@ def fragment(
 
     Raises:
       ValueError: on an unknown platform.
-      TypeError: on a static name that the function does not have, or, when called, on an argument that is no array, on
-        a mutable reference, or on an implementation whose results have another structure, shape or dtype.
+      TypeError: if the function has no argument of a static name. A call raises it on an argument that is not an array, on a
+        mutable reference, or on an implementation whose results have another structure, shape or dtype.
     """
     mark = functools.partial(
         _mark, role=role, name=name, static_argnames=static_argnames, implementations=implementations or {}
@@ -250,7 +248,7 @@ def _merge_static(args: tuple[Any, ...], fixed: _Fixed) -> list[Any]:
 
 
 def _fault(x: Any) -> str | None:
-    """What `x` is instead of an array, and what to do about it; None if it is one."""
+    """Describes an `x` that is not an array, with a remedy; None if it is an array."""
     try:
         aval = jax.typeof(x)
     except TypeError:

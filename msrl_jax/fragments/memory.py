@@ -1,4 +1,4 @@
-"""Puts a state where a program keeps it, computes it there, and counts the memory that it takes."""
+"""Places or computes a state where a program keeps it, and counts its memory."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +23,8 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
 
     Args:
       flat: the leaves, as NumPy arrays or on any devices.
-      shardings: of every copy of every leaf.
-      copy: whether all memory has to be new; else a leaf that lies where it should stays there.
+      shardings: shardings of every copy of every leaf.
+      copy: whether all memory must be new; if not, a leaf that is already in its place is not copied.
 
     Returns:
       The copies, no two of which share memory.
@@ -34,7 +34,7 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     seen: set[int] = set()
     for i, s in targets:
         x = flat[i]
-        # A transfer may share memory with its source where the devices do, and the same array may stand in two places.
+        # A transfer may share memory with its source if they share a device, and one array may be several leaves.
         on_host = not isinstance(x, jax.Array)
         shared = on_host or bool(x.sharding.device_set & s.device_set)
         fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
@@ -63,7 +63,7 @@ def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[
 
 
 def constants(init: ClosedJaxpr) -> dict[int, Any]:
-    """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns as they are.
+    """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns unchanged.
 
     Args:
       init: the traced initializer.
@@ -76,12 +76,12 @@ def constants(init: ClosedJaxpr) -> dict[int, Any]:
 
 
 def select(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
-    """Evaluates some leaves of a state; XLA drops what only the others need.
+    """Evaluates some leaves of a state; XLA drops computations that only the others need.
 
     Args:
       init: the traced initializer.
       args: leaves of its arguments.
-      numbers: of the leaves that are wanted.
+      numbers: numbers of the wanted leaves.
 
     Returns:
       The leaves.
@@ -93,12 +93,12 @@ def select(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> li
 def compute(
     init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
 ) -> dict[int, tuple[jax.Array, ...]]:
-    """Computes leaves of a state where they are kept: a device never holds more of one than its part.
+    """Computes leaves of a state where they are kept, so that no device holds more than its part.
 
     Args:
       init: the traced initializer.
       args: leaves of its arguments.
-      shardings: of every copy, by the number of the leaf.
+      shardings: shardings of every copy, by the number of the leaf.
 
     Returns:
       The copies, by the number of the leaf.
@@ -123,7 +123,7 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
 
     Args:
       avals: shapes and dtypes of the leaves.
-      shardings: of every copy of every leaf.
+      shardings: shardings of every copy of every leaf.
 
     Returns:
       Bytes, by device.
@@ -138,7 +138,7 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
 
 
 def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
-    """Raises ValueError if a state takes more memory than the devices have, as far as they say.
+    """Raises ValueError if a state takes more memory than the devices report.
 
     Args:
       held: bytes by device.

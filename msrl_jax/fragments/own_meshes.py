@@ -1,4 +1,4 @@
-"""Meshes that a fragment brings along (`shard_map`, sharding constraints) have to fit the placement it runs at."""
+"""Checks that the meshes inside fragments (`shard_map`, sharding constraints) fit the fragments' placements."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from msrl_jax.fragments.instructions import Instruction, Run, walk
 
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
-    """Refuses programs that mention a mesh of other devices than those of their placement.
+    """Refuses programs with a mesh whose devices are not the devices of their placement, in order.
 
     Args:
       instructions: the instructions.

@@ -1,7 +1,7 @@
-"""Packing: values that cross between placements are packed, where the layout declares a codec for the edge.
+"""Packing: packs values that cross between placements, with the codecs that the layout declares.
 
-The packing joins the program that makes a value and the unpacking the program that reads it, so what a Move carries is
-the packed form. Where a codec does not hold every value, the program checks it and the run stops with an error.
+The program that makes a value packs it, the program that reads it unpacks it, and the Move between them carries the packed
+form. If a codec does not hold every value, the program checks the values, and the run stops with an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
+from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import Codec, get
 from msrl_jax.fragments.build import inlined
 from msrl_jax.fragments.graph import Graph, Measured, Node, Region
@@ -35,23 +36,43 @@ def check_codecs(layout: Layout) -> None:
         for name in (edge.source, edge.destination):
             if name not in names:
                 raise ValueError(
-                    f"{layout.policy} packs what goes from {edge.source!r} to {edge.destination!r}, but has no placement "
+                    f"{layout.policy} declares a codec from {edge.source!r} to {edge.destination!r}, but has no placement "
                     f"{name!r}: it has {', '.join(names)}"
                 )
 
 
 def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
-    """The codecs of a layout that pack nothing, though their placements are apart."""
+    """The codecs of a layout that pack nothing although their placements differ."""
     meshes = {p.name: p.mesh for p in layout.placements}
     used = [packed.edge for packed in graph.packed.values()]
     return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used]
 
 
-def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
-    """Changes the graph in place: packs what crosses, and is not packed yet, before it leaves, and unpacks it where it arrives.
+def check_codec_names(graph: Graph, layout: Layout) -> None:
+    """Checks that every codec for values with a text in their names matches a value.
 
-    A row that a loop unpacks changes where its stack is made, so another value may cross afterwards: call it again, on a
-    new partition, until it changes nothing. Every change packs one more of finitely many values.
+    Args:
+      graph: the iteration.
+      layout: the placements, with the codecs of the edges between them.
+
+    Raises:
+      ValueError: if no value of the iteration has the text in its name.
+    """
+    names = sorted({label for label in graph.labels.values() if label})
+    for edge in layout.codecs:
+        if not any(edge.only in name for name in names):
+            near = suggestion(edge.only, names)
+            raise ValueError(
+                f"{layout.policy} packs values named {edge.only!r} from {edge.source!r} to {edge.destination!r}, but the "
+                f"iteration has no such value{near}. program.explain() shows the names"
+            )
+
+
+def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
+    """Packs values that cross placements and are not packed yet; changes the graph in place.
+
+    If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. So call this again, on a
+    new partition, until it changes nothing. That ends, because each change packs one more of finitely many values.
 
     Args:
       part: the graph's partition.
@@ -93,7 +114,7 @@ class _Packer:
         region.nodes[:] = self.nodes
 
     def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
-        """The atom that `readers` read: the unpacked value, if it crosses to all of them over an edge with a codec."""
+        """The atom that `readers` read; the unpacked value if it crosses to all of them over an edge with a codec."""
         made = self.part.made_at.get(atom) if isinstance(atom, Var) else None
         if not made or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
             return atom
@@ -135,7 +156,7 @@ class _Packer:
         return outs, jax.tree.structure(shape)
 
     def loop(self, node: Node, region: Region) -> None:
-        """Packs what crosses into a loop before the loop, and what crosses inside of it there."""
+        """Packs values that cross into a loop before the loop, and values that cross inside it in its body."""
         inner = self.part.loops[node]
         homes = dict(zip(region.carry, inner.homes, strict=True))
         reads = [homes[v] if v in homes else inner.needed_at[v] for v in region.inputs]
@@ -147,7 +168,7 @@ class _Packer:
         self.checks += [(check, self.over_times(measured, node, region)) for check, measured in inside.checks]
 
     def stack(self, node: Node, region: Region, decoded: Mapping[tuple[Var, Placement], Var]) -> None:
-        """Rows that a loop has unpacked somewhere are stacked there, for readers of the stack: it need not cross as well."""
+        """Stacks rows at the placement where a loop has unpacked them, so that the stack need not cross too."""
         outvars = list(node.eqn.outvars)
         stacks = outvars[len(region.carry) :]
         for row, stacked in list(zip(region.results, stacks, strict=True)):
@@ -160,7 +181,7 @@ class _Packer:
         node.eqn = node.eqn.replace(outvars=outvars)
 
     def over_times(self, measured: Measured, node: Node, region: Region) -> Measured:
-        """What a check measures over all times of a loop, folded in values that the loop carries."""
+        """Combines the scalars of a check over all repetitions of a loop, in values that the loop carries."""
         starts = [np.bool_(True), np.float32(np.inf), np.float32(-np.inf)]
         folds = [jnp.logical_and, jnp.minimum, jnp.maximum]
         (source,) = {n.placement for n in region.nodes if measured[0] in n.eqn.outvars}

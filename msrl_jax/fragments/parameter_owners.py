@@ -1,4 +1,4 @@
-"""Who updates what: a leaf of the state belongs to one learner."""
+"""Checks that only one learner updates each leaf of the state."""
 
 from msrl_jax._compat import Atom, Var, aval
 from msrl_jax.fragments.graph import Graph, Node
@@ -8,9 +8,8 @@ from msrl_jax.fragments.marker import is_fragment
 def check_owners(graph: Graph) -> None:
     """Checks that no two learners update the same leaf of the state.
 
-    Learners are told apart by the suffix of their role, as in `"learner:critic"`. A leaf that passes through fragments of
-    two of them on its way to the next iteration would have two owners, each undoing what the other did; on placements of
-    their own it would travel between them twice. (The insides of loops are not looked at.)
+    The suffix of the role distinguishes learners, as in `"learner:critic"`. If a leaf passed through fragments of two learners
+    within an iteration, each would undo the other's update. (Bodies of loops are not checked.)
 
     Args:
       graph: the iteration.
@@ -31,7 +30,7 @@ def check_owners(graph: Graph) -> None:
 
 
 def _path(atom: Atom, leaf: Var, producers: dict[Var, Node], known: dict[Var, dict[str, str] | None]) -> dict[str, str] | None:
-    """Role -> fragment of the learners between `leaf` and `atom`, along values of the leaf's type; None if no path exists."""
+    """The learners between `leaf` and `atom`, role -> fragment, along values of the leaf's type; None if no path exists."""
     if atom is leaf:
         return {}
     if not isinstance(atom, Var) or atom not in producers:

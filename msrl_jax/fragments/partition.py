@@ -1,14 +1,14 @@
-"""Partitioning: glue finds its placement, carried values find their homes, and nodes group into programs.
+"""Partitioning: places glue and carried values, and groups nodes into programs.
 
 Two rules keep placements from waiting for each other needlessly:
 
 - A value that depends on no placed fragment (a counter, a schedule, a split key) is *free*: every placement that needs it
   computes it for itself. Other glue runs where its inputs are made.
-- A node joins an earlier program of its placement only if that makes the program wait for nothing new. Glue that only
-  one later program of its placement reads joins that one.
+- A node joins an earlier program of its placement only if that makes the program wait for nothing new. If only one program
+  reads some glue, and it is a later program of the same placement, the glue joins it.
 
-A third keeps effects what they are under `jax.jit`: a node with effects (a callback, a print) has one home, though nobody
-reads its results, and programs with effects keep their order.
+A third rule keeps effects as they are under `jax.jit`: a node with effects (a callback, a print) runs at one placement even
+if nobody reads its results, and programs with effects keep their order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,15 +35,15 @@ class Group:
 
 @dataclass(eq=False)
 class Partition:
-    """A region with every decision made that placement needs.
+    """A region with all decisions on placement.
 
     Attributes:
       region: the region.
-      groups: what runs, in an order that respects every dependency.
-      made_at: for each variable, the placements that have it without a transfer, the canonical one first. (Constants and
-        xs of a loop are wherever the loop's surroundings bring them; stacked results are where somebody wants them.)
+      groups: the programs and opened loops, in an order that respects every dependency.
+      made_at: for each variable, the placements that have it without a transfer, the canonical one first. (The code around a
+        loop decides where its constants and xs are; stacked results are where they are read.)
       needed_at: for each constant, carried variable and x, the placements that use it.
-      homes: for each carried variable, the placements that keep a copy of it from one time to the next.
+      homes: for each carried variable, the placements that keep a copy of it between repetitions.
       loops: the partitions of opened loops.
     """
 
@@ -60,7 +60,7 @@ def partition(graph: Graph, default: Placement) -> Partition:
 
     Args:
       graph: the iteration.
-      default: where values live that no fragment touches.
+      default: the placement of values that no fragment uses.
 
     Returns:
       The partition.
@@ -69,7 +69,7 @@ def partition(graph: Graph, default: Placement) -> Partition:
 
 
 def _partition(region: Region, registers: Mapping[Var, list[Placement]], default: Placement) -> Partition:
-    """The partition of a region; `registers` are carried variables whose homes are told, not found."""
+    """The partition of a region; `registers` holds carried variables with their given homes."""
     loops = {n: _partition(n.loop, {}, default) for n in region.nodes if n.loop is not None}
     free = _free(region, registers)
     places, homes = _place(region, registers, loops, free, default)
@@ -87,9 +87,9 @@ def _partition(region: Region, registers: Mapping[Var, list[Placement]], default
 
 
 def _results_at(loop: Partition, i: int) -> list[Placement]:
-    """The placements that can have an opened loop's i-th result without a transfer of their own, canonical first.
+    """The placements that can have an opened loop's i-th result without an additional transfer, the canonical one first.
 
-    A stacked result can be stacked wherever its rows are made, and wherever they go in any case.
+    A result can be stacked where its rows are made, and where its rows are sent in any case.
     """
     if i < len(loop.homes):
         return loop.homes[i]
@@ -110,9 +110,9 @@ def _programs(part: Partition) -> Iterable[Group]:
 
 
 def _free(region: Region, registers: Mapping[Var, list[Placement]]) -> set[Var]:
-    """Variables that depend on no placed fragment and no effect, from one time to the next (a greatest fixed point)."""
+    """Variables that depend on no placed fragment and no effect, in any repetition (a greatest fixed point)."""
     carried = set(region.carry) - set(registers)
-    while True:  # ends: `carried` shrinks every time
+    while True:  # ends, because `carried` shrinks every time
         free: set[Var] = {*region.consts, *region.xs, *carried}
         for node in region.nodes:
             pure = node.is_glue and not node.has_effects
@@ -150,7 +150,7 @@ def _place(
             places[node] = [_first_reader(region, node, places) or default]
             _place_dependents(region, loops, free, places, home)
 
-    # Free glue and free carry: wherever they are needed, found backwards. All loops end because sets of placements grow.
+    # Free glue and free carry go wherever they are needed. All loops end, because sets of placements only grow.
     free_glue = [n for n in region.nodes if n.is_glue and n not in places]
     for node in free_glue:
         places[node] = []
@@ -165,7 +165,7 @@ def _place(
             break
     for var in region.carry:
         home.setdefault(var, [default])
-    # What only a counter or a metric needs runs at the default placement.
+    # Glue that only a counter or a metric needs runs at the default placement.
     wanted = {a for a in [*region.next_carry, *region.results] if isinstance(a, Var)}
     while True:
         homes = [home[v] for v in region.carry]
@@ -194,8 +194,7 @@ def _place_dependents(
 ) -> None:
     """Fills in `places` and `home`: glue that depends on a placed node runs where its inputs are made.
 
-    Of several placements it takes the one that waits for the others anyway: on any other, the next program there would be
-    queued behind it.
+    Of several placements it takes the one that waits for the others anyway; at another, it would delay the next program.
     """
     producers, depth = region.producers, _depth(region)
 
@@ -227,7 +226,7 @@ def _place_dependents(
 
 
 def _first_reader(region: Region, node: Node, places: dict[Node, list[Placement]]) -> Placement | None:
-    """The placement of the first placed node that reads what a node makes, directly or through glue; None without one."""
+    """The placement of the first placed node that reads a node's results, directly or through glue; None if there is none."""
     reached = set(node.eqn.outvars)
     for reader in region.nodes:
         if reached.isdisjoint(a for a in reader.eqn.invars if isinstance(a, Var)):
@@ -267,7 +266,7 @@ def _needed(
 
 
 def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
-    """Nodes as programs: each joins the earliest program of its placement that then waits for nothing new."""
+    """Groups nodes into programs: each joins the earliest program of its placement that then waits for nothing new."""
     groups: list[Group] = []
     made_in: dict[tuple[Var, Placement | None], Group] = {}
     last_effect: set[Group] = set()
@@ -301,7 +300,7 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
 
 
 def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> list[Group]:
-    """Moves glue programs into the one later program of their placement that alone reads them."""
+    """Merges a glue program into a later program of its placement if no other program reads it."""
     carried = {a: at for a, at in zip(region.next_carry, homes, strict=True) if isinstance(a, Var)}
     for group in list(groups):
         if group.placement is None or not group.is_pure_glue:
@@ -324,6 +323,6 @@ def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> 
 
 
 def _reads(reader: Group, made: set[Var], groups: list[Group]) -> bool:
-    """Whether a group reads any of these variables without a copy of its own placement's making."""
+    """Whether a group reads any of these variables that its own placement does not make as well."""
     own = {v for g in groups if g.placement == reader.placement for n in g.nodes for v in n.eqn.outvars}
     return any(a in made and a not in own for n in reader.nodes for a in n.eqn.invars if isinstance(a, Var))

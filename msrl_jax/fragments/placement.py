@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class Device(Protocol):
-    """What the compiler knows of a device; `jax.Device` is one."""
+    """The attributes of `jax.Device` that the compiler uses."""
 
     @property
     def id(self) -> int:
@@ -30,9 +30,8 @@ Rules = tuple[tuple[str, str], ...]
 AXES = ("env", "worker", "shard", "agent", "member")
 """The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
 
-ROLES = ("env", "actor", "learner", "buffer", "server", "evaluator")
 
-# Where a role lives when a layout does not say: next to the role that feeds or reads it.
+# A role that a layout does not list takes the placement of a role that feeds or reads it.
 _FALLBACK = {
     "actor": ("env",),
     "env": ("actor",),
@@ -44,14 +43,14 @@ _FALLBACK = {
 
 @dataclass(frozen=True)
 class Placement:
-    """A named sub-mesh, and which of its axes each logical axis is split over.
+    """A named sub-mesh, with rules that map logical axes to its axes.
 
     Attributes:
-      name: how plans and errors call it.
+      name: its name in plans and errors.
       mesh: the devices. Its axes are of type Auto: XLA's partitioner inserts the collectives.
       rules: pairs (logical axis, mesh axis); the first rule that fits a dimension wins. Axes without a rule stay whole.
-      scatter: a mesh axis over which arrays are split that no rule splits (along their largest dimension that divides),
-        or None to replicate them. This is how a parameter server keeps one shard of every tensor on each device.
+      scatter: a mesh axis for arrays that no rule splits: they are split over it along their largest dimension that divides.
+        None replicates them. With it a parameter server keeps one shard of every tensor on each device.
     """
 
     name: str
@@ -68,13 +67,13 @@ class Placement:
         split: Sequence[str] = AXES,
         scatter: bool = False,
     ) -> "Placement":
-        """A placement on a line of devices, a mesh with the one axis "devices".
+        """Makes a placement on a one-dimensional mesh with the axis "devices".
 
         Args:
-          name: how plans and errors call it.
+          name: its name in plans and errors.
           devices: the devices, in order.
           split: the logical axes to split over the devices; an array that has several is split along the first of them.
-          scatter: whether arrays without any of them are split as well (along their largest dimension), not replicated.
+          scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
 
         Returns:
           The placement.
@@ -93,11 +92,11 @@ class Placement:
         return tuple(self.mesh.devices.flat)
 
     def split(self, axis: str) -> int:
-        """Over how many devices the rules split a logical axis."""
+        """The number of devices over which the rules split a logical axis."""
         return next((self.mesh.shape[m] for logical, m in self.rules if logical == axis), 1)
 
     def sharding(self, logical: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
-        """The sharding of an array here: split where a rule says so and the dimension divides, else whole.
+        """The sharding of an array: split where a rule applies and the dimension divides, else whole.
 
         Args:
           logical: a logical axis name (or a tuple of candidates, or None) for each leading dimension.
@@ -125,7 +124,7 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def logical(self, sharding: NamedSharding) -> PartitionSpec:
-        """The logical axes (as tuples of candidates) behind a sharding on this mesh: the inverse of the rules."""
+        """The logical axes (as tuples of candidates) of a sharding on this mesh; inverts the rules."""
         spec = []
         for entry in sharding.spec:
             axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -138,11 +137,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Edge:
-    """Packs what crosses from one placement to another with a codec.
+    """A codec for values that cross from one placement to another.
 
     Attributes:
-      source: name of the placement that it comes from.
-      destination: name of the placement that it goes to.
+      source: name of the placement that sends.
+      destination: name of the placement that receives.
       codec: a codec, or the name of one.
       only: packs only values with this text in their label (`program.explain()` shows the labels); all if empty.
     """
@@ -158,22 +157,22 @@ class Edge:
 
 
 def check_staleness(staleness: int) -> None:
-    """Raises ValueError unless actors can lag that many iterations behind."""
+    """Raises ValueError unless the staleness is an integer of at least 0."""
     if not isinstance(staleness, int) or isinstance(staleness, bool) or staleness < 0:
         raise ValueError(f"staleness={staleness!r} must be an integer of at least 0 (iterations)")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a distribution policy decides: a placement for each role, and how stale an actor's parameters may be.
+    """The decisions of a distribution policy: a placement for each role, the staleness of actors, and codecs.
 
     Attributes:
-      roles: role -> placement. A role that is not listed lives with its neighbor: "env" and "actor" with each other,
-        "server" and "buffer" with "learner", "evaluator" with "actor". A role may have a suffix, as "learner:critic" has:
-        it then runs where that very role is placed, or else where "learner" is.
+      roles: role -> placement. A role that is not listed takes the placement of its neighbor: "env" and "actor" of each
+        other, "server" and "buffer" of "learner", "evaluator" of "actor". A role may have a suffix, such as
+        "learner:critic": it takes the placement listed for it, else that of "learner".
       staleness: how many iterations the parameters of actors lag behind those of a synchronous run.
-      codecs: how to pack what crosses between placements; the first that fits an array is used.
-      policy: how plans and errors call the policy.
+      codecs: codecs for values that cross placements; the first that fits an array is used.
+      policy: the policy's name in plans and errors.
     """
 
     roles: Mapping[str, Placement]

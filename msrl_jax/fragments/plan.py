@@ -27,7 +27,7 @@ class FragmentPlan:
 class ProgramPlan:
     """A program: `runs` per iteration; memory in bytes for each device; the collectives that XLA put into it.
 
-    `collectives_known` says whether these are all of them: if not, the program's text was not understood in full.
+    If `collectives_known` is False, there may be more, because the program's text was not understood in full.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Crossing:
       value: the path of a state's leaf, or of a fragment's result.
       dtype: its dtype, unpacked.
       shape: its shape, unpacked.
-      source: the placement that it comes from.
-      destination: the placement that it goes to.
+      source: the placement that sends it.
+      destination: the placement that receives it.
       nbytes: bytes that arrive at all devices of the destination together.
-      times: how often per iteration.
-      codec: what packs it; empty if nothing does.
+      times: transfers per iteration.
+      codec: name of the codec that packs it; empty if none does.
       unpacked_bytes: bytes that would arrive without the codec.
     """
 
@@ -80,7 +80,7 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training iteration does, and where.
+    """The fragments, programs, transfers and placements of a training iteration.
 
     Attributes:
       policy: the distribution policy.
@@ -88,11 +88,11 @@ class Plan:
       idle: devices that the policy was given and does not use.
       staleness: iterations that actors' parameters lag behind.
       fused: whether whole runs of iterations are one program.
-      fragments: the fragments, nested ones indented behind those that hold them.
+      fragments: the fragments, each followed by the fragments nested in it.
       programs: the XLA programs.
       crossings: the values that cross placements, one entry for each array.
       loops: the loops that the host drives.
-      warnings: what looks expensive, in words.
+      warnings: warnings about expensive or fragile parts, with remedies.
     """
 
     policy: str
@@ -132,7 +132,7 @@ class Plan:
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes for people: `1.5 KiB`."""
+    """A readable number of bytes, such as `1.5 KiB`."""
     amount = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024 or unit == "GiB":
@@ -159,7 +159,7 @@ def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return table(head, rows, indent=2)
 
 
-# A path's root and first step, the attributes that follow, and what is below: keys and indices, as those of parameters.
+# Groups: the root with its first step and attributes; then keys and indices, such as those of parameters; then the rest.
 _PATH = re.compile(r"([^.\[\s]+(?:\.\w+|\[[^\]]*\])?(?:\.\w+)*)(\[\S*)?(.*)")
 
 
@@ -170,7 +170,7 @@ def _subtree(path: str) -> str:
 
 
 def _crossing_rows(crossings: Sequence[Crossing]) -> list[list[str]]:
-    """A row for the arrays of a subtree that have dtype, way, times and codec in common."""
+    """One row for the arrays of a subtree with equal dtype, source, destination, times and codec."""
     together: dict[tuple[Any, ...], list[Crossing]] = {}
     for c in crossings:
         key = (_subtree(c.value), c.dtype, c.codec, c.source, c.destination, c.times)

@@ -24,7 +24,7 @@ from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.lower import lower
 from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
 from msrl_jax.fragments.own_meshes import check_meshes
-from msrl_jax.fragments.packing import check_codecs, pack, unused_codecs
+from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack, unused_codecs
 from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
@@ -37,16 +37,16 @@ from msrl_jax.fragments.trace import Traced, axis_leaves, leaf_axes, state_avals
 
 State = TypeVar("State")
 
-# Iterations that the host may be ahead of the devices, beyond the staleness: enough to hide dispatch, and bounded memory.
+# How many iterations beyond the staleness the host may be ahead of the devices: hides dispatch and bounds memory.
 _AHEAD = 2
 
 
 class Delayed(NamedTuple):
-    """The state of a run with stale actors: the algorithm's state, and the parameters that are on their way.
+    """The state of a run with stale actors: the algorithm's state, and the delayed parameters.
 
     Attributes:
       state: the algorithm's state.
-      registers: for every delayed leaf its last values, oldest first.
+      registers: the last values of every delayed leaf, oldest first.
     """
 
     state: Any
@@ -72,14 +72,14 @@ def compile(
       policy: where each role runs.
       axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
         part; None replicates.
-      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 unless said.
+      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 by default.
       devices: devices that the policy may use; all of the default platform if not given.
 
     Returns:
       The program.
 
     Raises:
-      TypeError: if a leaf of the state is no array, or the next state differs from the state; names the leaf.
+      TypeError: if a leaf of the state is not an array, or the next state differs from the state; names the leaf.
       ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
@@ -98,6 +98,7 @@ def compile(
     used = graph.placements
     default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
     check_codecs(layout)
+    check_codec_names(graph, layout)
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)
@@ -153,7 +154,7 @@ class Program(Generic[State]):
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
-        """What one iteration executes, in order; a single Run if the policy fuses the loop into one program."""
+        """The instructions of one iteration, in order; a single Run if the policy fuses the loop into one program."""
         body = self.schedule.body
         return tuple(i for i in body if isinstance(i, Run)) if self.is_fused else body
 
@@ -179,12 +180,12 @@ class Program(Generic[State]):
 
     @property
     def registers(self) -> dict[str, int]:
-        """The delayed leaves by their pytree path in the state, and how many values of each a `Delayed` holds, in its order."""
+        """The number of values that `Delayed.registers` holds of each delayed leaf, by its pytree path, in their order."""
         labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
     def check_memory(self) -> None:
-        """Raises ValueError if the state takes more memory than the devices have; says bytes, and the largest leaf."""
+        """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
         largest = max(range(len(avals)), key=lambda i: array_bytes(avals[i]))
         aval, label = avals[largest], self.schedule.inputs[largest][0].label
@@ -205,11 +206,11 @@ class Program(Generic[State]):
         """Computes a state and places it; the large leaves are computed where the program keeps them.
 
         Args:
-          init: makes a state like the one that the program was compiled for; pure. NumPy arrays in it are placed as they are.
+          init: pure function that makes a state like the one of `compile`; NumPy arrays in it are placed unchanged.
           *args: its arguments, pytrees of arrays.
 
         Returns:
-          What `place` would return of that state.
+          The placed state, as `place` returns it.
         """
         num_leaves = self._tree.num_leaves
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
@@ -230,7 +231,7 @@ class Program(Generic[State]):
         """The algorithm's state, without the registers of stale parameters.
 
         Args:
-          state: what `place` or `run` returned.
+          state: a state that `place` or `run` returned.
 
         Returns:
           A pytree like the one that the program was compiled for.
@@ -244,7 +245,7 @@ class Program(Generic[State]):
           state: the state. It stays valid.
 
         Returns:
-          The next state and the metrics, as arrays that may still be on their way.
+          The next state and the metrics, as arrays that may not be computed yet.
         """
         _check_jit_is_on()
         if self._fused is None:
@@ -258,7 +259,7 @@ class Program(Generic[State]):
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
-            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices: see the runtime
+            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime.py
         return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, row)
 
     def run(
@@ -268,10 +269,10 @@ class Program(Generic[State]):
 
         Args:
           state: the state, placed or not.
-          iterations: how many.
-          chunk: how many to run between two readings of the metrics, in one program if the policy fuses the loop;
-            at most 100 unless given.
-          donate: whether the state's memory may be reused; it is then invalid afterwards.
+          iterations: number of iterations.
+          chunk: iterations between two readings of the metrics, one program if the policy fuses the loop; by default at
+            most 100.
+          donate: whether the state's memory may be reused; the state is invalid afterwards.
 
         Returns:
           The state after the last iteration and the metrics as NumPy arrays, with a leading axis of length `iterations`.
@@ -279,7 +280,7 @@ class Program(Generic[State]):
         Raises:
           ValueError: if `iterations` or `chunk` is not a positive integer, or the state is not like the one that the
             program was compiled for.
-          RuntimeError: if an array of the state was given away by an earlier run, or under `jax.disable_jit`.
+          RuntimeError: if an array of the state was donated to an earlier run, or under `jax.disable_jit`.
         """
         _check_jit_is_on()
         chunk = min(iterations, 100) if chunk is None else chunk
@@ -320,7 +321,7 @@ class Program(Generic[State]):
         return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
-        """The plan: fragments, what crosses, collectives, dispatches and warnings. Compiles, but runs nothing.
+        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing.
 
         Returns:
           The plan; print it, or take `to_dict()`.
@@ -353,7 +354,7 @@ class Program(Generic[State]):
         return leaves, stack(rows)
 
     def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
-        """Raises if a codec lost something, by what its check measured in each iteration."""
+        """Raises if a codec lost values, according to the scalars of its check in each iteration."""
         columns = zip(*jax.device_get(measured), strict=True)
         for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
@@ -365,7 +366,7 @@ class Program(Generic[State]):
         return lower_fused(self._fused, length, leaves, shardings, self.schedule.metrics, self._executables)
 
     def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
-        """Of each leaf of the state the canonical copy, and its sharding."""
+        """The canonical copy of each leaf of the state, and its sharding."""
         return [copies[0] for copies in self.schedule.inputs], [copies[0] for copies in self._shardings]
 
     def _ready(self) -> Executor:
@@ -375,7 +376,7 @@ class Program(Generic[State]):
         return self._executor
 
     def _fill(self, state: State | Delayed, *, copy: bool) -> Leaves:
-        """The copies of every leaf where the program wants them; fresh memory if `copy`."""
+        """The copies of every leaf where the program keeps them; in new memory if `copy`."""
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
         self._given.check_tree(tree)

@@ -1,7 +1,7 @@
 """Keys of programs: two programs share an executable if and only if their keys are equal.
 
-A key holds the content of every constant and parameter, not a printed form. What has no content to compare (a function,
-an opaque object) counts as equal to itself alone; the key keeps it alive, so that its identity is never given to another.
+A key holds the content of every constant and parameter, not a printed form. An object without comparable content (a
+function, an opaque object) equals only itself; the key keeps it alive, so that no other object gets its id.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _LONG = 64
 
 
 class _Same:
-    """Stands for an object that equals nothing but itself, and keeps it alive."""
+    """Wraps an object that equals only itself, and keeps it alive."""
 
     def __init__(self, value: object):
         self.value = value
@@ -50,7 +50,7 @@ class _Same:
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """A key that two jaxprs share exactly if they are the same program up to the names of variables.
+    """The key of a jaxpr: two keys are equal if and only if the programs are equal up to the names of variables.
 
     Args:
       closed: a closed jaxpr.
@@ -62,11 +62,11 @@ def program_key(closed: ClosedJaxpr) -> Hashable:
 
 
 def computation_key(closed: ClosedJaxpr) -> Hashable:
-    """A key that two traces of one function share exactly if they compute the same values.
+    """The key of a trace: the keys of two traces of one function are equal if and only if they compute the same values.
 
-    Weak types decide over dtypes while a function is traced, and over nothing afterwards. So they are left out, and so are
-    conversions that change nothing else. Functions count as equal, and so do literals of one dtype: each trace makes new
-    functions, and may number what it traces, as checkify does with its errors.
+    Weak types affect dtypes only during tracing. So the key omits them, and conversions that change nothing else. All
+    functions count as equal, and all literals of one dtype, because each trace makes new functions and may number its
+    parts, as checkify numbers its errors.
 
     Args:
       closed: a trace of the function.
@@ -127,21 +127,21 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
 
 
 def _literal_key(literal: Literal) -> Hashable:
-    """The content of a literal, which may stand there as a Python number of the type that its aval says."""
+    """The content of a literal; it may be a Python number, whose dtype is that of the literal's aval."""
     if isinstance(literal.val, jax.Array):
         return value_key(literal.val)
     return _content(np.asarray(literal.val, aval(literal).dtype))
 
 
 def value_key(value: Any) -> Hashable:
-    """A key that two values share exactly if a program cannot tell them apart.
+    """The key of a value: two keys are equal if and only if a program cannot tell the values apart.
 
     Args:
       value: a constant or a parameter of an equation, without jaxprs in it.
 
     Returns:
-      A hashable value: of numbers and arrays the type (dtype, shape, weak type) and the bytes, of containers and data
-      classes the type and what they hold, of other objects the object itself.
+      A hashable value: type (dtype, shape, weak type) and bytes of a number or array; type and contents of a container or
+      dataclass; any other object itself.
     """
     if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
         return type(value), value
@@ -164,7 +164,7 @@ def value_key(value: Any) -> Hashable:
 
 
 def _compares_fields(cls: type) -> bool:
-    """Whether objects of a data class are what their fields are."""
+    """Whether objects of a dataclass are equal if their fields are."""
     return cls.__eq__ is not object.__eq__
 
 

@@ -1,4 +1,4 @@
-"""Metrics on the host: rows of single iterations stacked, chunks of iterations joined."""
+"""Reads metrics to the host: stacks metrics of iterations, and joins metrics of chunks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:
       chunks: the metrics' leaves of each chunk, as `stack` returns them.
 
     Returns:
-      One array for each leaf, along whose leading axis the chunks follow each other.
+      One array for each leaf, with the chunks concatenated along the leading axis.
     """
     if len(chunks) == 1:
         return list(chunks[0])
@@ -35,6 +35,6 @@ def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _together(on_host: Any, on_device: Any, arrays: Sequence[Any]) -> Any:
-    """NumPy has no typed keys, so those stay arrays of JAX."""
+    """Combines arrays on the host; typed keys stay JAX arrays, because NumPy has none."""
     is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
     return on_device(arrays) if is_key else on_host(arrays)

@@ -47,7 +47,7 @@ class Executor:
           state: the copies of every leaf. Their memory is consumed.
 
         Returns:
-          The next state, the metrics' leaves and what each check measures; nothing of it is waited for.
+          The next state, the metrics' leaves and the scalars of each check, without waiting for them.
         """
         slots: Slots = [None] * self._size
         for index, array in self._constants:
@@ -144,7 +144,7 @@ class Executor:
         return step
 
     def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
-        """Row numbers as arrays that already lie on the devices: a loop must not wait for a transfer from the host."""
+        """Row numbers as arrays that are already on the devices, so that a loop does not wait for transfers from the host."""
         sharding = self._executables.shardings[index]
         known = self._rows.setdefault(sharding, [])
         if len(known) < length:

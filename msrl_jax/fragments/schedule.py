@@ -1,4 +1,4 @@
-"""Scheduling: from a partition to the instruction list, with one Move per value and destination."""
+"""Scheduling: turns a partition into the instruction list, with one Move per value and destination."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -15,12 +15,12 @@ from msrl_jax.fragments.placement import Placement
 
 
 def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
-    """Turns the partition of a training iteration into instructions, as yet without donations, copies and frees.
+    """Turns the partition of a training iteration into instructions, still without donations, copies and frees.
 
     Args:
       part: the graph's partition.
       graph: the iteration.
-      default: where literals go that nothing else touches.
+      default: the placement of literals that no program reads.
 
     Returns:
       The schedule.
@@ -94,7 +94,7 @@ class _Emitter:
         return value
 
     def source(self, var: Var, placement: Placement) -> Placement:
-        """The placement from which `placement` gets a variable: itself, or one on the same mesh, if it has it."""
+        """The placement that supplies a variable to `placement`: one on the same mesh if that has it, else the first."""
         made = self.part.made_at.get(var) or self.part.needed_at.get(var) or [placement]
         return next((p for p in made if p.mesh == placement.mesh), made[0])
 
@@ -116,13 +116,13 @@ class _Emitter:
         return found
 
     def anywhere(self, atom: Atom) -> Value:
-        """The value wherever it is made."""
+        """The value at the default placement if it is made there, else at another placement that makes it."""
         if isinstance(atom, Literal):
             return self.names.literal(atom, self.default)
         return self.at(atom, self.source(atom, self.default))
 
     def flush(self) -> None:
-        """Emits the moves that were asked for."""
+        """Emits the pending moves."""
         for pairs in self._moves.values():
             sources, results = zip(*pairs, strict=True)
             self.out.append(Move(sources, results))
@@ -134,7 +134,7 @@ class _Emitter:
         return self.indices[placement.mesh]
 
     def row(self, row: _Row, placement: Placement) -> Value:
-        """Emits a program of its own that reads the current row: for readers that cannot do it themselves."""
+        """Emits a separate program that reads the current row, for readers that cannot read it themselves."""
         var = Var(row.stacked.aval.update(shape=row.stacked.aval.shape[1:]))
         value = self.names.new(aval(var), placement, row.stacked.label)
         self.flush()
@@ -145,7 +145,7 @@ class _Emitter:
         return value
 
     def groups(self) -> None:
-        """Emits everything that runs."""
+        """Emits all programs and loops."""
         for group in self.part.groups:
             if group.placement is None:
                 self.loop(group)
@@ -223,12 +223,12 @@ class _Emitter:
         self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
 
     def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
-        """The stacked results of a loop that somebody reads: result, row in the body, where."""
+        """The stacked results of a loop that are read: (result, row in the body, placement)."""
         pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
         return [(var, atom, p) for var, atom in pairs for p in _per_mesh(p for v, p in self._read_from if v is var)]
 
     def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter"):
-        """What a stacked result is written to: (init, enter, leave, row, placement, result)."""
+        """The buffer of a stacked result: (init, enter, leave, row, placement, result)."""
         label = self.names.labels.get(var, "")
         init, enter, leave = (self.names.new(aval(var), placement, label) for _ in range(3))
         if isinstance(atom, Var):
@@ -236,7 +236,7 @@ class _Emitter:
         return init, enter, leave, atom, placement, self.define(var, placement)
 
     def write(self, atom: Atom, placement: Placement, enter: Value, leave: Value) -> None:
-        """Emits a program of its own that stores a row which no program here makes."""
+        """Emits a separate program that stores a row which no program of this region makes."""
         var = Var(atom.aval)
         entry = self.entry(atom, placement)
         self.flush()
@@ -248,13 +248,13 @@ class _Emitter:
         )  # fmt: skip
 
     def read_later(self, atoms: Iterable[Atom]) -> None:
-        """Notes that somebody reads these afterwards, wherever they are made."""
+        """Records that these are read after the region."""
         for atom in atoms:
             if isinstance(atom, Var):
                 self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
 
     def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[Group | None]]:
-        """For each variable and the placement that supplies it, the groups that read it (None: whatever comes after)."""
+        """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
         part = self.part
         found: dict[tuple[Var, Placement], set[Group | None]] = {}
 
@@ -277,7 +277,7 @@ class _Emitter:
             for p in homes:
                 read(atom, p, None)
         looped = {v for node in part.loops for v in node.eqn.outvars}
-        for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes are results to be read
+        for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes must be results of that loop
             if isinstance(atom, Var) and atom in looped:
                 read(atom, p, None)
         return found

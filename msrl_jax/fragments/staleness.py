@@ -1,4 +1,4 @@
-"""Staleness: registers on the edges that lead back from the learner, so that nothing before it waits for it."""
+"""Staleness: delays values from the learner with registers, so that actors and buffers do not wait for it."""
 
 from msrl_jax._compat import Atom, Var, fresh
 from msrl_jax.fragments.graph import Graph, Node
@@ -11,10 +11,10 @@ _DOWNSTREAM = {"learner", "server"}
 def delay(graph: Graph, depth: int, layout: Layout) -> None:
     """Changes the graph in place: a `depth`-deep register on every edge from the learner back to actors and buffers.
 
-    With p[i] the value of a leaf at the start of iteration i, acting nodes of iteration i read p[i - depth] (the initial
-    value while there is none), and so do buffers on a placement other than the learner's: parameters and priorities arrive
-    late by the same number of iterations. The registers become part of the carry, behind the state: `depth` for each
-    delayed leaf, oldest first. Glue between the leaf and its reader is evaluated on the delayed value.
+    Let p[i] be the value of a leaf at the start of iteration i. Actors in iteration i read p[i - depth], or the initial value
+    if i < depth. Buffers on another placement than the learner's do too: parameters and priorities are late by the same number
+    of iterations. The registers follow the state in the carry: `depth` for each delayed leaf, oldest first. Glue between the
+    leaf and its reader is evaluated on the delayed value.
 
     Args:
       graph: the iteration.
@@ -22,8 +22,8 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
       layout: where each role runs.
 
     Raises:
-      ValueError: if no actor or buffer on a placement of its own reads anything that a learner makes, or if code with
-        effects stands between a learner and an actor.
+      ValueError: if no actor or buffer on a separate placement reads values of a learner, or if code with effects is between
+        a learner and an actor.
     """
     region = graph.region
     producers = region.producers
@@ -34,7 +34,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
     cloned: dict[Node, list[Node]] = {}
 
     def learned(atom: Atom, at: Placement) -> bool:
-        """Whether a learner that is not at `at` makes it."""
+        """Whether a learner at another placement than `at` makes the atom."""
         node = producers.get(atom) if isinstance(atom, Var) else None
         if node is None:
             return False
@@ -43,7 +43,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
         return bool(node.kinds & _DOWNSTREAM) and node.placement != at
 
     def delayed(atom: Atom, at: Placement, reader: Node) -> Atom:
-        """What `reader`, which runs at `at`, reads instead of an atom."""
+        """The atom that `reader`, at placement `at`, reads instead of an atom."""
         if not isinstance(atom, Var):
             return atom
         if atom in next_value:
@@ -61,8 +61,8 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
                 return atom
             if node.has_effects:
                 raise ValueError(
-                    f"`{node.eqn.primitive.name}` has effects and stands between a learner and {reader}, which reads values "
-                    f"of {depth} iterations ago: it would run on old and new values. Move it into a fragment"
+                    f"`{node.eqn.primitive.name}` has effects and is between a learner and {reader}, which reads values from "
+                    f"{depth} iterations ago: it would run twice, on old and on new values. Move it into a fragment"
                 )
             outs = [fresh(v) for v in node.eqn.outvars]
             clones.update({(v, at): o for v, o in zip(node.eqn.outvars, outs, strict=True)})
@@ -76,8 +76,8 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
             node.eqn = node.eqn.replace(invars=[delayed(a, at, node) for a in node.eqn.invars])
     if not readers:
         raise ValueError(
-            f"staleness={depth} has nothing to delay: no actor and no buffer on a placement of its own reads what a learner "
-            "makes. Choose a policy with separate actors and learners, such as SingleLearnerCoarse, or staleness=0"
+            f"staleness={depth} has nothing to delay: no actor and no buffer on a separate placement reads values of a "
+            "learner. Choose a policy with separate actors and learners, such as SingleLearnerCoarse, or staleness=0"
         )
     region.nodes[:] = [n for node in region.nodes for n in [*cloned.get(node, []), node]]
     for position, leaf in enumerate(list(region.carry)):

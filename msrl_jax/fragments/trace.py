@@ -1,4 +1,4 @@
-"""Tracing and checking a training iteration before anything compiles."""
+"""Traces a training iteration, and checks it before anything compiles."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from msrl_jax.fragments.program_key import computation_key
 
 PyTree = Any
 
-# How often the weak types of a state may change from one iteration to the next before they have to settle.
+# The number of iterations within which the weak types of a state must settle.
 _MOST_CHANGES = 8
 
 
@@ -76,7 +76,7 @@ class Traced:
     Attributes:
       jaxpr: its inputs are the state's leaves, its outputs the next state's and the metrics'.
       metrics: the metrics' structure.
-      trace_again: traces the iteration for leaves of other weak types; the jaxpr and the metrics' structure.
+      trace_again: traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure.
     """
 
     jaxpr: ClosedJaxpr
@@ -84,12 +84,12 @@ class Traced:
     trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:
-        """Whether iterations that start from leaves of these weak types are the ones that were traced.
+        """Whether iterations from leaves of these weak types compute the same values as the traced one.
 
         `jax.jit` traces again for other weak types, and may then compute something else.
 
         Args:
-          weak: of each leaf of a state, whether its type is weak.
+          weak: whether each leaf of a state has a weak type.
 
         Returns:
           Whether the values are the same.
@@ -107,7 +107,7 @@ class Traced:
 def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
     """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
 
-    The trace is the one that `jax.jit` comes to use: for the weak types that the state's leaves keep.
+    The trace is for the weak types on which the state's leaves settle. `jax.jit` ends up with the same trace.
 
     Args:
       iteration: pure function `state -> (state, metrics)`.
@@ -154,9 +154,9 @@ def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
 
 
 def _steady(traced: Traced, paths: Sequence[str]) -> Traced:
-    """The trace for the weak types that the state keeps from some iteration on, if all iterations compute the same."""
+    """The trace for the weak types on which the state settles, if all iterations compute the same values."""
     seen: set[tuple[bool, ...]] = set()
-    while True:  # ends, since weak types come back or differ from all before, and the number of those is bounded
+    while True:  # ends, because weak types repeat, or are new at most _MOST_CHANGES times
         before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
         seen.add(before)
         if after in seen:
@@ -169,8 +169,8 @@ def _steady(traced: Traced, paths: Sequence[str]) -> Traced:
     was, becomes = ("weak", "strong") if before[i] else ("strong", "weak")
     aval = traced.jaxpr.in_avals[i]
     raise TypeError(
-        f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes something else for the other: "
-        "jax.jit would promote dtypes differently in the first iteration than in the next. Write the dtype down where the "
+        f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes different values for the two: "
+        "jax.jit would promote dtypes differently in the first iteration than in the next. Give the dtype where the "
         f"state is made and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
     )
 
@@ -203,13 +203,13 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
 
     Args:
       state: the state.
-      axes: a prefix of its tree, of PartitionSpecs of logical axis names; None stands for `PartitionSpec()`.
+      axes: a prefix of its tree with PartitionSpecs of logical axis names; None means `PartitionSpec()`.
 
     Returns:
       One PartitionSpec for each leaf.
 
     Raises:
-      ValueError: if `axes` is no prefix of the state, or names more dimensions than a leaf has.
+      ValueError: if `axes` is not a prefix of the state, or names more dimensions than a leaf has.
     """
 
     def is_spec(x: Any) -> bool:

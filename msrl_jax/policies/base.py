@@ -1,4 +1,4 @@
-"""What the distribution policies share: how to divide a list of devices."""
+"""Helpers of the distribution policies: they divide devices, spell policies and declare codecs."""
 
 import dataclasses
 import math
@@ -16,12 +16,12 @@ from msrl_jax.fragments.placement import Layout as Layout
 from msrl_jax.fragments.placement import Placement as Placement
 
 CodecChoice: TypeAlias = str | Codec | Mapping[str, str | Codec] | None
-"""Packs what goes one way: a codec or its name for all that it takes; text -> codec for values with this text in their names
-(as plans show them), the first that fits counts; or None."""
+"""The codecs of one direction: a codec or its name, for all values that it takes; a mapping text -> codec, for values with the
+text in their names (as plans show them; the first that fits is used); or None."""
 
 
 def described(policy: object) -> str:
-    """A policy as Python writes it: its name, and the parameters that differ from their defaults.
+    """Spells a policy as in Python: its name, and the parameters that differ from their defaults.
 
     Args:
       policy: a policy.
@@ -33,7 +33,7 @@ def described(policy: object) -> str:
 
 
 def spec(policy: object) -> str:
-    """A policy as the command line writes it: its name, and the parameters that differ from their defaults.
+    """Spells a policy as on the command line: its name, and the parameters that differ from their defaults.
 
     Args:
       policy: a policy.
@@ -50,24 +50,24 @@ def _given(policy: object) -> list[str]:
 
 
 ACTING = ("env", "worker")
-"""The logical axes whose sizes the devices of environments, actors and learners divide."""
+"""The logical axes that are split over the devices of environments, actors and learners."""
 
 BUFFERING = (*ACTING, "shard")
-"""The logical axes whose sizes the devices of replay buffers divide."""
+"""The logical axes that are split over the devices of replay buffers."""
 
 
 def splitting(axes: Sequence[str]) -> tuple[str, ...]:
-    """The logical axes that a placement splits whose devices divide `axes`: agents and members too, where they divide."""
+    """The logical axes that a placement splits: `axes`, and agents and members where they divide."""
     return (*axes, *(axis for axis in ("agent", "member") if axis not in axes))
 
 
 def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
-    """The largest number of devices, at most `available`, that divides logical axes.
+    """The largest number of devices, at most `available`, that divides the sizes of logical axes.
 
     Args:
-      available: how many devices there are.
+      available: number of devices.
       sizes: the size of each logical axis.
-      axes: the axes to divide; those without a size do not count.
+      axes: the axes to split; those without a size are ignored.
 
     Returns:
       A number between 1 and `available`.
@@ -83,14 +83,14 @@ def take(
     policy: object,
     axes: Sequence[str] = ACTING,
 ) -> dict[str, list[Device]]:
-    """Divides devices between parts of a deployment, in order; parts share all devices if there is just one.
+    """Divides devices between parts of a deployment, in order; if there is only one device, the parts share it.
 
     Args:
       devices: the devices.
-      wanted: how many each part takes. None, for one of them, is the largest number that is left and divides the axes.
+      wanted: number of devices of each part; one may be None, the largest remaining number that divides the axes.
       sizes: the size of each logical axis.
       policy: the policy, for errors.
-      axes: the logical axes that the part with None divides.
+      axes: the logical axes that are split over the part with None.
 
     Returns:
       The devices of each part.
@@ -130,8 +130,8 @@ def edges(
     Args:
       lower: name of one placement.
       upper: name of the other.
-      up: packs what goes from `lower` to `upper`.
-      down: packs what goes back.
+      up: codecs from `lower` to `upper`.
+      down: codecs from `upper` to `lower`.
 
     Returns:
       The edges that have a codec.
@@ -148,14 +148,14 @@ def edges(
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
-    """The devices of a platform, or those given if no platform is named.
+    """The devices of a platform, or the given devices if no platform is named.
 
     Args:
-      platform: such as "cpu", whose devices exist beside accelerators in every process; or None.
-      devices: the devices otherwise.
+      platform: such as "cpu", which every process has; or None.
+      devices: the devices to return if no platform is named.
 
     Returns:
-      Devices.
+      The devices.
 
     Raises:
       ValueError: if the process has no such platform.

@@ -8,16 +8,16 @@ from msrl_jax.policies.base import BUFFERING, CodecChoice, Device, Layout, Place
 
 @dataclass(frozen=True)
 class Central:
-    """Workers act and compute gradients; a server applies them to the parameters, which it alone keeps.
+    """Workers act and compute gradients; a server keeps the parameters and applies the gradients.
 
-    Gradients go up and parameters come down with every minibatch: the parameter server. MSRL's DP-Central.
+    With every minibatch the server receives gradients and sends parameters, as a parameter server. MSRL's DP-Central.
 
     Attributes:
-      workers: how many devices act and compute gradients; None for the most that are left and divide the number of
-        environments.
-      shards: how many devices the server is split over; each keeps one part of every large tensor.
-      gradient_codec: packs what goes up, such as "bfloat16"; None sends it as it is.
-      parameter_codec: packs what comes down.
+      workers: number of devices that act and compute gradients; None for the largest remaining number that divides the
+        number of environments.
+      shards: number of devices of the server; each keeps one part of every large tensor.
+      gradient_codec: codec for gradients, such as "bfloat16"; None for no codec.
+      parameter_codec: codec for parameters.
     """
 
     workers: int | None = None
@@ -26,7 +26,7 @@ class Central:
     parameter_codec: CodecChoice = None
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
-        """Places the server on devices of its own."""
+        """Places the server on separate devices."""
         parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
         workers = Placement.over("workers", parts["workers"])
         server = Placement.over("server", parts["shards"], split=(), scatter=True)

@@ -1,4 +1,4 @@
-"""Environments: devices of their own for environments, the agents' networks on others."""
+"""Environments: separate devices for environments and for the agents' networks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,17 @@ from msrl_jax.policies.base import ACTING, BUFFERING, Device, Layout, Placement,
 
 @dataclass(frozen=True)
 class Environments:
-    """Environments on dedicated devices; the agents' networks are split over the "agent" axis of another sub-mesh.
+    """Environments on their own devices; the agents' networks on another sub-mesh, split along the "agent" axis.
 
-    For many agents, or environments that are heavy themselves: MALib's setting, and MSRL's DP-Environments. Arrays without
-    an "agent" dimension are split along "env" on the agents' devices too, so a single agent trains data-parallel there.
+    For many agents or expensive environments, as in MALib. MSRL's DP-Environments. The agents' devices split arrays without an
+    "agent" dimension along "env", so a single agent trains data-parallel.
 
     Attributes:
-      envs: how many devices step environments; None for half of them, or fewer so that they divide their number.
-      agents: how many devices hold agents; None for the most of the rest that divide the number of agents (of
-        environments, if there is no "agent" axis).
-      env_platform: platform of the environments' devices, such as "cpu" beside accelerators; None for the same devices.
+      envs: number of devices that step environments; None for the largest number, up to half of the devices, that divides
+        the number of environments.
+      agents: number of devices that hold agents; None for the largest remaining number that divides the number of agents
+        (of environments if there is no "agent" axis).
+      env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
     """
 
     envs: int | None = None

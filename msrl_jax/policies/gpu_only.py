@@ -10,10 +10,10 @@ from msrl_jax.policies.base import BUFFERING, Device, Layout, Placement, describ
 class GPUOnly:
     """Everything on one mesh; environments are split over it, and gradients are all-reduced inside the program.
 
-    The architecture of Anakin, WarpDrive and PureJaxRL (the latter at one device). MSRL's DP-GPUOnly.
+    The architecture of Anakin, WarpDrive and PureJaxRL (which uses one device). MSRL's DP-GPUOnly.
 
     Attributes:
-      num_devices: how many devices to use; None for the most that divide the number of environments.
+      num_devices: number of devices; None for the largest number that divides the number of environments.
     """
 
     num_devices: int | None = None

@@ -39,10 +39,10 @@ def names() -> list[str]:
 
 
 def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPolicy:
-    """A distribution policy by its name.
+    """Looks up a distribution policy.
 
     Args:
-      policy: a name in `POLICIES`, whatever its case, or a policy, which is returned as it is.
+      policy: a name in `POLICIES` (case is ignored), or a policy, which is returned unchanged.
       **parameters: the policy's parameters, such as `learners=2`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The policies that keep learning apart from the environments: once per iteration (Coarse) or at every step (Fine)."""
+"""Policies with learning apart from the environments; they exchange data per iteration (Coarse) or per step (Fine)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,19 +24,19 @@ from msrl_jax.policies.base import (
 class SingleLearnerCoarse:
     """Actors with their environments on one sub-mesh, the learner on another.
 
-    Trajectories go up and parameters come down once per iteration: the architecture of Acme and Sebulba, and of IMPALA
-    with `staleness` above 0. With `buffers`, replay is sharded apart from the learner: Ape-X. MSRL's DP-SingleLearnerCoarse.
+    Once per iteration actors send trajectories and receive parameters: the architecture of Acme and Sebulba, and of IMPALA if
+    `staleness` is above 0. With `buffers`, replay buffers have separate devices, as in Ape-X. MSRL's DP-SingleLearnerCoarse.
 
     Attributes:
-      actors: how many devices act; None for the most that are left and divide the number of environments.
-      learners: how many devices learn (data-parallel if more than one).
-      staleness: how many iterations the actors' parameters lag behind, and the priorities of buffers apart from the learner;
-        with 1 or more, acting and drawing overlap learning.
-      buffers: over how many devices of their own replay buffers are split; "actors" for those that act, which then send
-        samples only; None for the learner's.
-      env_platform: platform of the acting devices, such as "cpu" beside accelerators; None for the same devices.
-      trajectory_codec: packs what goes up, such as "bfloat16" or {"state.obs": "frame_stack(4)"}; None sends it as it is.
-      parameter_codec: packs what comes down.
+      actors: number of devices that act; None for the largest remaining number that divides the number of environments.
+      learners: number of devices that learn (data-parallel if more than one).
+      staleness: how many iterations the actors' parameters lag behind, as do the priorities of buffers on other devices than
+        the learner's; if above 0, acting and sampling overlap learning.
+      buffers: number of separate devices for replay buffers; "actors" for the acting devices, which then send only samples;
+        None for the learner's devices.
+      env_platform: platform of the acting devices, such as "cpu"; None for the platform of the others.
+      trajectory_codec: codec for trajectories, such as "bfloat16" or {"state.obs": "frame_stack(4)"}; None for no codec.
+      parameter_codec: codec for parameters.
     """
 
     actors: int | None = None
@@ -53,7 +53,7 @@ class SingleLearnerCoarse:
             raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
-        """Places actors, learners and, if they have devices of their own, buffers on disjoint sub-meshes."""
+        """Places actors, learners and, if they have separate devices, buffers on disjoint sub-meshes."""
         own = {} if self.buffers in (None, "actors") else {"buffers": self.buffers}
         others = {"learners": self.learners, **own}
         buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
@@ -72,14 +72,15 @@ class SingleLearnerCoarse:
 class SingleLearnerFine:
     """Environments on one sub-mesh; inference and learning on another.
 
-    Observations go up and actions come down at every step, so parameters never move: SEED RL's architecture. MSRL's
+    At every step the learner receives observations and sends actions, so parameters never move: SEED RL's architecture. MSRL's
     DP-SingleLearnerFine.
 
     Attributes:
-      envs: how many devices step environments; None for the most that are left and divide their number.
-      learners: how many devices infer and learn.
-      env_platform: platform of the environments' devices, such as "cpu" beside accelerators; None for the same devices.
-      observation_codec: packs what goes up, such as {"obs": "uint8"} for images; None sends it as it is.
+      envs: number of devices that step environments; None for the largest remaining number that divides the number of
+        environments.
+      learners: number of devices for inference and learning.
+      env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
+      observation_codec: codec for observations, such as {"obs": "uint8"} for images; None for no codec.
     """
 
     envs: int | None = None
@@ -106,7 +107,7 @@ def _parts(
     policy: object,
     axes: Sequence[str] = ACTING,
 ) -> dict[str, list[Device]]:
-    """The devices of the first part, which may be on a platform of their own, and those of the others."""
+    """The devices of each part; those of the first part may be on another platform."""
     if platform is None:
         return take(devices, {first: num_first, **others}, sizes, policy, axes)
     there = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)

@@ -1,4 +1,4 @@
-"""Replay buffers: what was experienced, to be learned from again."""
+"""Replay buffers: store experience, and draw batches of it for learning."""
 
 from msrl_jax.replay.base import SHARD_AXIS as SHARD_AXIS
 from msrl_jax.replay.base import Indices as Indices

@@ -1,9 +1,9 @@
-"""What a replay buffer is: a state, and pure functions of it.
+"""The interface of replay buffers: a state, and pure functions of it.
 
-In the shape descriptions of this package, `E` is the number of environments, `T` the steps of each that are inserted at
-once, `B` the batch size and `S` the length of a sampled window. A buffer is split into `G` shards: buffers of `E / G`
-adjacent environments that share nothing, each of which serves `B / G` of every batch. Split over up to `G` devices, a buffer
-moves nothing between them on insertion, and samples do not depend on how many devices there are.
+In the shape descriptions of this package, `E` is the number of environments, `T` the steps per environment of one insertion,
+`B` the batch size and `S` the length of a sampled window. A buffer consists of `G` independent shards: each holds `E / G`
+adjacent environments, and draws `B / G` windows of every batch. On up to `G` devices, insertion moves nothing between devices,
+and samples do not depend on the number of devices.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ SHARD_AXIS = "shard"
 
 
 class ReplayState(NamedTuple):
-    """What a buffer holds. Donate it: insertion then writes in place.
+    """The state of a buffer. Donate it: insertion then writes in place.
 
     Attributes:
       items: the stored leaves of the items, packed by their codecs. shape=(G, L, E/G, ...), a ring of `L` steps
-      added: steps inserted of each environment, modulo a large multiple of `L`. shape=(), dtype=int32
-      filled: steps held of each environment, at most `L`. shape=(), dtype=int32
-      lost: items inserted that a codec could not hold; it stops at the largest int32. shape=(G,), dtype=int32
-      priorities: what prioritized sampling needs, `()` otherwise.
+      added: steps inserted per environment, modulo a large multiple of `L`. shape=(), dtype=int32
+      filled: steps held per environment, at most `L`. shape=(), dtype=int32
+      lost: number of inserted items that a codec could not hold; it stops at the largest int32. shape=(G,), dtype=int32
+      priorities: the state of prioritized sampling, `()` for other buffers.
     """
 
     items: Any
@@ -37,11 +37,11 @@ class ReplayState(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Which windows a batch is made of.
+    """The positions of the windows of a batch.
 
     Attributes:
-      step: the first step, counted as `ReplayState.added` is, so that it tells a window from a later one in the same
-        place. shape=(B,), dtype=int32
+      step: the first step, counted like `ReplayState.added`; it distinguishes a window from a later one in the same place.
+        shape=(B,), dtype=int32
       env: the environment. shape=(B,), dtype=int32
     """
 
@@ -55,9 +55,9 @@ class Sample(NamedTuple):
     Attributes:
       experience: the items. shape=(B, ...), or (S, B, ...) of windows with `S > 1`; the fields of `NStep` for n-step
         transitions.
-      indices: where they were.
-      probability: with what probability a draw yields each of them. shape=(B,)
-      weight: what corrects a loss for these probabilities; 1 if all windows are equally probable. shape=(B,)
+      indices: the positions of the items.
+      probability: the probability of drawing each of them. shape=(B,)
+      weight: weights of the losses that correct for these probabilities; 1 if all windows are equally probable. shape=(B,)
     """
 
     experience: Any
@@ -76,28 +76,28 @@ class SampleFunction(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A replay buffer: pure functions, and nothing else.
+    """A replay buffer: pure functions of its state, and its sizes.
 
     Attributes:
       init: `() -> state`, an empty buffer.
-      insert: `(state, items [T, E, ...]) -> state`; the oldest steps give way.
-      sample: `(state, key, data=()) -> Sample`, with replacement. It means something once `ready(state)`: an empty buffer
-        raises ValueError, but under `jit`, where its state is not known, it gives zeros.
-      update: `(state, indices, td_error [..., B]) -> state`: new priorities from TD errors of either sign, of one sampled batch
-        or of several, the last of which counts. Windows that have been overwritten since, and errors that are not finite, are
-        left out. Buffers without priorities return the state. Call it outside of `lax.cond`, which would copy the
-        priorities: errors of nan change nothing.
-      size: `state -> int32 scalar`: how many windows there are to sample.
+      insert: `(state, items [T, E, ...]) -> state`: overwrites the oldest steps.
+      sample: `(state, key, data=()) -> Sample`, with replacement. Valid once `ready(state)`. An empty buffer raises ValueError;
+        under `jit`, where its state is not known, it returns zeros.
+      update: `(state, indices, td_error [..., B]) -> state`: sets priorities from TD errors of either sign, of one sampled
+        batch or of several (the last one counts). Ignores windows that have been overwritten, and errors that are not finite.
+        Buffers without priorities return the state. Do not call it inside `lax.cond`, which would copy the priorities; pass
+        errors of nan instead, which change nothing.
+      size: `state -> int32 scalar`: number of windows that can be sampled.
       ready: `state -> bool scalar`: whether `min_size` steps are held.
       report: `state -> metrics`, float32 scalars: `replay_size`, and `replay_lost` if a codec can lose items.
       axes: a prefix tree of the state with the logical axis names of its dimensions.
       capacity: steps of all environments that it holds.
-      min_size: steps of all environments from which on it serves.
+      min_size: steps of all environments that it must hold to be ready.
       batch_size: windows in a batch, `B`.
       nbytes: bytes of the state.
       shards: `G`.
-      data: host arrays that `sample` reads as well and no function changes, such as a data set; `()` for most buffers. They
-        are an argument of `sample`, so that they are no constants of a program.
+      data: host arrays that `sample` also reads and no function changes, such as a dataset; `()` for most buffers. They are
+        an argument of `sample`, so that programs do not hold them as constants.
       data_axes: a prefix tree of the data, as `axes` is of the state.
     """
 
@@ -119,10 +119,10 @@ class Replay:
 
 
 def add_saturating(count: jax.Array, new: jax.Array) -> jax.Array:
-    """Adds to a count that stops at the largest number of its type, rather than wrap.
+    """Adds to a count that stops at the largest int32 instead of wrapping.
 
     Args:
-      count: a count that is not negative. `[...]` int32
+      count: a count, not negative. `[...]` int32
       new: what to add, not negative. `[...]` int32
 
     Returns:

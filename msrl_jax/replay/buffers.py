@@ -21,12 +21,12 @@ from msrl_jax.replay.storage import Storage
 
 
 class Priorities(NamedTuple):
-    """What prioritized sampling needs.
+    """The state of prioritized sampling.
 
     Attributes:
       tree: a sum tree over the windows of each shard. shape=(G, nodes) of each level
       largest: the largest priority so far, which new windows get. shape=(G,)
-      past: insertions before the newest one. shape=()
+      past: number of insertions before the newest one. shape=()
     """
 
     tree: sum_tree.Tree
@@ -54,22 +54,22 @@ def uniform(
       example: one step of one environment: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
       capacity: steps of all environments to hold at most; rounded down to whole insertions, see `Replay.capacity`.
       num_envs: environments, `E`.
-      unroll_length: steps of every environment that are inserted at once, `T`.
+      unroll_length: steps per environment of one insertion, `T`.
       batch_size: windows per batch, `B`.
       length: steps of a window, `S`. Windows never span the gap between the newest and the oldest step.
       stride: windows start at every `stride`-th step; half of `length` for sequences that overlap by half.
       discount: if given, a window is folded into the n-step transition of its first step, with n = `length`; the example
-        then has the fields of `Transition`, and the batch is an `NStep`. Only its two observations are read.
-      min_size: steps of all environments from which on the buffer is `ready`; as many as a batch needs unless given.
-      shards: `G`, into how many parts the buffer may be split over devices; a divisor of `num_envs` and `batch_size`. Samples
-        depend on it. Unless given, the greatest common divisor of the two and 8.
-      storage: for names on the paths of the example's leaves, such as `{"obs": "uint8"}`, the codec that packs them.
+        then has the fields of `Transition`, and the batch is an `NStep`. Only two observations of a window are read.
+      min_size: steps of all environments that the buffer must hold to be `ready`; by default as many as a batch needs.
+      shards: `G`, the largest number of devices to split the buffer over; a divisor of `num_envs` and `batch_size`. Samples
+        depend on it. By default the greatest common divisor of the two and 8.
+      storage: codecs by names on the paths of the example's leaves, such as `{"obs": "uint8"}`.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: if sizes do not fit each other or the devices' memory, or a codec does not fit what it is declared for.
+      ValueError: if sizes do not fit each other or the devices' memory, or a codec cannot pack its leaves.
     """
     ring = make_ring(
         example,
@@ -122,35 +122,35 @@ def prioritized(
     priorities. New windows get the shard's largest priority so far. `Sample.weight` corrects for the draws.
 
     Args:
-      example: as in `uniform`, and so for all arguments but the last four.
+      example: as in `uniform`, like all arguments except the last four.
       capacity: steps of all environments to hold at most.
       num_envs: environments, `E`.
-      unroll_length: steps inserted at once, `T`.
+      unroll_length: steps per environment of one insertion, `T`.
       batch_size: windows per batch, `B`.
       length: steps of a window, `S`.
       stride: steps between starts of windows.
       discount: folds windows into n-step transitions.
-      min_size: steps from which on the buffer is `ready`.
+      min_size: steps of all environments that the buffer must hold to be `ready`.
       shards: `G`.
       storage: codecs.
       alpha: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
       epsilon: added to errors, so that every window has a chance. Usual: 1e-6 to 1e-2.
       beta: exponent of `importance_weights` in `Sample.weight`; 0 makes all weights 1. Usual: 0.4 to 0.6.
-      beta_steps: steps of all environments, before the newest insertion, over which the exponent rises from `beta` to 1,
-        where it stays; None if it does not rise. Usual: those of the run.
+      beta_steps: steps of all environments over which the exponent rises from `beta` to 1, where it stays; the newest
+        insertion does not count. None if it does not rise. Usual: the steps of the run.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: as in `uniform`, if `alpha` or `beta` is negative, if `epsilon` is not above 0, or if `beta_steps` is no
+      ValueError: as in `uniform`, if `alpha` or `beta` is negative, if `epsilon` is not above 0, or if `beta_steps` is not a
         positive integer.
     """
     check_numbers(alpha=alpha, epsilon=epsilon, beta=beta)
     if beta_steps is not None:
         check_integers(beta_steps=beta_steps)
     if not epsilon:
-        raise ValueError("epsilon=0 never draws a window again whose TD error was 0; use a small number such as 1e-6")
+        raise ValueError("epsilon=0 never draws a window again if its TD error was 0; use a small number such as 1e-6")
     ring = make_ring(
         example,
         capacity=capacity,
@@ -172,9 +172,9 @@ def prioritized(
         return Priorities(levels, jnp.ones(ring.shards), counters.counter())
 
     def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
-        """Adds the windows that an insertion completes, and removes those that it breaks into.
+        """Adds the windows that an insertion completes, and removes those that it overwrites.
 
-        Both are among the starts of the last T + S - 1 steps: the S - 1 newest ones lie in the places of broken windows.
+        Both start in the last T + S - 1 steps: the newest S - 1 steps are in the places of overwritten windows.
         """
         priorities: Priorities = before.priorities
         span = ring.unroll_length + ring.length - 1
@@ -193,7 +193,7 @@ def prioritized(
         def of_shard(tree: sum_tree.Tree, key: jax.Array) -> tuple[Indices, jax.Array]:
             leaf, value = sum_tree.draw(tree, key, per_shard)
             row, env = leaf // ring.envs, leaf % ring.envs
-            # The one step in that place that is held.
+            # The step that is held in that place.
             step = (begin + (row * ring.stride - begin) % ring.steps) % ring.modulus
             total = sum_tree.total(tree)
             return Indices(step, env), jnp.where(total > 0, value / (ring.shards * total), 1.0)
@@ -231,7 +231,7 @@ def prioritized(
 
 
 def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.Array:
-    """What corrects a loss for drawing with these probabilities, relative to the largest weight in the batch.
+    """Weights of losses that correct for these probabilities, relative to the largest weight in the batch.
 
     Schaul et al., 2016, arXiv 1511.05952, section 3.4: `(N * P(i)) ** -beta / max_j w_j`, in which `N` cancels. The largest
     weight is that of the whole batch, over all shards.
@@ -249,7 +249,7 @@ def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _Drawing:
-    """What buffers differ in: how windows are drawn. The defaults are those of a uniform buffer.
+    """How a buffer draws windows. The defaults are those of a uniform buffer.
 
     Attributes:
       draw: `(state, keys [G]) -> (first steps and environments of a shard's windows [G, B / G], probabilities [G, B / G])`.
@@ -269,7 +269,7 @@ class _Drawing:
 
 
 def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
-    """Binds what all buffers share to how windows are drawn."""
+    """Makes a buffer from its ring and its way of drawing windows."""
 
     def init() -> ReplayState:
         added, filled = jnp.int32(0), jnp.int32(0)  # two arrays, so that both can be donated

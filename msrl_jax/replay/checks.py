@@ -1,4 +1,4 @@
-"""Checks of a buffer's sizes: every message names the argument, its value and what it should be."""
+"""Checks of a buffer's sizes: every message names the argument, its value and the valid values."""
 
 import math
 import numbers
@@ -26,10 +26,10 @@ def check_memory(nbytes: int, parts: int, what: str, capacity: int) -> None:
     """Raises ValueError if a buffer does not fit the memory of the devices that it can be split over.
 
     Args:
-      nbytes: its bytes.
-      parts: over how many devices at most.
-      what: what it is, for the message.
-      capacity: how much it holds, to suggest how much would fit.
+      nbytes: bytes of the buffer.
+      parts: the largest number of devices.
+      what: the buffer in words, for the message.
+      capacity: the buffer's capacity, to suggest one that fits.
     """
     local = jax.local_devices()
     devices = local[: math.gcd(parts, len(local))]

@@ -13,13 +13,13 @@ from msrl_jax.replay.checks import check_integers, check_memory
 
 
 class FifoState(NamedTuple):
-    """What a queue holds. Donate it: insertion then writes in place.
+    """The state of a queue. Donate it: insertion then writes in place.
 
     Attributes:
-      batches: the places for batches. shape=(N, ...)
+      batches: one place for each batch. shape=(N, ...)
       first: the place of the oldest batch. shape=(), dtype=int32
       length: batches held. shape=(), dtype=int32
-      refused: batches that found the queue full; it stops at the largest int32. shape=(), dtype=int32
+      refused: number of refused batches; it stops at the largest int32. shape=(), dtype=int32
     """
 
     batches: Any
@@ -30,19 +30,18 @@ class FifoState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Fifo:
-    """A queue of batches: pure functions, and nothing else.
+    """A queue of batches: pure functions of its state, and its sizes.
 
     Attributes:
       init: `() -> state`, an empty queue.
-      insert: `(state, batch) -> state`: appends a batch. A full queue refuses it and counts it.
-      pop: `state -> (state, batch)`: takes the oldest batch. It means something if `ready(state)`; an empty queue gives zeros
-        or an old batch, and stays as it is.
-      sample: `(state, key) -> batch`: a batch drawn uniformly from those held, which stays. It means something if
-        `ready(state)`.
-      size: `state -> int32 scalar`: how many batches it holds.
+      insert: `(state, batch) -> state`: appends a batch. A full queue refuses the batch and counts the refusal.
+      pop: `state -> (state, batch)`: removes the oldest batch. Valid if `ready(state)`; an empty queue returns zeros or an old
+        batch, and does not change.
+      sample: `(state, key) -> batch`: draws one of the held batches uniformly and keeps it. Valid if `ready(state)`.
+      size: `state -> int32 scalar`: number of batches that it holds.
       ready: `state -> bool scalar`: whether it holds one.
       axes: a prefix tree of the state with the logical axis names of its dimensions.
-      capacity: batches that it holds at most, `N`.
+      capacity: largest number of batches, `N`.
       nbytes: bytes of the state.
     """
 
@@ -62,7 +61,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
 
     Args:
       example: a batch: a pytree of arrays or of `jax.ShapeDtypeStruct`; its values do not matter.
-      capacity: how many batches it holds, `N`.
+      capacity: largest number of batches, `N`.
       axes: a prefix tree of a batch with the logical axis names of its dimensions; None for trajectories `[T, E, ...]`, which
         are split along `E`.
 
@@ -70,7 +69,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
       The queue.
 
     Raises:
-      ValueError: if the capacity is no positive integer, or the queue does not fit the devices' memory.
+      ValueError: if the capacity is not a positive integer, or the queue does not fit the devices' memory.
     """
     check_integers(capacity=capacity)
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
@@ -87,7 +86,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         if shapes != example:
             raise ValueError(f"a batch is {shapes}, but the queue takes {example}; make the queue with this batch")
         full = state.length == capacity
-        # A full queue writes what is there already: choosing between two whole states would copy them.
+        # A full queue rewrites the batch that is there: choosing between two whole states would copy them.
         place = (state.first + state.length) % capacity
         kept = jax.tree.map(lambda old, new: jnp.where(full, old, new), at(state, place), batch)
         batches = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept)

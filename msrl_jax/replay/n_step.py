@@ -1,4 +1,4 @@
-"""n-step transitions: what a window of an environment says about its first action."""
+"""n-step transitions: folds a window of steps into one transition of its first action."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class Transition(NamedTuple):
-    """One step, as buffers of n-step transitions hold it; items with more fields will do.
+    """One step in a buffer of n-step transitions; its items may have more fields.
 
     Attributes:
       obs: the observation acted on.
@@ -16,8 +16,8 @@ class Transition(NamedTuple):
       reward: the reward. shape=()
       terminated: whether the episode ended in a terminal state. shape=(), bool
       truncated: whether the episode was cut short. shape=(), bool
-      next_obs: the true successor: `TimeStep.final_obs`, which is not what is acted on next where an episode ends.
-      carry: the recurrent state with which the actor saw `obs`, zeros at the first step of an episode; `()` if it has none.
+      next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it is not the next observation acted on.
+      carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
     """
 
     obs: Any
@@ -36,7 +36,7 @@ class NStep(NamedTuple):
       obs: the observation acted on. shape=(B, ...)
       action: the action. shape=(B, ...)
       reward: the discounted sum of the rewards, up to the end of the episode. shape=(B,)
-      discount: the weight of what follows: a power of the discount factor, or 0 after a terminal state. shape=(B,)
+      discount: the weight of the successor's value: a power of the discount factor, or 0 after a terminal state. shape=(B,)
       next_obs: the true successor of the last step whose reward is in the sum. shape=(B, ...)
     """
 
@@ -52,11 +52,11 @@ def fold(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums the rewards of windows up to the first end of an episode (Sutton & Barto, 2018, eq. 7.1).
 
-    A terminated step has no future; a truncated one has a future that was not seen, so its successor counts.
+    The value of the successor counts after a truncated step, not after a terminated one.
 
     Args:
       reward: rewards. `[S, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[S, ...]` bool
+      terminated: whether the episode ended in a terminal state; takes precedence over `truncated`. `[S, ...]` bool
       truncated: whether the episode was cut short. `[S, ...]` bool
       discount: the factor per step.
 

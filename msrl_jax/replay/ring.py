@@ -1,4 +1,4 @@
-"""The ring that holds the items: its geometry, insertion, and the reading of windows."""
+"""The ring that holds the items: its sizes, insertion, and reading of windows."""
 
 import dataclasses
 import math
@@ -18,18 +18,18 @@ _COUNT = 2**30  # steps are counted modulo the largest multiple of the ring's le
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Sizes. A window starts at a multiple of `stride`, as steps are counted from the first insertion.
+    """The sizes of a ring. Windows start at multiples of `stride`, counted from the first inserted step.
 
     Attributes:
       num_envs: environments, `E`.
-      steps: steps held of each, `L`; a multiple of `unroll_length` and of `stride`.
-      unroll_length: steps of each inserted at once, `T`.
+      steps: steps held per environment, `L`; a multiple of `unroll_length` and of `stride`.
+      unroll_length: steps per environment of one insertion, `T`.
       batch_size: windows in a batch, `B`.
       length: steps of a window, `S`.
       stride: steps between starts of windows.
       shards: `G`.
       format: how items are stored.
-      min_steps: steps of each environment from which on the buffer is ready.
+      min_steps: steps per environment that the buffer must hold to be ready.
     """
 
     num_envs: int
@@ -49,39 +49,39 @@ class Ring:
 
     @property
     def modulus(self) -> int:
-        """The number modulo which steps are counted."""
+        """The modulus of step counts."""
         return _COUNT // self.steps * self.steps
 
     def count(self, filled: jax.Array) -> jax.Array:
-        """Number of complete windows in `filled` steps, the first of which may start a window."""
+        """Number of complete windows in `filled` steps, if the first step may start a window."""
         return jnp.maximum((filled - self.length) // self.stride + 1, 0)
 
     @property
     def lag(self) -> int:
-        """Most steps between the oldest one and the first that may start a window."""
+        """The largest distance from the oldest step to the first step that may start a window."""
         return self.stride - math.gcd(self.stride, self.unroll_length)
 
     @property
     def fewest_windows(self) -> int:
-        """Least number of windows of an environment in a full ring."""
+        """The smallest number of windows per environment in a full ring."""
         return max((self.steps - self.lag - self.length) // self.stride + 1, 0)
 
     @property
     def steps_of_batch(self) -> int:
-        """Steps of each environment that hold a batch of windows, if the first step may start a window.
+        """Steps per environment that contain a batch of windows, if the first step may start a window.
 
-        It may in a buffer that is not full: its first step is step 0.
+        In a buffer that is not full it may, because it is step 0.
         """
         return self.length + (-(-self.batch_size // self.num_envs) - 1) * self.stride
 
     def oldest(self, added: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first step at which a window starts, and how many windows an environment has."""
+        """The first step at which a window starts, and the number of windows per environment."""
         begin = (added - filled) % self.modulus
         skipped = -begin % self.stride
         return begin + skipped, self.count(filled - skipped)
 
     def empty(self) -> list[Any]:
-        """The leaves that hold the items. `[G, L, E/G, ...]`"""
+        """Leaves of zeros to hold the items. `[G, L, E/G, ...]`"""
         lead = (self.shards, self.steps, self.envs)
         return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.format.packed)
 
@@ -94,10 +94,10 @@ class Ring:
           items: the items. `[T, E, ...]`
 
         Returns:
-          The leaves, and how many items in each shard a codec could not hold. `[G]`
+          The leaves, and the number of items in each shard that a codec could not hold. `[G]`
 
         Raises:
-          ValueError: if the items are not `[T, E]` of the buffer's example.
+          ValueError: if the items do not have the structure, shapes (after `[T, E]`) and dtypes of the buffer's example.
         """
         self._check(items)
 
@@ -130,7 +130,7 @@ class Ring:
           held: the shard's leaves. `[L, E/G, ...]`
           indices: the first steps and the shard's environments. `[b]`
           offset: how many steps later to read. `[..., b]`
-          select: picks the part of an item that is wanted.
+          select: picks the wanted part of an item.
 
         Returns:
           The part. `[..., b, ...]`
@@ -171,16 +171,16 @@ def make_ring(
       batch_size: windows per batch.
       length: steps of a window.
       stride: steps between starts of windows.
-      min_size: steps of all environments from which on the buffer is ready, or None.
+      min_size: steps of all environments that the buffer must hold to be ready, or None.
       shards: shards, or None.
       storage: codecs.
-      discount: whether and how windows are folded.
+      discount: discount factor of n-step transitions, or None.
 
     Returns:
       The ring.
 
     Raises:
-      ValueError: if they do not fit.
+      ValueError: if the arguments do not fit each other.
     """
     sizes = {"capacity": capacity, "num_envs": num_envs, "unroll_length": unroll_length, "batch_size": batch_size}
     sizes |= {"length": length, "stride": stride}

@@ -1,4 +1,4 @@
-"""How a buffer's items are stored: a codec for each of the leaves that are declared to have one."""
+"""How a buffer stores items: leaves may have codecs that pack them."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ class ItemFormat:
 
     Attributes:
       example: the shapes and dtypes of an item.
-      codecs: for every leaf of it the codec that packs it, or None.
+      codecs: the codec of each leaf, or None.
     """
 
     example: Any
@@ -30,7 +30,7 @@ class ItemFormat:
 
     @property
     def packed(self) -> list[Any]:
-        """For every leaf of an item the shapes and dtypes of what is stored."""
+        """The shapes and dtypes of the stored arrays, for each leaf of an item."""
         leaves = zip(self.codecs, jax.tree.leaves(self.example), strict=True)
         return [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
 
@@ -44,10 +44,10 @@ class ItemFormat:
 
         Args:
           items: items with `dims` leading dimensions.
-          dims: how many.
+          dims: number of leading dimensions.
 
         Returns:
-          What is stored, with the same leading dimensions, and which items do not come back as their codecs promise.
+          The stored arrays, with the same leading dimensions, and a mask of the items that a codec could not hold.
         """
         leaves = jax.tree.leaves(items)
         packed: list[Any] = []
@@ -58,12 +58,12 @@ class ItemFormat:
         return packed, lost
 
     def decode(self, leaf: int, packed: Any, dims: int) -> jax.Array:
-        """Unpacks what `encode` made of a leaf.
+        """Unpacks a leaf that `encode` packed.
 
         Args:
-          leaf: its number.
-          packed: what is stored of it, with `dims` leading dimensions.
-          dims: how many.
+          leaf: the number of the leaf.
+          packed: its stored arrays, with `dims` leading dimensions.
+          dims: number of leading dimensions.
 
         Returns:
           The leaf.
@@ -87,13 +87,13 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
 
     Args:
       example: one item: a pytree of arrays or of `jax.ShapeDtypeStruct`.
-      storage: for names on the paths of leaves, such as `"obs"`, the codec that packs every leaf under that name.
+      storage: codecs by names on the paths of leaves, such as `"obs"`; a codec packs every leaf under its name.
 
     Returns:
       The format.
 
     Raises:
-      ValueError: if a name is on no path, or a codec is not known or cannot pack what it is declared for.
+      ValueError: if a name is on no path, or a codec is unknown or cannot pack its leaves.
     """
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     leaves = jax.tree.leaves_with_path(example)

@@ -1,8 +1,8 @@
-"""Sum trees: draws with given probabilities, and changes of them, in time logarithmic in how many there are.
+"""Sum trees: draw leaves in proportion to their values, and change the values, in logarithmic time.
 
-A node has `BRANCHES` children: a tree that is wider than a binary one (Schaul et al., 2016, arXiv 1511.05952) needs fewer
-dependent reads of memory, and each read is of adjacent numbers. A parent is always computed anew from its children. Where
-differences are added instead, the rounding of large priorities stays in the sums, and leaves of 0 are drawn once all are small.
+A node has `BRANCHES` children. Compared with a binary tree (Schaul et al., 2016, arXiv 1511.05952) this needs fewer dependent
+memory reads, and each reads adjacent numbers. A parent is always recomputed from its children. Adding differences instead would
+leave rounding errors of large priorities in the sums; when all priorities are small later, leaves of 0 would be drawn.
 """
 
 import chex
@@ -43,16 +43,16 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
 
     Args:
       tree: the tree.
-      first: the first leaf of each run; a run that begins `NOWHERE` is left out. Where runs overlap, the largest values count.
-        `[K]` int32
+      first: the first leaf of each run; runs that start at `NOWHERE` are ignored. Where runs overlap, the largest value
+        counts. `[K]` int32
       values: the new leaves, not negative. `[K, W]`
 
     Returns:
       The tree.
 
     Raises:
-      ValueError: if a value is negative or not finite and is known when this is called; where it is traced, as in a
-        function under `jit`, such a value becomes 0, which is never drawn.
+      ValueError: if a value is negative or not finite. A traced value, as under `jit`, becomes 0 instead, which is never
+        drawn.
     """
     chex.assert_rank((first, values), (1, 2))
     chex.assert_equal_shape_prefix((first, values), 1)
@@ -63,7 +63,7 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
     values = jnp.where(jnp.isfinite(values) & (values > 0), values, 0.0)
     width = values.shape[1]
     leaves = first[:, None] + jnp.arange(width)
-    # Of several values set at one place some devices keep any; the largest is the same everywhere.
+    # If several values are set at one place, some devices keep an arbitrary one; the largest is the same everywhere.
     levels = [tree[0].at[leaves].set(0.0, mode="drop").at[leaves].max(values, mode="drop")]
     for level in tree[1:]:
         # The ancestors of adjacent nodes are adjacent.
@@ -82,7 +82,7 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     rounding of the whole sum keep their probabilities.
 
     Args:
-      tree: the tree; its sum must be above 0, or the result means nothing.
+      tree: the tree; its sum must be above 0.
       key: a typed PRNG key.
       count: how many, `K`.
 
@@ -96,11 +96,11 @@ def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     value = jnp.zeros(count)
     for level in reversed(tree):
         children = level.reshape(-1, BRANCHES).at[node].get(mode="promise_in_bounds")
-        # Much cheaper than a cumulative sum on a CPU; accelerators would round the factors of a product otherwise.
+        # A product is much cheaper than a cumulative sum on a CPU; at less precision, accelerators would round its factors.
         before = jnp.dot(children, jnp.triu(jnp.ones((BRANCHES, BRANCHES)), 1), precision=jax.lax.Precision.HIGHEST)
         total = before[:, -1] + children[:, -1]
         goal = target * total
-        # The first child above 0 always qualifies, and rounding that puts the goal behind them all yields the last one.
+        # The first child above 0 always qualifies. If rounding puts the goal past all children, the last one above 0 is picked.
         pick = jnp.max(jnp.where((before <= goal[:, None]) & (children > 0), jnp.arange(BRANCHES), 0), 1)
         value = jnp.take_along_axis(children, pick[:, None], 1)[:, 0]
         before = jnp.take_along_axis(before, pick[:, None], 1)[:, 0]

@@ -14,14 +14,14 @@ from msrl_jax.fragments.placement import Device
 
 @dataclasses.dataclass(frozen=True)
 class Behavior:
-    """An agent's behavior, for raw observations.
+    """The behavior of an agent on raw observations.
 
-    A state may be large (replay buffers) and lie on several sub-meshes; acting needs little of it. `take` copies that part
+    A state may be large (replay buffers) and on several meshes, but acting needs only a small part. `take` copies this part
     to one device, and `act` computes from it.
 
     Attributes:
       agent: the agent of one run.
-      env: the environment that the agent was built for.
+      env: the environment of the agent.
     """
 
     agent: Agent
@@ -31,9 +31,9 @@ class Behavior:
         """Chooses actions.
 
         Args:
-          state: state of one run, or what `restore` made of it.
-          obs: raw observations `[E, ...]`; normalized with the statistics in `state` if training did so.
-          key: samples the actions; the most probable ones are taken without.
+          state: state of one run, or the result of `restore`.
+          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
+          key: key for sampling the actions; None takes the most probable ones.
 
         Returns:
           Actions `[E, ...]`.
@@ -43,8 +43,8 @@ class Behavior:
         """
         if self.agent.initial_carry is not None:
             raise ValueError(
-                "this agent remembers earlier observations, so one is not enough to act on; pass a carry from step to "
-                "step with act_with_carry"
+                "this agent remembers earlier observations, so one observation is not enough; use act_with_carry and pass the "
+                "carry from step to step"
             )
         return self.act_with_carry(state, obs, (), key)[0]
 
@@ -53,13 +53,13 @@ class Behavior:
         return () if self.agent.initial_carry is None else self.agent.initial_carry(num_envs)
 
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Chooses actions, whether the agent is recurrent or not.
+        """Chooses actions, for recurrent and other agents.
 
         Args:
-          state: state of one run, or what `restore` made of it.
-          obs: raw observations `[E, ...]`; normalized with the statistics in `state` if training did so.
-          carry: `initial_carry` at the start of an episode, later what this method returned one step before.
-          key: samples the actions; the most probable ones are taken without.
+          state: state of one run, or the result of `restore`.
+          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
+          carry: `initial_carry` at the start of an episode, later the carry that the last call returned.
+          key: key for sampling the actions; None takes the most probable ones.
 
         Returns:
           Actions `[E, ...]` and the carry for the next step.
@@ -92,11 +92,11 @@ class Behavior:
         return tuple(id(v) in used for v in jaxpr.invars)
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
-        """Copies the leaves of `state` that acting depends on to one device.
+        """Copies the leaves of `state` that acting needs to one device.
 
         Args:
           state: state of one run, or of several members.
-          device: where the leaves go; a device that holds them if not given.
+          device: the device; one that holds the first leaf if None.
 
         Returns:
           The leaves, for `restore`.

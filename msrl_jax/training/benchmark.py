@@ -1,4 +1,4 @@
-"""Benchmarks: environment steps and learner updates per second, compilation apart, as the median of repeated runs."""
+"""Benchmarks: environment steps and learner updates per second without compilation, as the median of repeated runs."""
 
 import dataclasses
 import itertools
@@ -18,32 +18,32 @@ from msrl_jax.policies.base import spec
 from msrl_jax.training.folder import describe_devices
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
-# A chunk this long hides the host's work between chunks; short enough that slow settings need not wait for long.
+# A chunk of this length hides the host's work between chunks, and is short enough for slow settings.
 _CHUNK_SECONDS = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """How fast one setting trains.
+    """The training speed of one setting.
 
     Attributes:
       algorithm: name of the algorithm.
       env: name of the environment.
       policy: the distribution policy.
-      platform: of the devices.
-      devices: how many devices are in use.
-      num_envs: environments.
+      platform: platform of the devices.
+      devices: number of devices in use.
+      num_envs: number of environments.
       unroll_length: steps of every environment per iteration.
       compile_seconds: time to trace and compile the program of the first chunk.
       steps_per_second: environment steps per second, median of `runs`.
-      updates_per_second: gradient steps per second at that rate; steps that a setting such as `target_kl` skips count too.
+      updates_per_second: gradient steps per second at that rate, skipped steps (`target_kl`) included.
       runs: environment steps per second of every timed run.
       jit_steps_per_second: environment steps per second of the plain `jax.jit(jax.lax.scan(...))`; None if not measured.
-      jit_runs: its timed runs, each next to the entry of `runs` at the same place.
+      jit_runs: environment steps per second of every timed run of the plain program, in the order of `runs`.
       ratio: `steps_per_second / jit_steps_per_second`.
-      flops: floating point operations of one iteration in XLA's cost analysis; None if the policy does not fuse the loop.
+      flops: floating point operations of one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
       jit_flops: floating point operations of one iteration of the plain program.
-      bytes: bytes accessed by one iteration in XLA's cost analysis; None if the policy does not fuse the loop.
+      bytes: bytes accessed by one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
       jit_bytes: bytes accessed by one iteration of the plain program.
     """
 
@@ -75,7 +75,7 @@ class Measurement:
 
 
 class Timed(Protocol):
-    """Something that trains and can be timed."""
+    """A training loop that can be timed."""
 
     def run(self, seconds: float) -> float:
         """Trains for about `seconds` and returns environment steps per second."""
@@ -83,14 +83,14 @@ class Timed(Protocol):
 
 
 class Runner:
-    """Trains in this process, chunk after chunk of iterations; every call continues the last."""
+    """Trains in this process in chunks of iterations; every call continues where the last one ended."""
 
     def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
-        """Takes two chunks: one that compiles and warms up, and one that tells how long a chunk is.
+        """Runs two chunks: one to compile and warm up, and one to measure the length of a chunk.
 
         Args:
-          step: runs a chunk, `state -> state`, and may reuse the state's memory.
-          state: where to start.
+          step: runs a chunk, `state -> state`; it may reuse the state's memory.
+          state: the initial state.
           steps: environment steps of a chunk.
         """
         self._step, self._state, self._steps = step, state, steps
@@ -110,15 +110,15 @@ class Runner:
 
 
 def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[tuple[float, ...]]:
-    """Times runners in turn, so that a machine that slows down slows all of them down.
+    """Times runners in turn, so that changes in the speed of the machine affect all of them.
 
     Args:
-      runners: what to time.
-      seconds: how long a timed run is, about.
-      repeats: timed runs of each runner; the order is reversed every other time.
+      runners: the runners to time.
+      seconds: approximate length of a timed run.
+      repeats: number of timed runs of each runner; every other round is in reverse order.
 
     Returns:
-      For each runner the steps per second of its runs.
+      The steps per second of all runs of each runner.
     """
     rates: list[list[float]] = [[] for _ in runners]
     for repeat in range(repeats):
@@ -129,7 +129,7 @@ def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[t
 
 
 def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
-    """A runner of a compiled program, `chunk` iterations at a time."""
+    """Makes a runner of a compiled program, with `chunk` iterations per chunk."""
     steps = setup.behavior.agent.steps_per_iteration * setup.seeds
 
     def step(state):
@@ -139,9 +139,9 @@ def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
 
 
 def plain_program(setup: Setup, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
-    """The same iteration in a plain `jax.jit(jax.lax.scan(...))`, with a state to start from.
+    """Compiles the same iterations as a plain `jax.jit(jax.lax.scan(...))`, and makes its initial state.
 
-    It starts from the same state on the same devices, and may reuse the state's memory as the program does.
+    The state is the same, on the same devices, and the plain program may reuse its memory too.
     """
     iteration = setup.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
@@ -150,7 +150,7 @@ def plain_program(setup: Setup, program: Program, iterations: int) -> tuple[jax.
 
 
 def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
-    """A runner of the plain program, which reads the metrics of a chunk as the other one does."""
+    """Makes a runner of the plain program; it reads the metrics of a chunk too."""
     compiled, state = plain_program(setup, program, chunk)
 
     def step(state):
@@ -162,7 +162,7 @@ def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
 
 
 def calibrated_chunk(setup: Setup, program: Program) -> int:
-    """How many iterations make a chunk that is long enough to hide the host's work between chunks."""
+    """The number of iterations of a chunk that is long enough to hide the host's work between chunks."""
     rate = program_runner(setup, program, 1).run(_CHUNK_SECONDS)
     return max(1, round(_CHUNK_SECONDS * rate / (setup.behavior.agent.steps_per_iteration * setup.seeds)))
 
@@ -179,13 +179,13 @@ def measure(
     """Measures one setting.
 
     Args:
-      setup: what to train.
+      setup: the run to measure.
       policy: the distribution policy.
-      repeats: timed runs.
-      seconds: how long a timed run is, about.
-      against: "jit" compares with the same iteration in a plain `jax.jit(jax.lax.scan(...))` that starts from the same
-        state on the same devices, and reads the same metrics.
-      devices: which devices the policy may use.
+      repeats: number of timed runs.
+      seconds: approximate length of a timed run.
+      against: "jit" compares with the same iteration in a plain `jax.jit(jax.lax.scan(...))`, with the same initial state,
+        devices and metrics.
+      devices: the devices for the policy; all if None.
 
     Returns:
       The measurement.
@@ -240,17 +240,17 @@ def bench(
       num_envs: numbers of environments; each algorithm's default if there is none.
       unroll_lengths: lengths of an unroll; each algorithm's default if there is none.
       repeats: timed runs per setting; the median counts.
-      seconds: how long a timed run is, about.
-      against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration, runs interleaved.
-      devices: which devices the policies may use; all if None.
-      on_measurement: called with each measurement as it is made.
+      seconds: approximate length of a timed run.
+      against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
+      devices: the devices for the policies; all if None.
+      on_measurement: called with each measurement as soon as it is done.
       **overrides: other fields of the algorithms' configs.
 
     Returns:
       One measurement per combination.
 
     Raises:
-      ValueError: on a combination that cannot work, before any is measured.
+      ValueError: on an invalid combination, before the first measurement.
     """
     if repeats < 1 or not 0 < seconds < math.inf:
         raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
@@ -260,7 +260,7 @@ def bench(
     for algo in algos:
         if not hasattr(algorithms.get(algo).config, "num_envs"):
             raise ValueError(
-                f"algorithm {algo!r} steps no environment, so there are no environment steps to count; its runs report updates "
+                f"algorithm {algo!r} steps no environment, so it has no environment steps per second; its runs report updates "
                 "per second (Result.steps_per_second)"
             )
     given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
@@ -274,16 +274,14 @@ def bench(
         setup.compile(policy, devices)
     measurements = []
     for setup, policy in grid:
-        measurements.append(
-            measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices)
-        )
+        measurements.append(measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices))
         if on_measurement is not None:
             on_measurement(measurements[-1])
     return measurements
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """Measurements as a table of text that fits the terminal."""
+    """Formats measurements as a table that fits the terminal."""
     header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
     header += ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared

@@ -1,4 +1,4 @@
-"""Callbacks, called once per chunk of iterations: the tick that they receive, and loggers."""
+"""Callbacks, called once per chunk of iterations: their argument `Tick`, and loggers."""
 
 import dataclasses
 import importlib
@@ -12,15 +12,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Tick:
-    """The state of affairs after a chunk of iterations.
+    """The progress of a run after a chunk of iterations.
 
     Attributes:
-      step: steps so far of one member; `unit` says what a step is.
-      iteration: training iterations so far.
-      total_steps: steps that the run will take.
-      metrics: the row that the chunk added to the history: a float per metric, or an array `[M]` for a run of `M` seeds.
+      step: number of steps so far of one member, in units of `unit`.
+      iteration: number of training iterations so far.
+      total_steps: number of steps of the whole run.
+      metrics: the chunk's row of the history: a float per metric, or an array `[M]` for a run of `M` seeds.
       get_state: returns the state of the run.
-      unit: what a step is, as in `Agent.unit`.
+      unit: the unit of steps, `Agent.unit`.
     """
 
     step: int
@@ -32,7 +32,7 @@ class Tick:
 
     @property
     def state(self) -> Any:
-        """The state of the run. The next chunk reuses its memory: copy the parts that you keep (`jax.device_get`)."""
+        """The state of the run. The next chunk reuses its memory, so copy what you keep (`jax.device_get`)."""
         return self.get_state()
 
 
@@ -46,7 +46,7 @@ Callback: TypeAlias = Callable[[Tick], object]
 
 
 def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
-    """Flattens a row to floats: an array `[M]` becomes its mean, under its name, and one entry `name/i` per member."""
+    """Flattens a row to floats: an array `[M]` gives its mean under its name, and one entry `name/i` per member."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         flat[name] = float(np.mean(value))
@@ -71,7 +71,7 @@ class TensorBoard:
         """Looks for TensorBoard's writer; the event file is opened at the first tick.
 
         Args:
-          folder: where the event file goes.
+          folder: folder of the event file.
 
         Raises:
           ImportError: if the extra is not installed; the message says how to install it.

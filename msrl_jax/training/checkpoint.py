@@ -1,7 +1,6 @@
 """The state of a run on disk: an Orbax checkpoint whose entries are named by pytree path.
 
-A typed PRNG key is stored as its key data. Shardings are not part of the format: a checkpoint is read onto one device,
-whatever it was written from, and placed from there.
+A typed PRNG key is stored as its key data. Shardings are not stored: `load_state` reads every checkpoint onto one device.
 """
 
 from pathlib import Path
@@ -20,14 +19,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_impl(leaf: Any) -> str:
-    """The generator of a typed key, which may be abstract: `jax.random.key_impl` takes arrays and tracers only."""
+    """The generator of a typed key or of its shape; `jax.random.key_impl` takes only arrays and tracers."""
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
     return found[0]
 
 
 def save_state(path: Path, state: Any) -> None:
-    """Writes a pytree of arrays; a crash on the way leaves nothing at `path`.
+    """Writes a pytree of arrays; a crash while writing leaves nothing at `path`.
 
     Args:
       path: a folder that does not exist yet.
@@ -45,18 +44,18 @@ def save_state(path: Path, state: Any) -> None:
 
 
 def load_state(path: Path, like: Any, device: Device | None = None) -> Any:
-    """Reads what `save_state` wrote.
+    """Reads a checkpoint of `save_state`.
 
     Args:
       path: the checkpoint's folder.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and dtypes as the saved one.
-      device: where the arrays go; the default device if not given.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and dtypes of the saved pytree.
+      device: the device for the arrays; the default device if None.
 
     Returns:
       The saved pytree.
 
     Raises:
-      ValueError: if the checkpoint's entries differ from those of `like`; the message names the first that differs.
+      ValueError: if the entries of the checkpoint and of `like` differ; the message names the first difference.
     """
     import orbax.checkpoint as ocp
 

@@ -1,4 +1,4 @@
-"""Evaluation: greedy episodes, one whole episode per environment, so that short ones do not count more often."""
+"""Evaluation with greedy episodes: one whole episode per environment, so that short episodes do not count more often."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,8 +23,8 @@ class Evaluation:
     Attributes:
       returns: undiscounted sum of the raw rewards of every episode. shape=[episodes] or [M, episodes], dtype=float32
       lengths: environment steps of every episode. shape=[episodes] or [M, episodes], dtype=int32
-      finished: whether the episode ended by itself (terminated or truncated) before the cap on steps; otherwise its return
-        is that of its first steps. shape=[episodes] or [M, episodes], dtype=bool
+      finished: whether the episode ended (terminated or truncated) within `max_steps`; otherwise its return is the return of
+        its first steps. shape=[episodes] or [M, episodes], dtype=bool
     """
 
     returns: np.ndarray
@@ -45,7 +45,7 @@ class Evaluation:
         mean, spread = self.mean_return, np.std(self.returns, axis=-1, dtype=np.float64)
         digits = decimals(mean, spread)
         cut = int((~self.finished).sum())
-        note = f", {cut} cut off at the cap on steps" if cut else ""
+        note = f", {cut} cut off at max_steps" if cut else ""
         return (
             f"Evaluation({self.returns.shape[-1]} episodes: return {_fixed(mean, digits)} ± {_fixed(spread, digits)}, "
             f"length {_fixed(self.mean_length, 1)}{note})"
@@ -64,7 +64,7 @@ def _fixed(values: float | np.ndarray, digits: int) -> str:
 
 
 class _Episodes(NamedTuple):
-    """The running episodes of an evaluation; `running` marks those that have not ended."""
+    """The episodes of an evaluation; `running` marks episodes that have not ended."""
 
     step: jax.Array
     env_state: Any
@@ -78,17 +78,17 @@ class _Episodes(NamedTuple):
 def make_evaluator(
     behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS
 ) -> Callable[[Any, jax.Array], Evaluation]:
-    """Builds a function that plays greedy episodes, all at once and on one device.
+    """Makes a function that plays greedy episodes in parallel on one device.
 
     Args:
-      behavior: who acts.
-      episodes: how many episodes; every one runs in an environment of its own until it ends.
+      behavior: the behavior to evaluate.
+      episodes: number of episodes; each has its own environment.
       members: whether states and keys have a leading member dimension `M`.
-      max_steps: a cap on the steps of an episode, for environments that need not end.
+      max_steps: maximum length of an episode in steps, for environments that may never end.
 
     Returns:
-      A function `(state, key) -> Evaluation` of a run's state, wherever it lies, and a typed key (or keys `[M]`). It
-      compiles once. Observation statistics are those in `state`, frozen.
+      A function `(state, key) -> Evaluation` of a run's state, on any devices, and a typed key (or keys `[M]`). It compiles
+      once, and does not change the observation statistics in `state`.
 
     Raises:
       ValueError: if `episodes` or `max_steps` is below 1.
@@ -103,8 +103,7 @@ def make_evaluator(
         def step(e: _Episodes) -> _Episodes:
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
-            # An environment whose episode has ended starts another one, which does not count. The agent takes it for a part
-            # of the first: its carry is not reset.
+            # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             return _Episodes(
                 step=e.step + 1,
                 env_state=env_state,

@@ -1,13 +1,13 @@
 """A run on disk: a folder of plain files beside one checkpoint.
 
-    config.json      what ran: algorithm, environment, policy, seed, every config field, versions, devices
+    config.json      the settings: algorithm, environment, policy, seed, every config field, versions, devices
     metrics.jsonl    one row per chunk; metrics.csv holds the same
     checkpoint/      the whole state of the run (Orbax), and the registers of stale parameters if the policy has any
-    summary.json     how it ended
+    summary.json     the outcome of the run
     evaluation.json  every episode of the last evaluation, if there was one
 
-Rows are written as they come, and the config with the first of them: a run that fails to compile leaves no folder that the
-next run would have to avoid. The rest is written at the end.
+Rows are written during the run, and the config with the first row, so that a run that fails to compile leaves the folder free
+for the next run. The rest is written at the end.
 """
 
 import csv
@@ -37,12 +37,12 @@ _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-chec
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of every package that a run's numbers depend on."""
+    """The versions of Python and of every package that affects a run's numbers."""
     return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
 
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
-    """Platform, kind and number of the devices in use, and the precision that matrix products default to."""
+    """Platform, kind and number of the devices in use, and the default precision of matrix products."""
     first = devices[0]
     return {
         "platform": first.platform,
@@ -53,7 +53,7 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Plain JSON data: arrays become lists, numbers without a JSON word (nan, infinities) null, data sets descriptions."""
+    """Converts a value to plain JSON data: arrays to lists, nan and infinities to null, data sets to descriptions."""
     if isinstance(value, Dataset):
         value = value.describe()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -70,7 +70,7 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes a JSON file beside `path` and renames it, so that a reader sees a whole file or none."""
+    """Writes a JSON file beside `path` and renames it, so that a reader sees either the whole file or none."""
     beside = path.with_name(f".{path.name}.partial")
     with writing(path):
         beside.write_text(json.dumps(to_json(value), indent=indent) + "\n")
@@ -86,13 +86,13 @@ def check_free(path: Path) -> None:
 
 
 class RowWriter:
-    """A callback that appends every tick to `metrics.jsonl` and `metrics.csv`; a kill loses nothing that was logged."""
+    """A callback that appends every tick to `metrics.jsonl` and `metrics.csv`; a killed run keeps all logged rows."""
 
     def __init__(self, path: Path, description: Mapping[str, Any]):
-        """Makes the folder.
+        """Creates the folder.
 
         Args:
-          path: the folder; it may exist if no run is in it.
+          path: the folder; it may exist, but must not hold a run.
           description: the content of `config.json`.
         """
         check_free(path)
@@ -122,8 +122,7 @@ class RowWriter:
 def read_rows(path: Path) -> list[Row]:
     """Reads the rows of `metrics.jsonl` in a run's folder."""
     return [
-        {name: _from_json(value) for name, value in json.loads(line).items()}
-        for line in (path / ROWS).read_text().splitlines()
+        {name: _from_json(value) for name, value in json.loads(line).items()} for line in (path / ROWS).read_text().splitlines()
     ]
 
 
@@ -137,7 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON file of a run's folder.
 
     Raises:
-      ValueError: if the file is missing; the message says what the folder lacks.
+      ValueError: if the file is missing; the message names it.
     """
     if not path.exists():
         raise ValueError(f"{path.parent} holds no complete run: {path.name} is missing")

@@ -1,7 +1,7 @@
-"""Reading metrics on the host: one row per chunk of iterations, and the check for divergence.
+"""Metrics on the host: one row per chunk of iterations, and the check for divergence.
 
-In the shape descriptions of this package, `N` denotes the iterations of a chunk, `C` the chunks of a run and `M` the
-members (seeds) that are trained at once; a run of one seed has no member dimension.
+In the shape descriptions of this package, `N` denotes the number of iterations of a chunk, `C` the number of chunks of a run
+and `M` the number of members (seeds) of a run; a run of one seed has no member dimension.
 """
 
 import math
@@ -27,8 +27,8 @@ def reduce_chunk(metrics: HostMetrics) -> Row:
       metrics: host arrays `[N]` or `[N, M]`, or a `Mean` of two such arrays.
 
     Returns:
-      The mean over the iterations, in float64. Of a `Mean`, the totals and the counts are added up before they are
-      divided, so an iteration weighs as much as it has samples; nan if it has none.
+      The mean over the iterations, in float64. For a `Mean`, the sum of the totals is divided by the sum of the counts, so
+      that the weight of an iteration is its number of samples; nan if there are no samples.
     """
     row = {}
     for name, value in metrics.items():
@@ -43,7 +43,7 @@ def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None
     """Finds the earliest iteration of a chunk in which a metric is nan or infinite.
 
     Args:
-      metrics: as for `reduce_chunk`. A `Mean` without samples is not an error; a sum that is not finite is.
+      metrics: as in `reduce_chunk`. A `Mean` without samples counts as finite.
 
     Returns:
       The metric's name, the iteration counted from the start of the chunk, and the member (None without a member
@@ -74,14 +74,14 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a history column over the last part of the run, nan entries left out.
+    """The mean of a history column over the last part of the run, without nan entries.
 
     Args:
       column: array `[C]` or `[C, M]`.
-      fraction: how much of the run counts; at least one chunk does.
+      fraction: share of the run, rounded to at least one chunk.
 
     Returns:
-      Array `[]` or `[M]`; nan where nothing was recorded.
+      Array `[]` or `[M]`; nan if all entries are nan.
     """
     tail = np.asarray(column, np.float64)[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
@@ -89,11 +89,11 @@ def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
 
 
 def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
-    """How many decimals say something: they show two digits of the spread, but no more than four of the mean.
+    """The number of useful decimals: they show two digits of the spread, but at most four digits of the mean.
 
     Args:
-      mean: a number, or several that are shown alike.
-      spread: by how much values vary around it, in the same units.
+      mean: a number, or several numbers in the same format.
+      spread: variation of the values around the mean, in the same units.
 
     Returns:
       The number of decimals to round to.

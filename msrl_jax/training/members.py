@@ -1,4 +1,4 @@
-"""Many seeds at once: a population of independent runs is one agent whose arrays have a leading member axis."""
+"""Many seeds at once: a population of independent runs is one agent with a leading member axis in its arrays."""
 
 import dataclasses
 from typing import Any
@@ -12,28 +12,26 @@ from msrl_jax.algorithms import Agent
 
 def member_axes(axes: Any) -> Any:
     """Puts the logical axis `"member"` in front of every entry of a prefix tree of PartitionSpecs."""
-    return jax.tree.map(
-        lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P)
-    )
+    return jax.tree.map(lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P))
 
 
 def population(agent: Agent) -> Agent:
-    """Vectorizes an agent over members that share nothing.
+    """Vectorizes an agent over independent members.
 
     Args:
       agent: the agent of one run.
 
     Returns:
-      An agent whose `init` takes keys `[M]` and whose state and metrics have a leading dimension `M`; data have none, as
-      members share them. Every member computes the same as a run of its own. `act` and `env` belong to one member.
+      An agent with a leading dimension `M` in its state and metrics; its `init` takes keys `[M]`. Data have no such dimension,
+      because all members share them. Every member computes the same as a separate run. `act` and `env` are for one member.
     """
     dims, axes = 0, member_axes(agent.axes)
-    if agent.data:  # which all members share
+    if agent.data:  # all members share the data
         dims = agent.axes._replace(**{name: None if name in agent.data else 0 for name in agent.axes._fields})
         axes = axes._replace(**{name: getattr(agent.axes, name) for name in agent.data})
     return dataclasses.replace(
         agent,
-        # One after another: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
+        # One member after another: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
         init=lambda keys: jax.lax.map(agent.init, keys),
         iteration=jax.vmap(agent.iteration, in_axes=(dims,), out_axes=(dims, 0)),
         axes=axes,
@@ -41,7 +39,7 @@ def population(agent: Agent) -> Agent:
 
 
 def initial_key(seed: int, seeds: int) -> jax.Array:
-    """The key or keys that a run starts from: member `i` starts from `jax.random.key(seed + i)`.
+    """The initial key or keys of a run: member `i` has the key `jax.random.key(seed + i)`.
 
     Args:
       seed: the first seed.

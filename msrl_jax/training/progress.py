@@ -1,6 +1,6 @@
-"""Live progress on stderr or in the notebook: displays are callbacks, opened around the run.
+"""Live progress on stderr or in a notebook: displays are callbacks, opened around the run.
 
-A display that cannot be written any more is dropped; the run goes on.
+If a display cannot be written any more, the run continues without it.
 """
 
 import contextlib
@@ -23,20 +23,21 @@ _SHOWN = {"episode_return": "return", "eval_return": "eval"}
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Whether this process is a notebook kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def choose_display(progress: Progress) -> Display:
-    """Chooses how to show a run's progress.
+    """Chooses the display of a run's progress.
 
     Args:
-      progress: "bar" in a terminal, "lines" of text, "notebook"; "auto" or True chooses; False shows nothing.
+      progress: "bar" for a terminal, "lines" for text, or "notebook"; "auto" or True chooses one; False shows nothing.
 
     Returns:
-      A function `(title, total_steps, unit="steps")` whose context manager gives the callback that updates the display.
+      A function `(title, total_steps, unit="steps")`. It returns a context manager, which gives the callback that updates
+      the display.
 
     Raises:
       ValueError: on any other value of `progress`.
@@ -52,7 +53,7 @@ def choose_display(progress: Progress) -> Display:
 
 
 def _facts(tick: Tick) -> str:
-    """The numbers worth watching, as text: means over the members."""
+    """The most important metrics as text, averaged over the members."""
     facts = [f"{tick.metrics['steps_per_second']:,.0f} {short_unit(tick.unit)}/s"]
     for name, word in _SHOWN.items():
         value = float(np.mean(tick.metrics.get(name, np.nan)))
@@ -86,7 +87,7 @@ def _bar(title: str, total_steps: int, unit: str = "steps") -> Iterator[Show]:
     )  # fmt: skip
     task = bar.add_task(title, total=total_steps)
 
-    def lines(facts: str) -> Group:  # in two lines, so that facts take no space from the bar
+    def lines(facts: str) -> Group:  # two lines, so that the text takes no space from the bar
         return Group(bar, Text(f"  {facts}", no_wrap=True, overflow="ellipsis"))
 
     with Live(lines("compiling"), console=console) as live:

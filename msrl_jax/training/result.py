@@ -1,4 +1,4 @@
-"""The result of a run: its history and its state; it acts, is evaluated, plotted, saved and loaded."""
+"""`Result`: the history and state of a run, with methods to act, evaluate, plot, save and load."""
 
 import dataclasses
 import functools
@@ -20,6 +20,7 @@ from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import decimals, last_mean, stack_rows
+from msrl_jax.training.plot import plot_history
 from msrl_jax.training.setup import resolve
 
 if TYPE_CHECKING:
@@ -31,25 +32,25 @@ Status = Literal["finished", "stopped", "interrupted", "diverged"]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Result:
-    """The outcome of a run. `C` denotes its chunks and `M` its members, a dimension that a run of one seed lacks.
+    """The result of a run. `C` denotes the number of chunks, `M` of members; a run of one seed has no dimension `M`.
 
     Attributes:
-      history: columns of one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
-        `steps_per_second` (of all members, compilation left out), every metric of the algorithm, and `eval_return` and
-        `eval_length` (nan where there was no evaluation). shape=[C] or [C, M]
+      history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
+        `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return` and
+        `eval_length` (nan for chunks without evaluation). shape=[C] or [C, M]
       config: the algorithm's config.
       state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are several seeds.
       status: "finished"; "stopped" by a callback; "interrupted" by Ctrl-C; "diverged" if a metric was not finite.
-      compile_seconds: time that tracing and compiling the training program took.
-      wall_seconds: time that the run took, saving excepted.
+      compile_seconds: time for tracing and compiling the training program.
+      wall_seconds: total time of the run, without saving.
       evaluation: the last evaluation, if there was one.
-      description: what ran and where, as plain data: the content of `config.json`.
-      behavior: how one member acts.
-      registers: stale parameters on their way to the actors at the end, if the policy has staleness. A program continues
-        from `msrl.Delayed(result.state, result.registers)`.
+      description: the settings and devices of the run as plain data: the content of `config.json`.
+      behavior: the behavior of one member.
+      registers: the parameters on their way to the actors at the end, if the policy has staleness. A program continues from
+        `msrl.Delayed(result.state, result.registers)`.
       folder: the run's folder, if it has one.
-      timings: parts of `wall_seconds` beside `compile_seconds`: `setup_seconds` (building the agent, planning, the first
-        state), `train_seconds` and `evaluation_seconds` (compilation of the evaluation included). The rest went into
+      timings: other parts of `wall_seconds`: `setup_seconds` (building the agent, planning, the initial state),
+        `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
         callbacks and metrics.
     """
 
@@ -84,25 +85,25 @@ class Result:
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second of all members: the median over the chunks, the first left out if it can be."""
+        """Environment steps per second of all members: the median over all chunks but the first, if there are several."""
         rates = self.history["steps_per_second"]
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     @property
     def best(self) -> int:
-        """The member with the highest return: of the last evaluation, else over the last tenth of training.
+        """The member with the highest mean return in the last evaluation, or over the last tenth of training without one.
 
-        In a run that learns from data alone, evaluations do not count: the best member has the least `validation_loss` over
-        the last tenth of training.
+        In a run that learns from data alone, the best member has the smallest mean `validation_loss` over the last tenth of
+        training instead.
 
         Raises:
-          ValueError: if a run of several members learns from data alone and held none out for validation.
+          ValueError: if a run of several members learns from data alone and has no validation episodes.
         """
         last = self.evaluation
         if self.behavior.agent.unit == "updates":
             if self.seeds > 1 and "validation_loss" not in self.history:
                 raise ValueError(
-                    "no data were held out to compare the members of this run by; name one, member=0, or train with a "
+                    "no data were held out to compare the members of this run; name one, member=0, or train with a "
                     "validation_fraction above 0"
                 )
             scores = -np.atleast_1d(self._final("validation_loss"))
@@ -114,11 +115,11 @@ class Result:
         return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
 
     def summary(self) -> dict[str, Any]:
-        """The run in a few numbers, as plain data: the content of `summary.json`.
+        """Summarizes the run as plain data: the content of `summary.json`.
 
         Returns:
-          Returns are means over the last tenth of training (`episode_return`) and of the last evaluation
-          (`eval_return`), and over the members; `*_per_seed` lists the members'.
+          The summary. `episode_return` is the mean over the last tenth of training, and `eval_return` the mean over the last
+          evaluation, both averaged over the members; `*_per_seed` lists the values of the members.
         """
         about = {key: self.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
         returns = {"episode_return": self._final("episode_return")} if "episode_return" in self.history else {}
@@ -161,7 +162,7 @@ class Result:
         return "\n".join(lines)
 
     def _parts(self) -> str:
-        """Where the time went, as text."""
+        """The parts of the run's time as text."""
         parts = {name.removesuffix("_seconds"): seconds for name, seconds in self.timings.items()}
         parts = {"compiling": self.compile_seconds, **parts}
         parts["callbacks and metrics"] = max(0.0, self.wall_seconds - sum(parts.values())) if self.timings else 0.0
@@ -172,7 +173,7 @@ class Result:
         """The number of a member.
 
         Args:
-          member: from 0 to `seeds - 1`; the best one if None.
+          member: the number, from 0 to `seeds - 1`; None for the best one.
 
         Returns:
           The number.
@@ -188,7 +189,7 @@ class Result:
         return int(member)
 
     def member_state(self, member: int | None = None) -> Any:
-        """The state of one member (the best one if None); the state itself if there is only one.
+        """The state of one member; of the best one if None.
 
         Raises:
           ValueError: if the run has no such member.
@@ -211,45 +212,45 @@ class Result:
         return lambda member, obs, carry, key: compiled(leaves, member, obs, carry, key)
 
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
-        """Chooses actions for raw observations, as the environment returns them.
+        """Chooses actions for raw observations of the environment.
 
         Args:
-          obs: one observation, or a batch of them with a leading dimension `B`. It is normalized with the statistics of
-            training if training normalized.
-          key: samples the action; the most probable one is taken without.
-          member: which seed acts; the best one if None.
+          obs: one observation, or a batch with a leading dimension `B`. It is normalized with the statistics of training if
+            training normalizes.
+          key: key for sampling the action; None takes the most probable one.
+          member: number of the member that acts; the best one if None.
 
         Returns:
           The action, or the actions `[B, ...]`.
 
         Raises:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the run has no such member, or
-            if the agent is recurrent: `act_with_carry` is for those.
+            if the agent is recurrent; use `act_with_carry` then.
         """
         if self.behavior.agent.initial_carry is not None:
             raise ValueError(
-                f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough to act "
-                "on; use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
+                f"an agent of {self.description['algorithm']!r} remembers earlier observations, so one is not enough; "
+                "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
             )
         return self.act_with_carry(obs, None, key, member=member)[0]
 
     def act_with_carry(
         self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
     ) -> tuple[jax.Array, Any]:
-        """Chooses actions for raw observations, with the carry of a recurrent agent; that of other agents is empty.
+        """Chooses actions for raw observations with the carry of a recurrent agent; other agents have an empty carry.
 
         Args:
-          obs: one observation, or a batch of them with a leading dimension `B`, as for `act`.
-          carry: None at the start of an episode, later what this method returned one step before.
-          key: samples the action; the most probable one is taken without.
-          member: which seed acts; the best one if None.
+          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
+          carry: None at the start of an episode, later the carry that the last call returned.
+          key: key for sampling the action; None takes the most probable one.
+          member: number of the member that acts; the best one if None.
 
         Returns:
           The action, or the actions `[B, ...]`, and the carry for the next step.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the carry is that of another
-            number of observations, or if the run has no such member.
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the carry does not fit the number
+            of observations, or if the run has no such member.
         """
         kind = self.behavior.observation_type
         obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
@@ -265,8 +266,8 @@ class Result:
         shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
         if shapes != wanted:
             raise ValueError(
-                f"carry has shapes {shapes}; that of {count} observations has {wanted}. Pass what the step before returned, "
-                "or None at the start of an episode"
+                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
+                "last call returned, or None at the start of an episode"
             )
         actions, carry = self._act(self.member(member), obs, carry, key)
         return (actions[0] if single else actions), carry
@@ -276,16 +277,16 @@ class Result:
     def evaluate(
         self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS
     ) -> Evaluation:
-        """Plays greedy episodes, all at once; every one counts, whatever its length.
+        """Plays greedy episodes in parallel.
 
         Args:
-          episodes: how many.
-          seed: where the environments' randomness starts.
-          member: which seed plays; the best one if None.
-          max_steps: a cap on the steps of an episode.
+          episodes: number of episodes.
+          seed: seed of the environments' randomness.
+          member: number of the member that plays; the best one if None.
+          max_steps: maximum length of an episode, in steps.
 
         Returns:
-          Returns and lengths of the episodes.
+          The returns and lengths of the episodes.
 
         Raises:
           ValueError: if a number is out of range, or the run has no such member.
@@ -293,53 +294,38 @@ class Result:
         evaluator = make_evaluator(self.behavior, episodes, max_steps=max_steps)
         return evaluator(self.member_state(member), jax.random.key(check_seed(seed)))
 
-    def plot(
-        self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)
-    ) -> "Figure":
+    def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
         Args:
-          path: writes the figure there as well, in the format that the suffix names.
-          metrics: which columns; evaluations are marked in the panel of `episode_return`.
+          path: file for the figure, in the format of its suffix; None writes no file.
+          metrics: names of the columns; the panel of `episode_return` shows the evaluations too.
 
         Returns:
-          The figure, which a notebook shows if it is the value of a cell.
+          The figure; a notebook shows it if it is the value of a cell.
 
         Raises:
           ValueError: on a column that the history does not have.
         """
-        import matplotlib.pyplot as plt  # a slow import, and only plots need it
-
-        if missing := [name for name in metrics if name not in self.history]:
-            raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(self.history)}")
-        figure, panels = plt.subplots(
-            len(metrics), 1, squeeze=False, sharex=True, figsize=(7, 1 + 3 * len(metrics)), layout="constrained"
-        )
-        for panel, name in zip(panels[:, 0], metrics, strict=True):
-            _draw(panel, self.history["step"], self.history[name], name.replace("_", " "), "-")
-            if name == "episode_return" and "eval_return" in self.history:
-                _draw(panel, self.history["step"], self.history["eval_return"], "greedy evaluation", "o")
-            panel.set_ylabel(name.replace("_", " "))
-            panel.grid(alpha=0.3)
-            panel.legend()
-        panels[-1, 0].set_xlabel(self.behavior.agent.unit)
-        panels[0, 0].set_title(f"{self.description['algorithm']} on {self.description['env']}")
-        plt.close(figure)  # or a notebook would show it twice
+        figure = plot_history(
+            self.history, metrics, unit=self.behavior.agent.unit,
+            title=f"{self.description['algorithm']} on {self.description['env']}",
+        )  # fmt: skip
         if path is not None:
             figure.savefig(path)
         return figure
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Writes the run to a folder of its own: everything that `Result.load` needs.
+        """Writes the run to a new folder, for `Result.load`.
 
         Args:
-          path: a folder that does not exist yet, or is empty.
+          path: a folder that does not exist or is empty.
 
         Returns:
           The folder.
 
         Raises:
-          ValueError: if there is something at `path`.
+          ValueError: if `path` exists and is not an empty folder.
         """
         path = Path(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -354,7 +340,7 @@ class Result:
         return path
 
     def finish(self, path: Path) -> None:
-        """Adds the checkpoint and the summary to a folder that has the rest."""
+        """Adds the checkpoint, the evaluation and the summary to the folder of the run."""
         checkpoint.save_state(path / folder.STATE, self.behavior.agent.without_data(self.state))
         if self.registers:
             checkpoint.save_state(path / folder.REGISTERS, self.registers)
@@ -368,14 +354,14 @@ class Result:
 
         Args:
           path: a folder that `save`, `train(out=...)` or the command line wrote.
-          env: the environment, if it was given to `train` as an object.
+          env: the environment, if `train` got an environment object.
 
         Returns:
-          The result of the run, its state on the default device. A run from data comes back without them (`config.data` is
-          None, `description["config"]` says what they were): it acts and is evaluated as before.
+          The result of the run, with its state on the default device. A run that learned from data is loaded without the data
+          (`config.data` is None; `description["config"]` describes them); it can act and be evaluated as before.
 
         Raises:
-          ValueError: if the folder holds no complete run, or one that this version cannot read.
+          ValueError: if the folder holds no complete run, or a run that this version cannot read.
         """
         path = Path(path)
         description = folder.read_json(path / folder.CONFIG)
@@ -386,7 +372,7 @@ class Result:
                 "Result.load(path, env=...)"
             )
         tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in description["config"].items()}
-        for name in ("data", "data_fraction"):  # a run comes back without its data
+        for name in ("data", "data_fraction"):  # a run is loaded without its data
             tuples.pop(name, None)
         setup = resolve(
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
@@ -416,10 +402,10 @@ class Result:
 
 
 def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[jax.Array, ...]:
-    """Reads the registers of stale parameters: `depths` says which leaves of the state have how many."""
+    """Reads the registers of stale parameters; `depths` gives their number for each leaf of the state that has any."""
     if bool(depths) != (path / folder.REGISTERS).exists():
         raise ValueError(
-            f"the registers of stale parameters in {path / folder.REGISTERS} differ from those that {folder.CONFIG} lists "
+            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
             f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
         )
     leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}
@@ -432,12 +418,3 @@ def _spread(values: np.ndarray) -> str:
     if not values.ndim:
         return f"{values:.{digits}f}"
     return f"{np.mean(values):.{digits}f} (seeds: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
-
-
-def _draw(panel, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
-    known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))
-    steps, column = steps[known], column[known]
-    mean = column.mean(axis=1) if column.ndim > 1 else column
-    (line,) = panel.plot(steps, mean, style, label=label)
-    if column.ndim > 1:
-        panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)

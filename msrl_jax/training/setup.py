@@ -1,4 +1,4 @@
-"""From names to a run: looks everything up and checks it before anything compiles."""
+"""From names to a run: looks everything up, and checks it before anything compiles."""
 
 import ast
 import dataclasses
@@ -21,17 +21,17 @@ from msrl_jax.training.members import initial_key, population
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Splits `"NAME:key=value,key=value"`, the way to give parameters with a name.
+    """Splits `"NAME:key=value,key=value"` into the name and the arguments.
 
     Args:
-      spec: a name, and optionally a colon and keyword arguments. Their values are Python literals, or bare words, which
-        may be calls: `trajectory_codec=frame_stack(4)`.
+      spec: a name, and optionally a colon and keyword arguments. Values are Python literals, or bare words, which may be
+        calls: `trajectory_codec=frame_stack(4)`.
 
     Returns:
       The name and the arguments.
 
     Raises:
-      ValueError: if what follows the colon cannot be read.
+      ValueError: if the text after the colon cannot be read.
     """
     name, colon, text = spec.partition(":")
     if not colon:
@@ -52,19 +52,19 @@ def _literal(node: ast.expr) -> Any:
 
 
 def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) -> Any:
-    """The config of a run.
+    """Makes the config of a run.
 
     Args:
-      algorithm: whose config it is.
-      config: where to start from; the defaults if None.
+      algorithm: the algorithm.
+      config: the config to start from; the defaults if None.
       overrides: fields to replace.
 
     Returns:
       An instance of `algorithm.config`.
 
     Raises:
-      ValueError: on a config of another type, on a field that it does not have (the nearest one is suggested), and on a field
-        that has no effect beside the others.
+      ValueError: on a config of another type, on an unknown field (the message suggests the nearest one), and on a field that
+        has no effect with the other fields.
     """
     config = config or algorithm.config()
     if not isinstance(config, algorithm.config):
@@ -84,17 +84,17 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A run that has been checked and can be compiled.
+    """A run that is checked and ready to compile.
 
     Attributes:
-      algorithm: the registry's entry.
+      algorithm: the algorithm.
       env: the environment.
-      env_spec: the text that names the environment and makes it again; None if it was given as an object.
+      env_spec: name and parameters of the environment as text; None if it was given as an object.
       config: the algorithm's config.
       seed: the first seed.
       seeds: the number of members.
-      behavior: how one member acts, with its agent.
-      recorded: the same agent on environments that keep their last steps, if the run is recorded.
+      behavior: the behavior of one member, with its agent.
+      recorded: the agent with recorded environments, if the run is recorded.
     """
 
     algorithm: Algorithm
@@ -108,7 +108,7 @@ class Setup:
 
     @property
     def env_name(self) -> str:
-        """The environment in messages and files."""
+        """The name of the environment in messages and files."""
         return self.env_spec or getattr(self.env, "name", type(self.env).__name__)
 
     @property
@@ -118,16 +118,16 @@ class Setup:
         return agent if self.seeds == 1 else population(agent)
 
     def initial_state(self) -> Any:
-        """The state that the run starts from."""
+        """The initial state of the run."""
         return self.agent.with_data(jax.jit(self.agent.init)(initial_key(self.seed, self.seeds)))
 
     def start(self, program: Program) -> Any:
-        """That state, where a program keeps it."""
+        """The initial state of the run, placed for a program."""
         agent = self.agent
         return program.initialize(lambda key: agent.with_data(agent.init(key)), initial_key(self.seed, self.seeds))
 
     def about(self) -> dict[str, Any]:
-        """What a data set says about the run that made it."""
+        """A description of the run for its data sets."""
         return {
             "env": self.env_name,
             "observation_space": str(self.env.observation_space),
@@ -138,12 +138,12 @@ class Setup:
         }
 
     def record(self, steps: int) -> "Setup":
-        """The same run with environments that keep their last `steps` steps in their state."""
+        """The same run with environments that keep their last `steps` steps."""
         env: Any = RecordedEnvironment(self.env, steps)
         return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config))
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
-        """Plans the run for a distribution policy, from shapes alone; XLA compiles on first use."""
+        """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
         state = jax.eval_shape(self.initial_state)
         program = compile_program(
             self.agent.iteration,
@@ -198,7 +198,7 @@ def resolve(
       The setup of the run.
 
     Raises:
-      ValueError: on any name, field or value that does not exist or is out of range.
+      ValueError: on an unknown name or field, or an invalid value.
     """
     seeds = whole("seeds", seeds)
     seed = check_seed(seed, seeds)

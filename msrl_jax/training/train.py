@@ -1,4 +1,4 @@
-"""Training: a run is chunks of iterations on the devices, with one tick on the host after each."""
+"""Training: a run is a sequence of chunks of iterations on the devices; the host calls the callbacks after each chunk."""
 
 import contextlib
 import dataclasses
@@ -30,23 +30,23 @@ from msrl_jax.training.result import Result, Status
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 TICKS = 50
-"""How many ticks a run has, about."""
+"""The approximate number of chunks of a run; every chunk ends with a tick."""
 
 
 class DivergedError(FloatingPointError):
     """A metric was nan or infinite.
 
     Attributes:
-      metric: its name.
-      iteration: the first iteration in which it was, counted from 1.
-      member: which seed, or None for a run of one.
-      result: the run up to the end of that chunk, whose last row holds the numbers.
+      metric: name of the metric.
+      iteration: the first such iteration, counted from 1.
+      member: number of the member; None for a run of one seed.
+      result: the run up to the end of that chunk.
     """
 
     def __init__(self, metric: str, iteration: int, member: int | None, result: Result):
         who = "" if member is None else f" of member {member} (seed {result.description['seed'] + member})"
         super().__init__(
-            f"{metric!r}{who} is not finite in iteration {iteration}; the history up to there is in the error's "
+            f"{metric!r}{who} is not finite in iteration {iteration}; the history so far is in the error's "
             "`result`. Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, "
             "an environment that returns nan"
         )
@@ -54,15 +54,15 @@ class DivergedError(FloatingPointError):
 
 
 def chunk_length(iterations: int, ticks: int = TICKS) -> int:
-    """Chooses how many iterations run between two ticks.
+    """Chooses the number of iterations of a chunk.
 
     Args:
       iterations: iterations of the whole run.
-      ticks: about how many ticks there should be.
+      ticks: wanted number of chunks.
 
     Returns:
-      A divisor of `iterations` that gives between 2/5 and twice as many ticks, so that one program runs every chunk;
-      the one closest to `ticks`. If there is none, a length that leaves a shorter last chunk.
+      The divisor of `iterations` that gives the number of chunks closest to `ticks`, between 2/5 and twice `ticks`, so that
+      one program runs every chunk. If there is none, a length with a shorter last chunk.
     """
     if iterations <= ticks:
         return 1
@@ -73,10 +73,10 @@ def chunk_length(iterations: int, ticks: int = TICKS) -> int:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a flag, so that no chunk is cut in the middle; a second one raises.
+    """Turns the first Ctrl-C into a flag, so that the current chunk finishes; a second Ctrl-C raises KeyboardInterrupt.
 
     Yields:
-      Whether Ctrl-C was pressed. Outside the main thread, which is the one that receives it, always False.
+      A function that tells whether Ctrl-C was pressed; always False outside of the main thread, which gets no Ctrl-C.
     """
     pressed = False
 
@@ -98,7 +98,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 @dataclasses.dataclass
 class _Run:
-    """A run in progress, as the host sees it."""
+    """The host's view of a run in progress."""
 
     setup: Setup
     program: Program
@@ -154,7 +154,7 @@ class _Run:
                 self.evaluate_now()
 
     def evaluate_now(self) -> None:
-        """Evaluates, unless that has been done since the last chunk or the parameters are not numbers."""
+        """Evaluates, unless it has evaluated since the last chunk or a metric is not finite."""
         if self.evaluate is None or self.non_finite or not np.isnan(self.rows[-1]["eval_return"]).all():
             return
         start = time.perf_counter()
@@ -164,7 +164,7 @@ class _Run:
 
 
 def _evaluator(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] | None:
-    """Evaluates members from keys of their own, the same ones every time: the curve shows the policy, not the start."""
+    """Evaluates every member with the same keys every time, so that differences come from the policy."""
     if episodes == 0:
         return None
     play = make_evaluator(setup.behavior, episodes, members=setup.seeds > 1)
@@ -197,33 +197,32 @@ def train(
 
     Args:
       algo: name of an algorithm, such as `"ppo"`.
-      env: an environment, or the name of one; parameters go behind a colon (`"CartPole-v1:max_steps_in_episode=200"`).
+      env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`).
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where the parts run
         and does not change the computation.
-      total_steps: environment steps per seed, an integer or a float without a fraction; the run does the whole iterations
-        that fit.
+      total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`.
-      seeds: how many independent runs to train at once, vectorized. Run `i` is the run that `seed + i` alone gives, to
-        float tolerance.
-      config: the algorithm's config; its defaults if None. Its `total_steps` is set to that of the run.
-      devices: which devices to use; all if None.
-      out: a folder for the run (config, metrics as they come, checkpoint, summary). Nothing is written if None.
-      chunk: iterations between two ticks of the host; chosen so that there are 20 to 100 ticks if None.
-      eval_episodes: episodes per evaluation, played greedily; 0 never evaluates.
-      eval_every: environment steps between evaluations, which happen at the first tick at or past each multiple. A run
-        that finishes ends with one in any case.
-      record: a file for the experience of the run, every step of every environment, as `msrl.data.load` reads it. Rows are
-        written after every chunk, which has to fit the devices. Recording does not change the run.
+      seeds: number of independent runs to train at once, vectorized. Run `i` equals a single run with the seed `seed + i`, up
+        to float tolerance.
+      config: the algorithm's config; its defaults if None. The run sets its `total_steps`.
+      devices: the devices to use; all if None.
+      out: folder of the run (config, metrics during the run, checkpoint, summary); None writes nothing.
+      chunk: iterations between two ticks; None chooses a number that gives 20 to 100 ticks.
+      eval_episodes: number of greedy episodes per evaluation; 0 never evaluates.
+      eval_every: environment steps between evaluations; each happens at the first tick at or after a multiple of it. A
+        finished run always ends with an evaluation.
+      record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
+        until its end, so they must fit there. Recording does not change the run.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
-      progress: "auto", "bar", "lines", "notebook" or False; goes to stderr.
+      progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
       **overrides: fields of the algorithm's config.
 
     Returns:
-      The result. Ctrl-C ends the run after the current chunk and returns what there is, with `interrupted` True; a
-      second Ctrl-C raises KeyboardInterrupt at once.
+      The result. Ctrl-C ends the run after the current chunk, and the result so far has `interrupted` True; a second Ctrl-C
+      raises KeyboardInterrupt at once.
 
     Raises:
-      ValueError: before anything compiles, on a name, field or value that does not exist or cannot work.
+      ValueError: before anything compiles, on an unknown name or field, or an invalid value.
       DivergedError: if a metric is nan or infinite; it carries the result so far.
     """
     started = time.perf_counter()
@@ -233,9 +232,7 @@ def train(
     eval_every = None if eval_every is None else whole("eval_every", eval_every)
     if out is not None:
         folder.check_free(Path(out))
-    setup = resolve(
-        algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps}
-    )
+    setup = resolve(algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps})
     per_iteration = setup.behavior.agent.steps_per_iteration
     iterations = total_steps // per_iteration
     if not iterations:
@@ -280,7 +277,7 @@ def train(
         run_state = jax.block_until_ready(setup.start(program))
         setup_seconds = time.perf_counter() - started - program.compile_seconds
         run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started, experience)
-        del run_state  # the run donates it
+        del run_state  # the run donates its memory
         try:
             status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
         finally:
@@ -294,7 +291,9 @@ def train(
         compile_seconds=program.compile_seconds,
         wall_seconds=time.perf_counter() - started,
         timings={
-            "setup_seconds": setup_seconds, "train_seconds": run.train_seconds, "evaluation_seconds": run.evaluation_seconds
+            "setup_seconds": setup_seconds,
+            "train_seconds": run.train_seconds,
+            "evaluation_seconds": run.evaluation_seconds,
         },
         evaluation=run.evaluation,
         description=description,
@@ -310,14 +309,12 @@ def train(
 
 
 def _is_true(answer: Any) -> bool:
-    """Whether a callback returned True, of Python, NumPy or JAX; other answers mean nothing."""
+    """Whether a callback returned True (of Python, NumPy or JAX); other results have no effect."""
     return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
 
 
-def _loop(
-    run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]
-) -> Status:
-    """Runs chunk after chunk; an interrupt that a callback raises ends the run like one from the keyboard."""
+def _loop(run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]) -> Status:
+    """Runs chunk after chunk; a KeyboardInterrupt from a callback ends the run like Ctrl-C."""
     while True:
         run.advance(min(chunk, iterations - run.iteration))
         if run.iteration == iterations:

@@ -92,7 +92,7 @@ def plain_update(learner, batch, weight, count, config):
 
 
 def plain_loop(agent, config, buffer, state, iterations, staleness):
-    """What the actors do, what the buffer does and what the learner does, in their order. Yields every iteration's learner."""
+    """The work of actors, buffer and learner, in order. Yields the learner of every iteration."""
     step, insert, rewrite, sample = (jax.jit(f) for f in (agent.env.step, buffer.insert, buffer.update, buffer.sample))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape), state.params)
     learner = (state.params, state.target_params, (zeros, zeros, 0))
@@ -162,7 +162,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
 @pytest.mark.parametrize("obs_shape", [(5,), (6, 6, 2)], ids=["vector", "image"])
 @pytest.mark.parametrize("hidden_sizes", [(8,), (8, 6)])
 def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
-    """The mean over the actions is what the value stream says, whatever is added to all advantages."""
+    """The mean over the actions equals the output of the value stream, for any constant added to all advantages."""
     config = NetworkConfig(hidden_sizes=hidden_sizes, activation="relu")
     network = q_network(Box(0.0, 1.0, obs_shape), Discrete(4), config, dueling=True, num_atoms=3)
     obs = jnp.ones((2, *obs_shape))

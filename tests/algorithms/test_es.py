@@ -86,7 +86,7 @@ def plain_iteration(agent, config, state):
 
 
 @pytest.mark.parametrize("continuous", [False, True], ids=["discrete", "continuous"])
-def test_one_iteration_is_that_of_a_loop_over_members_in_float64(continuous):
+def test_one_iteration_equals_a_loop_over_members_in_float64(continuous):
     agent = build(RandomWalk(continuous), noise_scale=0.3)
     state = start(agent)
     assert 0 < np.sum(state.midway) < E, "some episodes are to be given up, others have just begun"

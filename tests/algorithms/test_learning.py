@@ -1,4 +1,4 @@
-"""PPO, with a memory and without, learns what it should, within the steps it should need."""
+"""PPO, recurrent and not, reaches the expected returns within the expected number of steps."""
 
 import jax
 import numpy as np
@@ -42,10 +42,10 @@ CHAIN = {"env": envs.make("MemoryChain-bsuite", memory_length=15), "total_steps"
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
-def test_a_memory_bridges_what_observations_do_not_show(core):
+def test_a_carry_makes_up_for_missing_observations(core):
     """The answer is shown once, and asked for 15 steps later."""
     assert (returns(**CHAIN, name="recurrent_ppo", core=core)[:, -1] > 0.9).all()
 
 
-def test_without_a_memory_the_answer_is_a_guess():
+def test_without_a_carry_the_answer_is_a_guess():
     assert (np.abs(returns(**CHAIN)[:, -1]) < 0.1).all()

@@ -236,7 +236,7 @@ def runs(tmp_path_factory):
     return both, alone
 
 
-def test_members_are_runs_of_their_own(runs):
+def test_members_equal_separate_runs(runs):
     both, alone = runs
     for name, column in alone.history.items():
         if name not in ("step", "iteration", "seconds", "steps_per_second"):
@@ -272,8 +272,8 @@ def test_a_run_comes_back_without_its_data(runs, tmp_path):
 @pytest.mark.parametrize(
     ("name", "continuous", "options", "message"),
     [
-        ("cql", False, {"target_gap": 1.0}, r"target_gap=1.0 learns a weight, but not for discrete actions"),
-        ("cql", True, {"target_gap": 1.0, "conservative_weight": 0.0}, "conservative_weight=0 is no weight to learn from"),
+        ("cql", False, {"target_gap": 1.0}, r"target_gap=1.0 does not work for discrete actions"),
+        ("cql", True, {"target_gap": 1.0, "conservative_weight": 0.0}, "conservative_weight=0 cannot be learned"),
         ("iql", True, {"expectile": 1.2}, r"IQLConfig\.expectile=1.2: use a finite number at least 0 and at most 1"),
         ("bc", True, {"validation_fraction": 1.0}, "holds everything out; use less than 1"),
         ("bc", True, {"batch_size": 4096}, "fewer than batch_size=4096"),
@@ -281,7 +281,7 @@ def test_a_run_comes_back_without_its_data(runs, tmp_path):
         ("bc", True, {"data": "there/is/none.npz"}, "there is no file"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_remedy(name, continuous, options, message):
+def test_bad_input_is_refused_with_a_remedy(name, continuous, options, message):
     algorithm = algorithms.get(name)
     with pytest.raises(ValueError, match=message):
         algorithm.build(RandomWalk(continuous), algorithm.config(**{"data": noise(RandomWalk(continuous))} | options))

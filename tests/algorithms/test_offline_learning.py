@@ -1,4 +1,4 @@
-"""From what a half-trained policy does, CQL and IQL learn more than to do the same, with their defaults."""
+"""CQL and IQL with their defaults become better than the half-trained policy that made their data."""
 
 import functools
 

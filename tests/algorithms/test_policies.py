@@ -117,7 +117,7 @@ def seen(state):
 
 @functools.cache
 def reference(name, env):
-    """The agent, its initial state and what plain jit(scan) makes of it."""
+    """The agent, its initial state, and the result of plain jit(scan)."""
     agent = build(name, env)
 
     def step(state, _):

@@ -1,4 +1,4 @@
-"""R2D2: windows against what was acted, targets and updates against plain loops, what devices exchange, bad input."""
+"""R2D2: windows against the acting network, targets and updates against plain loops, communication, and bad input."""
 
 import dataclasses
 import re
@@ -79,7 +79,7 @@ def plain_targets(reward, next_value, terminated, truncated, discount, n, epsilo
     seed=st.integers(0, 2**32 - 1), n=st.sampled_from([1, 3, 5]), epsilon=st.sampled_from([None, 1e-3, 0.1]),
     discount=st.sampled_from([0.0, 0.9, 1.0]), ends=st.sampled_from([0.0, 0.3, 0.8]),
 )  # fmt: skip
-def test_targets_are_those_of_a_loop_across_the_ends_of_episodes(seed, n, epsilon, discount, ends):
+def test_targets_equal_a_loop_across_the_ends_of_episodes(seed, n, epsilon, discount, ends):
     numbers = np.random.default_rng(seed)
     reward, next_value = numbers.normal(size=(2, 9, 2)).astype(np.float32) * np.float32([[[1]], [[5]]])
     terminated, truncated = numbers.uniform(size=(2, 9, 2)) < ends / 2
@@ -142,8 +142,8 @@ def sampled(buffer, state, key):
     return jax.tree.map(np.asarray, batch)
 
 
-def test_unchanged_parameters_value_a_window_as_they_did_while_acting(walk):
-    """What a window replays, from the memory stored with it, is what the whole history gives from its first step on.
+def test_replayed_values_equal_the_values_while_acting(walk):
+    """Values replayed from a window's stored carry equal the values of the whole history.
 
     After the random steps, nearly all actions are the best by the actor's values.
     """
@@ -279,7 +279,7 @@ def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     assert collectives(build(capacity=960, trace_length=8, learning_starts=192)) == found
 
 
-def test_stale_actors_keep_a_memory_of_their_own():
+def test_stale_actors_keep_their_own_carry():
     agent = algorithms.get("r2d2").build(RandomWalk(), R2D2Config(**SMALL))
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=1)
@@ -290,7 +290,7 @@ def test_stale_actors_keep_a_memory_of_their_own():
     assert "memory" not in {c.value for c in program.explain().crossings if c.destination == "actors"}
 
 
-def test_members_evaluate_and_act_with_a_memory():
+def test_members_evaluate_and_act_with_a_carry():
     run = msrl.train(
         "r2d2", RandomWalk(), seeds=2, eval_episodes=3, devices=jax.devices()[:1], progress=False,
         **SMALL | {"total_steps": 4 * T * E},
@@ -314,7 +314,7 @@ def test_members_evaluate_and_act_with_a_memory():
         ({"learning_starts": 256}, r"learning_starts=256: a batch of 32 windows of length=44 needs \d+ steps"),
     ],
 )
-def test_a_window_longer_than_what_is_stored_is_refused_in_one_line(options, message, capsys):
+def test_a_window_longer_than_the_buffer_is_refused_in_one_line(options, message, capsys):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with pytest.raises(ValueError, match=rf"R2D2Config, whose burn_in \+ trace_length \+ n_step - 1 are .*{message}") as error:
         algorithms.get("r2d2").build(envs.make("CartPole-v1"), R2D2Config(**options))

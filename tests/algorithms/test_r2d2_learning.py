@@ -1,4 +1,4 @@
-"""R2D2 remembers what DQN cannot know, and solves what needs no memory, with its defaults."""
+"""R2D2 with its defaults solves a task that needs a recurrent state, which DQN cannot solve, and a task that does not."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ def greedy_returns(name, **options):
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
-def test_a_memory_bridges_what_observations_do_not_show(core):
+def test_a_carry_makes_up_for_missing_observations(core):
     """The answer is shown once, and asked for 15 steps later."""
     assert (greedy_returns("r2d2", **CHAIN, core=core) > 0.9).all()
 
 
-def test_without_a_memory_the_answer_is_a_guess():
+def test_without_a_carry_the_answer_is_a_guess():
     assert (np.abs(greedy_returns("dqn", **CHAIN)) < 0.2).all()
 
 

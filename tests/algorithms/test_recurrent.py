@@ -71,8 +71,8 @@ def test_steps_compute_what_the_unroll_does(unrolled):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), carry, tuple(expected))
 
 
-def test_gradients_are_those_of_the_plain_loop(unrolled):
-    """Of everything that goes in, from everything that comes out."""
+def test_gradients_equal_the_plain_loop(unrolled):
+    """The gradients of all outputs with respect to all inputs."""
     name, core, params, inputs, is_first, carry = unrolled
     weights = [jax.random.normal(jax.random.key(i), (T, E, H)) for i in range(2)]
 
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_the_plain_loop(unrolled):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grad(core.unroll), want)
 
 
-def test_gradients_of_many_members_at_once_are_those_of_each(unrolled):
+def test_batched_gradients_equal_the_gradients_of_each_member(unrolled):
     _, core, params, inputs, is_first, carry = unrolled
     many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), params)
     gradient = jax.grad(lambda params: (core.unroll(params, inputs, is_first, carry)[0] ** 2).sum())
@@ -275,7 +275,7 @@ def trained():
     )
 
 
-def test_evaluation_carries_the_memory_through_an_episode(trained):
+def test_evaluation_keeps_the_carry_through_an_episode(trained):
     """Greedy episodes, stepped in Python with the network written out."""
     params = jax.tree.map(np.asarray, trained.state.params)
     env = msrl.envs.vectorize(RandomWalk(), 16)
@@ -290,7 +290,7 @@ def test_evaluation_carries_the_memory_through_an_episode(trained):
     np.testing.assert_allclose(trained.evaluate(16, seed=5).returns, returns, rtol=1e-4, atol=1e-5)
 
 
-def test_acting_with_a_memory(trained):
+def test_acting_with_a_carry(trained):
     obs = np.random.default_rng(0).normal(size=(3, 4, 3)).astype(np.float32)
     memory, network_memory = None, (jnp.zeros((4, 5)),)
     for x in obs:
@@ -302,11 +302,11 @@ def test_acting_with_a_memory(trained):
         np.testing.assert_allclose(memory[0], network_memory[0], rtol=1e-5, atol=1e-6)
     one, _ = trained.act_with_carry(obs[0, 0], None, jax.random.key(0))
     assert one.shape == ()
-    with pytest.raises(ValueError, match=r"memory has shapes .* of 2 observations"):
+    with pytest.raises(ValueError, match=r"carry has shapes .* of 2 observations"):
         trained.act_with_carry(obs[0, :2], memory)
 
 
-def test_acting_without_a_memory_is_refused(trained):
+def test_acting_without_a_carry_is_refused(trained):
     with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
         trained.act(np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):

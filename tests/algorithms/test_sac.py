@@ -148,7 +148,7 @@ class Unbounded(RandomWalk):
     action_space = Box(-np.inf, np.inf, (2,))
 
 
-def test_what_does_not_fit_is_refused_with_a_remedy():
+def test_bad_input_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"sac needs finite bounds .* give its action_space finite low and high, or use ppo"):
         algorithms.get("sac").build(Unbounded(True), SACConfig())
     with pytest.raises(ValueError, match=r"learning_starts=10: a batch of 256"):

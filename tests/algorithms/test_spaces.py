@@ -52,7 +52,7 @@ def compiled(caplog):
 
 @pytest.mark.parametrize("action_space", [CHOICE, MOTION], ids=["choice", "motion"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_choices_and_motions_are_taken_or_refused_with_what_takes_them(name, action_space):
+def test_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
     env = Still(VECTOR, action_space)
     build = functools.partial(msrl.algorithms.get(name).build, env)
     config = msrl.algorithms.get(name).config(**arguments(name, env))

@@ -99,7 +99,7 @@ def test_bad_fields_are_named(field):
 
 
 @pytest.mark.parametrize("name", ["td3", "ddpg"])
-def test_choices_are_refused_with_a_remedy(name):
+def test_discrete_actions_are_refused_with_a_remedy(name):
     algorithm = algorithms.get(name)
     with pytest.raises(TypeError, match=rf"{name} acts in a bounded Box, not in Discrete\(3\); use sac, ppo or a DQN"):
         algorithm.build(RandomWalk(), algorithm.config())

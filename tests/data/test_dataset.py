@@ -1,4 +1,4 @@
-"""A data set knows its episodes and its gaps, fits its files and its environment, and says what is wrong with it."""
+"""Data sets: episodes and gaps, files, checks against environments, and errors."""
 
 import dataclasses
 from types import SimpleNamespace

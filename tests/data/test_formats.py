@@ -1,4 +1,4 @@
-"""Parquet, Minari's data sets and episodes as RLDS has them become the same data sets; what is wrong with them is said."""
+"""Parquet files, Minari data sets and RLDS episodes give the same data sets; errors name the problem."""
 
 import dataclasses
 import gc

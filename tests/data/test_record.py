@@ -1,4 +1,4 @@
-"""What is recorded is what happened: by a trained policy, or in the course of training, which recording does not change."""
+"""Recordings equal the actual steps of a trained policy or of a training run, and recording does not change the run."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def test_every_step_of_a_run_is_recorded(recorded):
     assert dataset.about["made_by"] == "training ppo" and dataset.about["env"] == ENV
     last = dataset.terminated.reshape(8, 40) | dataset.truncated.reshape(8, 40)
     assert last[:, -1].all()
-    # The observations acted on are those that the run normalizes by, but for the ones after its last step.
+    # The run's observation statistics include all recorded observations, and those after its last step.
     after = np.asarray(result.state.env_state.env_state.running.mean) * 8 * 41 - dataset.obs.sum(0)
     cart = result.state.env_state.env_state.env_state.env_state.env_state
     np.testing.assert_allclose(after / 8, [x.mean() for x in (cart.x, cart.x_dot, cart.theta, cart.theta_dot)], atol=1e-4)
@@ -241,7 +241,7 @@ def test_random_and_sampled_actions_have_their_frequencies(recorded):
 
 
 @pytest.mark.slow
-def test_a_memory_begins_anew_with_an_episode():
+def test_a_carry_is_reset_at_the_start_of_an_episode():
     result = train(algo="recurrent_ppo", env=RandomWalk(), config=OTHERS["recurrent_ppo"], iterations=3)
     dataset, memory = data.record(result, 40, epsilon=0, num_envs=1), None
     for i in range(40):

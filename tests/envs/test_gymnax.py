@@ -106,7 +106,7 @@ def test_params_change_the_dynamics():
     assert isinstance(envs.make("CartPole-v1", gravity=1).params.gravity, float)
 
 
-def test_spaces_are_those_of_gymnax():
+def test_spaces_equal_gymnax():
     env = envs.make("CartPole-v1")
     assert env.action_space == envs.Discrete(2)
     np.testing.assert_allclose(env.observation_space.high, [4.8, np.inf, 2 * 12 * np.pi / 180, np.inf], rtol=1e-6)
@@ -130,7 +130,7 @@ def test_wrong_parameters_are_refused(params, message):
         envs.make("CartPole-v1", **params)
 
 
-def test_a_gymnax_environment_with_a_step_of_its_own_is_refused():
+def test_a_gymnax_environment_with_its_own_step_is_refused():
     class Odd(CartPole):
         def step(self, key, state, action, params=None):
             return super().step(key, state, 1 - action, params)

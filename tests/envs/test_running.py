@@ -1,4 +1,4 @@
-"""Running statistics are those of all values, however many there were."""
+"""Running statistics equal the statistics of all values, for any number of values."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_statistics_follow_the_values_at_any_count(count):
     np.testing.assert_allclose(end.var, new_var, rtol=1e-5)
 
 
-def test_small_statistics_are_those_of_the_plain_rule():
+def test_statistics_of_few_values_equal_the_plain_rule():
     def plain(stats, x):
         count, mean, var = stats
         total = count + x.shape[0]

@@ -54,7 +54,7 @@ def raw():
     return *numpy, done
 
 
-def test_episode_statistics_are_those_of_a_plain_loop(raw):
+def test_episode_statistics_equal_a_plain_loop(raw):
     _, steps, done = raw
     venv = envs.EpisodeStatistics(envs.vectorize(Drifting(), NUM_ENVS))
     _, state, wrapped = play(venv)
@@ -79,7 +79,7 @@ def test_episode_statistics_are_those_of_a_plain_loop(raw):
     np.testing.assert_array_equal(state.episode_length, running_length)
 
 
-def test_observations_are_normalized_by_the_mean_and_variance_of_all_that_were_acted_on(raw):
+def test_observations_are_normalized_by_the_mean_and_variance_of_all_so_far(raw):
     first, steps, _ = raw
     venv = envs.NormalizeObservation(envs.vectorize(Drifting(), NUM_ENVS))
     first_normalized, state, normalized = play(venv)

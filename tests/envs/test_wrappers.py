@@ -35,7 +35,7 @@ def test_time_limit_does_not_truncate_an_episode_that_terminates_at_the_limit():
     assert terminated == [False, False, True] and truncated == [False, False, False]
 
 
-def test_time_limit_passes_earlier_truncations_and_counts_anew_after_a_reset():
+def test_time_limit_passes_earlier_truncations_and_restarts_after_a_reset():
     _, _, truncated = play(envs.TimeLimit(Corridor(length=9, max_steps=2), 5), [RIGHT, RIGHT])
     assert truncated == [False, True]
     venv = envs.vectorize(envs.TimeLimit(Corridor(length=9, max_steps=100), 2), 1)
@@ -66,7 +66,7 @@ def test_frame_stack_puts_the_frames_of_images_into_the_channels(name, shape):
     np.testing.assert_array_equal(stacked[0, ..., :channels], frames[0])
 
 
-def test_frame_stack_starts_anew_after_a_reset_and_keeps_the_true_last_observation():
+def test_frame_stack_restarts_after_a_reset_and_keeps_the_true_last_observation():
     venv = envs.vectorize(envs.FrameStack(Corridor(length=2), 2), 1)
     state, _ = venv.reset(jax.random.key(0))
     _, steps = jax.lax.scan(venv.step, state, jnp.ones((3, 1), jnp.int32))

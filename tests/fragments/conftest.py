@@ -1,4 +1,4 @@
-"""What the compiler's tests share: policies by name, and comparison of pytrees with typed keys."""
+"""Helpers of the compiler's tests: policies by name, and comparison of pytrees with typed keys."""
 
 import types
 
@@ -42,7 +42,7 @@ def run_plain(iteration, state, iterations):
 
 @pytest.fixture
 def moved_bytes(monkeypatch):
-    """Runs one iteration; the bytes that the transfers of the host put on devices."""
+    """Runs one iteration; returns the bytes that the host's transfers put on devices."""
 
     def run(program, state):
         moved, put, state = [], jax.device_put, program.place(state)

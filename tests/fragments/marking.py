@@ -1,4 +1,4 @@
-"""What the tests of the marker share: comparison with the plain function, and the fragments of a jaxpr."""
+"""Helpers of the marker's tests: comparison with the plain function, and the fragments of a jaxpr."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ XS = jnp.linspace(-2.0, 2.0, 24).reshape(8, 3)
 
 
 def assert_same(marked, plain):
-    """Equal structure, shapes, dtypes and weak types, and equal values but for what XLA fuses only under `jit`."""
+    """Equal structure, shapes, dtypes and weak types; values equal up to rounding, because XLA fuses only under `jit`."""
     assert jax.tree.structure(marked) == jax.tree.structure(plain)
     for a, b in zip(jax.tree.leaves(marked), jax.tree.leaves(plain), strict=True):
         assert jax.typeof(a) == jax.typeof(b) and jax.typeof(a).weak_type == jax.typeof(b).weak_type
@@ -25,7 +25,7 @@ def assert_same(marked, plain):
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, those within its equations too."""
+    """All equations of a jaxpr, nested ones included."""
     for eqn in jaxpr.eqns:
         yield eqn
         for sub in sub_jaxprs(eqn):
@@ -33,7 +33,7 @@ def equations(jaxpr):
 
 
 def fragments_of(fn, *args):
-    """The names of the fragments in what a function is traced to."""
+    """The names of the fragments in the jaxpr of a function."""
     return [e.params["name"] for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if is_fragment(e)]
 
 
@@ -45,5 +45,5 @@ mlp_fragment = fragment(mlp)
 
 
 def loss(f):
-    """The function that sums the squares of what `f` returns."""
+    """The function that sums the squares of the results of `f`."""
     return lambda *args: sum((y * y).sum() for y in jax.tree.leaves(f(*args)))

@@ -1,7 +1,7 @@
 """Random training loops, wired at random from a seed.
 
-They hold fragments (nested ones too), glue, nested loops of any length, none included, constants that are stacked, numbers
-of weak type, callbacks, and effects whose order is logged.
+They contain fragments (also nested ones), glue, nested loops of any length including 0, stacked constants, numbers of weak
+type, callbacks, and effects whose order is logged.
 """
 
 import random
@@ -18,7 +18,7 @@ import msrl_jax as msrl
 ENVS, LENGTH = 8, 3
 ROLES = ("env", "actor", "learner", "server")
 LOG: list[tuple] = []
-"""What the effects of the loops logged: a name and numbers each."""
+"""The log of the loops' effects: a name and numbers each."""
 
 
 def log(name, *values):
@@ -26,7 +26,7 @@ def log(name, *values):
 
 
 class Pool(NamedTuple):
-    """Values at hand, by kind: per env `[E]`, whole vectors `[4]`, scalars `[]`."""
+    """Available values by kind: per env `[E]`, whole vectors `[4]`, scalars `[]`."""
 
     env: list
     vector: list

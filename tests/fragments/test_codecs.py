@@ -1,4 +1,4 @@
-"""Compressed edges: fewer bytes, the promised values, and an error where a codec cannot keep its promise."""
+"""Packed edges: fewer bytes, the promised values, and an error if a codec cannot keep its promise."""
 
 import re
 
@@ -49,7 +49,7 @@ def test_uint8_is_exact_on_bytes_and_says_when_it_is_not(dtype):
 
 
 def stacked_frames(resets, frames=3, envs=2, channels=2, seed=0):
-    """What an environment behind a frame stack returns, spelt out in NumPy."""
+    """The observations of an environment with a frame stack, in NumPy."""
     rng = np.random.default_rng(seed)
     rows, stacks = [], [np.concatenate([rng.normal(size=(envs, 1, 1, channels))] * frames, -1) for _ in range(1)]
     stack = stacks[0]
@@ -64,7 +64,7 @@ def stacked_frames(resets, frames=3, envs=2, channels=2, seed=0):
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=6), st.integers(0, 99))
-def test_frame_stacks_come_back_to_the_bit_wherever_episodes_begin(resets, seed):
+def test_frame_stacks_are_unpacked_exactly_wherever_episodes_start(resets, seed):
     x = stacked_frames(resets, seed=seed)
     c = codecs.frame_stack(3)
     assert bool(c.holds(jnp.asarray(x)))
@@ -107,7 +107,7 @@ class Packed:
 
 
 def frames(state):
-    """An environment that shows its last three numbers and begins anew every fifth step; a learner that weighs and sums."""
+    """An environment that returns its last three numbers and restarts every fifth step; a learner that sums with weights."""
 
     @msrl.fragment(role="env")
     def env_step(x, t):
@@ -137,7 +137,7 @@ def test_a_stack_of_frames_is_sent_once(moved_bytes):
 
 
 def pixels(state):
-    """An environment of whole numbers, a learner that averages them."""
+    """An environment of whole numbers, and a learner that averages them."""
 
     @msrl.fragment(role="env")
     def env_step(x):
@@ -196,7 +196,7 @@ def test_values_that_a_codec_cannot_hold_stop_the_run(policy, name, scale, messa
 
 
 @pytest.mark.parametrize(("choice", "packed"), [({"act": "bfloat16"}, {"act()[0]"}), ({"x": "bfloat16"}, {"state.x"})])
-def test_a_codec_for_values_of_a_name_leaves_the_others_alone(choice, packed):
+def test_a_codec_for_a_name_packs_no_other_values(choice, packed):
     policy = SingleLearnerCoarse(trajectory_codec=choice)
     program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
     moves = [i for i, _ in walk(program.instructions) if isinstance(i, Move)]
@@ -210,6 +210,8 @@ def test_unknown_codecs_and_placements_are_refused():
 
     refused(SingleLearnerCoarse(trajectory_codec="bf16"), r"unknown codec 'bf16'; there are bfloat16, scaled_uint8, uint8")
     refused(Packed(SingleLearnerCoarse(), Edge("actor", "learners", "uint8")), r"no placement 'actor': it has actors, learners")
+    wrong = SingleLearnerCoarse(trajectory_codec={"stat.x": "bfloat16"})
+    refused(wrong, r"packs values named 'stat.x' from 'actors' to 'learners', but .* no such value .did you mean 'state.x'")
     with pytest.raises(ValueError, match="at least 2 frames"):
         codecs.frame_stack(1)
 

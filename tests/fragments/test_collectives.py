@@ -113,7 +113,7 @@ def test_a_loop_of_unknown_length_within_a_known_one(mesh):
     assert found(compiled(on_devices(fn, mesh), mesh)) == ([(ALL_REDUCE, 32, 4)], False)
 
 
-def test_a_loop_of_unknown_length_without_collectives_is_no_matter(mesh):
+def test_a_loop_of_unknown_length_without_collectives_is_ignored(mesh):
     def fn(x):
         return jax.lax.psum(jax.lax.while_loop(lambda c: c[0, 0] < 1e3, lambda c: c * 2 + 1, x), "d")
 
@@ -121,7 +121,7 @@ def test_a_loop_of_unknown_length_without_collectives_is_no_matter(mesh):
 
 
 def test_the_predicate_of_a_loop_counts(mesh):
-    # A batched while_loop over a sharded axis: whether any element goes on is an all-reduce, once per turn.
+    # A batched while_loop over a sharded axis: an all-reduce per repetition decides whether any element continues.
     def fn(x):
         return jax.vmap(lambda v: jax.lax.while_loop(lambda c: c.sum() < 1e3, lambda c: c * 2 + 1, v))(x)
 
@@ -211,7 +211,7 @@ def test_asynchronous_collectives_count_their_results_once():
 def test_the_predicate_of_a_loop_of_known_length_runs_once_more_than_its_body():
     text = ASYNCHRONOUS.replace("  ROOT %lt", "  %any = pred[] all-reduce(%x), to_apply=%add.clone\n  ROOT %lt")
     listed, known, _ = collectives(text)
-    assert known and [(c.nbytes, c.times) for c in listed if c.kind == "all-reduce"][0] == (1, 11)
+    assert known and next((c.nbytes, c.times) for c in listed if c.kind == "all-reduce") == (1, 11)
 
 
 def test_without_a_trip_count_the_length_is_unknown():
@@ -258,11 +258,11 @@ UNCLEAR = {
 
 
 @pytest.mark.parametrize("kind", UNCLEAR)
-def test_a_text_that_is_not_understood_is_not_called_free_of_collectives(kind):
+def test_a_text_that_is_not_understood_is_reported_as_incomplete(kind):
     assert not collectives(UNCLEAR[kind]).understood
 
 
-def test_a_collective_in_a_name_is_none():
+def test_a_collective_s_name_in_a_string_is_ignored():
     text = 'ENTRY %main (p: f32[4]) -> f32[4] {\n  ROOT %r = f32[4]{0} sine(%p), metadata={op_name="all-gather("}\n}\n'
     assert collectives(text) == ([], True, True)
 

@@ -1,4 +1,4 @@
-"""Operations counted on a jaxpr: by hand, and against XLA's own analysis where that is right (programs without loops)."""
+"""Operations of a jaxpr, compared with counts by hand and, for programs without loops, with XLA's own analysis."""
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,7 @@ def test_loops_count_as_often_as_they_run():
     assert count(lambda x: jax.lax.map(jnp.sin, x), (11, 2)) == 22
 
 
-def test_a_conditional_counts_as_its_dearest_branch():
+def test_a_conditional_counts_as_its_most_expensive_branch():
     def fn(w, x):
         branches = [lambda: x, lambda: x @ w, lambda: jnp.sin(x)]
         return jax.lax.switch(jnp.int32(1), branches)

@@ -49,12 +49,12 @@ def test_idle_devices_are_reported_with_remedies_that_use_them(policy, num_envs,
 
 
 @pytest.mark.parametrize("policy", [GPUOnly(), SingleLearnerCoarse(learners=4), Environments(), Central(shards=4)])
-def test_nothing_is_said_where_all_devices_work(policy):
+def test_there_is_no_warning_if_all_devices_are_used(policy):
     assert fit(policy, 64).idle == () and warn_of_idle(fit(policy, 64)) is None
 
 
 class Halves:
-    """A policy of one's own, without parameters, that refuses what it cannot halve."""
+    """A custom policy without parameters that refuses odd numbers of environments."""
 
     def layout(self, devices, sizes):
         if sizes["env"] % 2:
@@ -68,7 +68,7 @@ def test_without_a_remedy_the_fact_is_stated():
 
 
 class Broken(Halves):
-    """A policy with a mistake of its own."""
+    """A custom policy with a bug."""
 
     def layout(self, devices, sizes):
         if sizes["env"] % 2:
@@ -78,7 +78,7 @@ class Broken(Halves):
 
 def test_an_error_of_a_policy_is_reported():
     warning = warn_of_idle(fit(Broken(), 6, 3))
-    assert warning.endswith("No other numbers were tried: Halves raises KeyError('odd'), where a policy raises ValueError")
+    assert warning.endswith("Other numbers were not tried: Halves raises KeyError('odd'); raise ValueError to refuse one")
 
 
 def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():
@@ -124,7 +124,7 @@ def test_a_plan_lists_idle_devices():
     assert any(w.startswith("1 of 4 devices stays idle") and "num_envs=15 or num_envs=18" in w for w in plan.warnings)
 
 
-def test_devices_of_a_role_that_no_fragment_has_are_said_to_do_nothing(devices):
+def test_devices_of_a_role_without_fragments_are_reported(devices):
     policy = msrl.policies.SingleLearnerCoarse(actors=2, buffers=2)
     program = msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES, devices=devices[:5])
     (warning,) = [w for w in program.explain().warnings if w.startswith("nothing runs on")]

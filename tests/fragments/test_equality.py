@@ -1,4 +1,4 @@
-"""The signature of the library: one source, the same training run under every policy and device count."""
+"""One source gives the same training run under every policy and on every number of devices."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def test_actor_critic_is_the_same_run(name, num_devices, toy_reference, devices)
 
 
 def hierarchy(state):
-    """Nothing like PPO: a manager over workers, loops in loops, a fragment used twice, a carry that no fragment touches."""
+    """Unlike PPO: a manager of workers, nested loops, a fragment used twice, a carry that no fragment uses."""
 
     @msrl.fragment(role="learner")
     def score(goal, x):
@@ -95,7 +95,7 @@ def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devic
 
 
 class Scattered:
-    """Every role on a placement of its own; some of them share devices with others."""
+    """Every role on its own placement; some placements share devices."""
 
     def layout(self, devices, sizes):
         parts = {"env": devices[:2], "actor": devices[1:5], "learner": devices[4:6], "server": devices[:1]}
@@ -103,7 +103,7 @@ class Scattered:
 
 
 class Apart:
-    """Every role on two devices of its own."""
+    """Every role on two separate devices."""
 
     def layout(self, devices, sizes):
         parts = {role: devices[2 * i : 2 * i + 2] for i, role in enumerate(random_loops.ROLES)}
@@ -115,7 +115,7 @@ by_name = pytest.mark.parametrize("policy", RANDOM_POLICIES, ids=lambda p: type(
 
 
 def assert_same_run(seed, policy):
-    """A random loop computes and logs what it does under plain `jax.jit`."""
+    """Asserts that a random loop computes and logs the same as under plain `jax.jit`."""
     iteration, state = random_loops.make_iteration(seed), random_loops.initial_state()
     random_loops.LOG.clear()
     expected = run_plain(iteration, state, 3)

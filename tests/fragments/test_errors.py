@@ -1,4 +1,4 @@
-"""Bad input is refused before anything compiles, in words that say where and what to do."""
+"""Bad input is refused before anything compiles, with a message that names the place and the remedy."""
 
 import jax
 import jax.numpy as jnp

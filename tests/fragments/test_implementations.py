@@ -1,4 +1,4 @@
-"""A fragment evaluates the body that was written for the platform it is lowered for."""
+"""A fragment evaluates the body for the platform that it is lowered for."""
 
 from typing import NamedTuple
 
@@ -19,12 +19,12 @@ X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3)
     role="actor", implementations={"cpu": lambda x: jnp.sin(x), "gpu": lambda x: jnp.cos(x), "tpu": lambda x: jnp.tanh(x)}
 )
 def shown(x):
-    """The four bodies differ, so that it shows which one was chosen."""
+    """A fragment with four different bodies, so that the result shows which one was chosen."""
     return jnp.exp(x)
 
 
 def operations(fn, platform, *args):
-    """Which of the four functions the program for a platform holds."""
+    """The functions, of the four, that the program for a platform contains."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     names = {"stablehlo.sine": "sin", "stablehlo.cosine": "cos", "stablehlo.tanh": "tanh", "stablehlo.exponential": "exp"}
     return {short for name, short in names.items() if name in text}
@@ -104,7 +104,7 @@ def test_an_implementation_returns_what_the_function_does(body, message):
         step(X)
 
 
-def test_unknown_platforms_and_what_is_no_function_are_refused_at_once():
+def test_unknown_platforms_and_non_callables_are_refused_at_once():
     with pytest.raises(ValueError, match=r"fragment 'step' has .* unknown platform 'gpus' \(did you mean 'gpu'\?\)"):
         fragment(name="step", implementations={"gpus": jnp.sin})(jnp.sin)
     with pytest.raises(ValueError, match=r"unknown platform 'METAL'; choose from \['cpu', 'gpu'"):

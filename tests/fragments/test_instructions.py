@@ -1,4 +1,4 @@
-"""What each policy makes of one loop: which programs, what crosses, which collectives, who waits for whom."""
+"""The instructions of one loop under each policy: programs, transfers, collectives and dependencies."""
 
 import types
 
@@ -37,7 +37,7 @@ def runs(program):
 
 
 def crossings(program):
-    """(value, from, to, times per iteration) of everything that crosses."""
+    """(value, from, to, times per iteration) of every transfer."""
     return {(c.value, c.source, c.destination, c.times) for c in program.explain().crossings}
 
 
@@ -151,8 +151,8 @@ def test_memory_of_the_learner_is_reused(name, programs):
     assert {"state.opt_state[0].mu['w']", "state.opt_state[0].nu['v']"} <= reused
 
 
-def test_glue_makes_nobody_wait():
-    """Unmarked code between fragments: `2 * loss` stays with the learner, and the rollout reads no learner's output."""
+def test_glue_makes_no_program_wait():
+    """Unmarked code between fragments: `2 * loss` runs with the learner, and the rollout reads no output of the learner."""
     state = toy.initial_state()
     program = msrl.compile(
         toy.iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes=toy.AXES
@@ -170,7 +170,7 @@ def test_glue_makes_nobody_wait():
 
 
 def test_free_values_are_computed_where_they_are_needed():
-    """A schedule that actor and learner read depends on no fragment: nobody sends it, nobody waits for it."""
+    """A schedule that actor and learner read depends on no fragment: both compute it, and neither sends it or waits for it."""
 
     @msrl.fragment(role="actor")
     def explore(x, epsilon):
@@ -237,7 +237,7 @@ def test_fused_program_costs_no_more_than_the_handwritten_scan(devices):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def test_states_stay_valid_unless_given_away(programs):
+def test_states_stay_valid_unless_donated(programs):
     for program in programs.values():
         state = toy.initial_state()
         placed = program.place(state)
@@ -249,7 +249,7 @@ def test_states_stay_valid_unless_given_away(programs):
 
 
 def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices):
-    """Each worker keeps and sends the part of the sum that a shard wants: a reduce-scatter, where the platform has one."""
+    """Each worker keeps and sends the part of the sum that a shard needs: a reduce-scatter if the platform has one."""
     wide = 32
 
     @msrl.fragment(role="learner")
@@ -283,7 +283,7 @@ def test_gradients_for_a_sharded_server_are_scattered_as_they_are_summed(devices
 
 
 def test_the_host_stays_within_what_cpu_devices_admit(programs, monkeypatch):
-    """XLA's CPU devices admit 32 programs; beyond that, programs that wait for each other may keep each other out."""
+    """XLA's CPU devices admit 32 programs; with more, programs that depend on each other may deadlock."""
     program, waits = programs["Environments"], []
     state = program.place(toy.initial_state())
     ready = jax.block_until_ready

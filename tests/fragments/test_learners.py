@@ -1,4 +1,4 @@
-"""Several learners in one graph: each is a role of its own, placed like anything else."""
+"""Several learners in one graph: each is a separate role with its own placement."""
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def two_rates(state):
 
 
 def two_time_scales(state):
-    """A manager (predator) learns once from what a worker (prey) did in two rounds, learning after each."""
+    """A manager (predator) learns once from two rounds of a worker (prey), which learns after each round."""
 
     def round_(carry, _):
         x, prey = carry

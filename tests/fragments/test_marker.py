@@ -1,4 +1,4 @@
-"""What a marked function takes and gives, its name and role, its effects, and what it refuses."""
+"""Arguments and results of a marked function, its name and role, its effects, and the arguments that it refuses."""
 
 import dataclasses
 from functools import partial
@@ -55,7 +55,7 @@ def test_typed_keys_pass_in_and_out():
     assert_same(jax.jit(jax.vmap(marked, out_axes=(0, 0, 0, None)))(batch), jax.vmap(body, out_axes=(0, 0, 0, None))(batch))
 
 
-def test_a_key_may_stand_beside_what_is_differentiated():
+def test_a_key_may_be_passed_next_to_a_differentiated_argument():
     def body(x, key, n):
         return x * jax.random.normal(key, x.shape), key, n + 1
 
@@ -253,7 +253,7 @@ def test_effects_under_vmap_and_grad():
     assert seen == [3.0]
 
 
-def test_what_nobody_reads_is_dropped():
+def test_unread_results_are_dropped():
     unused = fragment(name="unused")(jnp.sin)
     pair = fragment(name="pair")(lambda x, y: (jnp.sin(x), fragment(name="inner")(jnp.cos)(y)))
 

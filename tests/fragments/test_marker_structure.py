@@ -1,4 +1,4 @@
-"""What becomes of a fragment under transformations: it stays one under vmap and meshes, and dissolves under gradients."""
+"""A fragment stays one equation under vmap and meshes, and is replaced by its body under differentiation."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def test_results_that_do_not_depend_on_the_mapped_axis_are_not_mapped():
         lambda f: jax.grad(jax.checkpoint(loss(f))),
     ],
 )
-def test_under_differentiation_a_fragment_dissolves(transform):
+def test_under_differentiation_a_fragment_is_replaced_by_its_body(transform):
     assert fragments_of(mlp_fragment, PARAMS, X) == ["mlp"]
     assert fragments_of(transform(mlp_fragment), PARAMS, X) == []
 

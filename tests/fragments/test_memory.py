@@ -1,4 +1,4 @@
-"""A state is computed where it is kept, and what it takes of the devices is counted before anything is."""
+"""A state is computed where it is kept, and its memory is counted before that."""
 
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ def make_program(policy):
 @pytest.mark.parametrize(
     "policy", [policies.MultiLearner(), policies.SingleLearnerCoarse(buffers=2), policies.SingleLearnerCoarse(staleness=1)]
 )
-def test_initialized_is_what_was_computed_elsewhere_and_placed(policy):
+def test_initialize_equals_place_of_the_same_state(policy):
     program, key = make_program(policy)
     found, expected = program.initialize(init, key), program.place(jax.jit(init)(key))
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -92,6 +92,6 @@ def test_states_that_do_not_fit_are_refused_in_bytes():
 
 
 def test_seeds_count():
-    """One buffer fits this machine's memory, a thousand do not."""
+    """One buffer fits the host's memory, a thousand do not."""
     with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes of .* its largest leaf is state\.replay"):
         msrl.train("dqn", "CartPole-v1", capacity=2_000_000_000 // 64, seeds=1000, total_steps=1000, eval_episodes=0)

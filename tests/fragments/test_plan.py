@@ -1,4 +1,4 @@
-"""The table of a plan is short where arrays cross alike, and its data are complete."""
+"""The table of a plan merges rows of arrays that cross alike; its data are complete."""
 
 from msrl_jax.fragments.plan import Crossing, Plan
 

@@ -1,4 +1,4 @@
-"""Staleness is a delay on the edge from learner to actor: exact, bounded, and it frees the actor from waiting."""
+"""Staleness is an exact, bounded delay from learner to actor; the actor does not wait for the learner."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def test_a_delayed_run_resumes_from_its_state():
 
 
 def dependencies(program, staleness):
-    """For each (iteration, instruction) of a run of several iterations, what it depends on, as (iteration, fragment)."""
+    """For each (iteration, instruction) of a run, the pairs (iteration, fragment) that it depends on."""
     held = {v: frozenset() for copies in program.schedule.inputs for v in copies}
     depends = {}
     for iteration in range(staleness + 3):
@@ -114,7 +114,7 @@ BUFFERS = [(0, 2), (2, None), (2, 2), (1, "actors")]
 
 
 @pytest.mark.parametrize(("staleness", "buffers"), BUFFERS)
-def test_buffers_apart_from_the_learner_learn_of_errors_that_much_later(staleness, buffers, replays):
+def test_buffers_apart_from_the_learner_receive_errors_with_the_same_delay(staleness, buffers, replays):
     after, _ = replays(staleness, buffers).run(replay_loop.initial_state(), 9)  # the ring is overwritten after 6
     expected = late_replay(staleness, buffers is not None, 9)
     assert_close(replays(staleness, buffers).unwrap(after), expected)
@@ -148,7 +148,7 @@ def test_new_parameters_move_to_the_actors_and_nothing_waits_for_them():
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """A policy of one's own: every role has a device of its own, so a fragment that holds others is opened."""
+    """A custom policy: every role has a separate device, so a fragment that contains others is opened."""
 
     staleness: int
 
@@ -160,7 +160,7 @@ class Apart:
 
 
 def test_unmarked_code_in_an_opened_fragment_has_its_role():
-    """What a learner does itself, beside the fragments in it, is late for actors; what an actor does itself comes late."""
+    """Actors read a learner's unmarked code with delay, and an actor's unmarked code reads a learner with delay."""
 
     @msrl.fragment(role="env")
     def move(x):
@@ -199,7 +199,7 @@ def test_unmarked_code_in_an_opened_fragment_has_its_role():
 
 @dataclasses.dataclass(frozen=True)
 class Stale:
-    """A policy of one's own: as another, but the actors are to lag behind."""
+    """A custom policy: another policy with staleness added."""
 
     policy: msrl.policies.DistributionPolicy
     staleness: object = 1
@@ -215,7 +215,7 @@ def test_staleness_needs_actors_apart_from_learners(name):
         msrl.compile(toy.iteration, toy.initial_state(), policy=policy, axes=toy.AXES)
 
 
-def test_staleness_is_asked_of_a_policy_that_has_it_and_is_a_number_of_iterations():
+def test_staleness_is_refused_if_the_policy_has_none_or_it_is_not_a_number_of_iterations():
     for name in ("GPUOnly", "MultiLearner", "SingleLearnerFine", "Central", "Environments"):
         with pytest.raises(ValueError, match=r"has no parameter .staleness.*SingleLearnerCoarse"):
             msrl.policies.get(name, staleness=1)

@@ -1,4 +1,4 @@
-"""A small actor-critic on a linear system, written as a user would; its parts are used again in plain Python references."""
+"""A small actor-critic on a linear system, as a user would write it; plain Python references use its parts."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""How each policy divides devices, and that a policy of one's own is a class of a few lines."""
+"""How each policy divides devices; a custom policy is a class of a few lines."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ def test_parts_share_no_device_if_there_are_two(name):
 
 @pytest.mark.parametrize("policy", [SingleLearnerCoarse, SingleLearnerFine, Environments])
 def test_environments_may_run_on_another_platform(policy):
-    """Here the other platform is the CPU, whose devices the learner has too: the parts then share devices."""
+    """The other platform is the CPU here, which the learner uses too, so the parts share devices."""
     layout = policy(env_platform="cpu").layout(jax.devices()[:2], {"env": 8})
     assert {d.platform for d in layout.placement("env", "env").devices} == {"cpu"}
     assert len(layout.placement("env", "env").devices) == 8
@@ -106,14 +106,14 @@ def test_codecs_lie_on_the_way_that_they_are_named_after():
     ]  # fmt: skip
 
 
-def test_names_are_found_whatever_their_case():
+def test_case_of_names_is_ignored():
     assert msrl.policies.get("gpuonly") == GPUOnly()
     assert msrl.policies.get("CENTRAL", shards=2) == Central(shards=2)
 
 
 @dataclass(frozen=True)
 class BufferApart:
-    """A policy of one's own: replay on a device of its own, everything else together."""
+    """A custom policy: replay on a separate device, everything else together."""
 
     def layout(self, devices, sizes):
         rest, buffer = Placement.over("rest", devices[:-1]), Placement.over("buffer", devices[-1:])

@@ -1,4 +1,4 @@
-"""A plain account of what was inserted, to compare buffers with: NumPy, deques and Python loops."""
+"""A reference for replay buffers: a record of all insertions with NumPy, deques and Python loops."""
 
 from collections import deque
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def compiled(buffer):
 
 
 def steps(rng, unroll_length, num_envs, begin):
-    """Steps of all environments whose observations tell when and where they are, with ends of episodes anywhere."""
+    """Steps of all environments with random ends of episodes; an observation contains its step and environment."""
     when = np.arange(begin, begin + unroll_length)[:, None] + np.zeros((1, num_envs))
     where = np.zeros((unroll_length, 1)) + np.arange(num_envs)
     shape = (unroll_length, num_envs)

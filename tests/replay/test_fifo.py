@@ -62,7 +62,7 @@ def test_a_refused_batch_costs_no_copy_of_the_queue():
         assert memory.alias_size_in_bytes >= 4_000_000 and memory.temp_size_in_bytes < 50_000
 
 
-def test_axes_of_batches_follow_the_place():
+def test_axes_of_batches_follow_that_of_places():
     assert QUEUE.axes.batches == P(None, None, "env")
     axes = replay.fifo((jnp.zeros((4, 2)), jnp.zeros(3)), capacity=2, axes=(P("env"), None)).axes
     assert axes.batches == (P(None, "env"), P(None))

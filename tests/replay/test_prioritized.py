@@ -99,7 +99,7 @@ def test_priorities_follow_td_errors_of_either_sign(functions):
     state = after(functions, 2)  # steps 0 to 5, windows that start at 0 to 4
     before = priority(functions, state)
     assert before == {(step, env): 1 for step in range(5) for env in range(4)}
-    # One update has 8 windows of each shard; a pair may stand in it twice, with the same error.
+    # One update has 8 windows of each shard; a pair may occur twice in it, with the same error.
     chosen = [(step, env) for env in (0, 1) for step in range(4)] + [(step, env) for env in (2, 3) for step in range(4)]
     chosen[1] = chosen[0]
     errors = np.linspace(-3, 2, 16).astype(np.float32)  # the shards have different largest ones
@@ -109,7 +109,7 @@ def test_priorities_follow_td_errors_of_either_sign(functions):
     got = priority(functions, state)
     assert got.keys() == expected.keys()
     np.testing.assert_allclose([got[at] for at in expected], list(expected.values()), rtol=1e-5)
-    # Windows that come next get the largest priority that their shard has seen.
+    # New windows get the largest priority so far of their shard.
     state = functions.insert(state, steps(np.random.default_rng(0), 3, 4, 6))
     new = priority(functions, state)
     largest = [(error + EPSILON) ** ALPHA for error in (3, 3, 2, 2)]
@@ -121,7 +121,7 @@ def test_priorities_follow_td_errors_of_either_sign(functions):
         np.testing.assert_allclose(probability, new[step, env] / (2 * total[env // 2]), rtol=1e-5)
 
 
-def test_updates_that_cannot_be_meant_are_left_out(functions):
+def test_invalid_updates_are_ignored(functions):
     state = after(functions, 6)  # steps 6 to 17 are held
     before = jax.tree.map(np.asarray, state.priorities)
     overwritten = [(5, 0), (0, 1)] * 4
@@ -205,7 +205,7 @@ def test_an_empty_buffer_raises_or_gives_finite_numbers(functions):
 
 
 def test_rounding_never_draws_a_leaf_of_zero(monkeypatch):
-    # The largest random number below 1 puts the last target at the very end of the sum, behind which there are zeros.
+    # The largest random number below 1 puts the last target at the end of the sum; only zeros follow.
     monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, np.nextafter(np.float32(1), 0)))
     leaves = np.zeros((1, 100), np.float32)
     leaves[0, 3:41] = 0.1

@@ -1,4 +1,4 @@
-"""What does not fit is said before anything compiles."""
+"""Arguments that do not fit are refused before anything compiles."""
 
 import re
 from typing import NamedTuple
@@ -39,7 +39,7 @@ def test_arguments(make, arguments, message):
 
 
 @pytest.mark.parametrize("key", ["capacity", "batch_size", "length"])
-def test_what_an_error_suggests_is_accepted(key):
+def test_the_capacity_that_an_error_suggests_is_accepted(key):
     wrong = {"capacity": {"capacity": 4, "length": 7, "stride": 3}, "batch_size": {"batch_size": 999, "stride": 3},
              "length": {"length": 64, "stride": 6}}[key]  # fmt: skip
     with pytest.raises(ValueError) as error:
@@ -49,7 +49,7 @@ def test_what_an_error_suggests_is_accepted(key):
     replay.uniform(EXAMPLE, **{**FITS, **wrong, "capacity": int(match[1])})
 
 
-def test_memory_is_said_in_bytes():
+def test_too_much_memory_is_refused_in_bytes():
     image = jax.ShapeDtypeStruct((84, 84, 4), jnp.float32)
     arguments = {"capacity": 10**9, "num_envs": 8, "unroll_length": 1, "batch_size": 8}
     with pytest.raises(ValueError, match=r"capacity=1000000000 steps takes 112,896,000,0\d\d,\d\d\d bytes") as error:

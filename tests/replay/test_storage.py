@@ -83,7 +83,7 @@ def test_costs_do_not_grow_with_the_capacity(make):
     assert (third < 2.5 * first + 4096).all()
 
 
-def test_counts_of_what_was_lost_stop_rather_than_wrap():
+def test_counts_of_lost_items_stop_instead_of_wrapping():
     buffer = replay.uniform({"obs": jnp.zeros(3)}, **SIZES, storage={"obs": "uint8"})
     most = np.iinfo(np.int32).max
     state = buffer.init()._replace(lost=jnp.array([most - 3, most, 0, 5], jnp.int32))

@@ -1,4 +1,4 @@
-"""What buffers hold and sample, against a deque for every environment."""
+"""Contents and samples of buffers, compared with a deque for every environment."""
 
 import functools
 import math
@@ -33,9 +33,9 @@ def buffer(kind, size):
 
 
 def filled(kind, size, insertions, seed, back=0):
-    """A buffer and its history after some insertions, the first of which is some steps before counting starts anew.
+    """A buffer and its history after some insertions; the first one is some steps before the step count wraps.
 
-    There are `back` times as many as make whole insertions and whole strides: the first step of a run starts a window.
+    Their number is `back` times the least common multiple of insertion and stride, so the first step starts a window.
     """
     unroll_length, _, stride, held = size
     functions, rng = buffer(kind, size), np.random.default_rng(seed)
@@ -92,7 +92,8 @@ def test_every_window_is_sampled(kind, size, insertions):
 @pytest.mark.parametrize("length", [1, 4, 5])
 def test_the_fewest_windows_of_a_full_ring_are_those_of_its_worst_beginning(unroll_length, stride, length):
     unit = math.lcm(unroll_length, stride)
-    sizes = {"num_envs": 1, "unroll_length": unroll_length, "length": length, "stride": stride, "min_size": None, "shards": None}
+    sizes = {"num_envs": 1, "unroll_length": unroll_length, "length": length, "stride": stride}
+    sizes |= {"min_size": None, "shards": None}
     for steps_held in range(unit, 6 * unit, unit):
         begins = range(0, steps_held * stride, unroll_length)  # of the oldest step
         fewest = min(sum(s % stride == 0 for s in range(b, b + steps_held - length + 1)) for b in begins)

@@ -1,4 +1,4 @@
-"""Runs that several test modules look at; training is what takes the time here."""
+"""Runs shared by several test modules, because training is slow."""
 
 import jax
 import pytest

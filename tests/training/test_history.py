@@ -79,6 +79,6 @@ def test_chunks_give_a_readable_number_of_ticks_and_two_lengths_at_most():
         (math.inf, math.nan, "inf ± nan"),
     ],
 )
-def test_numbers_show_the_digits_that_say_something(mean, spread, shown):
+def test_numbers_show_useful_digits(mean, spread, shown):
     digits = decimals(mean, spread)
     assert f"{mean:.{digits}f} ± {spread:.{digits}f}" == shown

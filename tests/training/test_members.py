@@ -45,7 +45,7 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, memb
 @pytest.mark.parametrize(
     "algo", [a if a in ("es", "recurrent_ppo") else pytest.param(a, marks=pytest.mark.slow) for a in PARTICULAR]
 )
-def test_members_of_every_algorithm_are_runs_of_their_own(algo, one_device):
+def test_members_of_every_algorithm_equal_separate_runs(algo, one_device):
     def train(**seeds):
         return msrl.train(
             algo, RandomWalk(), total_steps=3 * 48, chunk=3, eval_episodes=0, devices=one_device, progress=False,

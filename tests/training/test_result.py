@@ -95,7 +95,7 @@ def test_an_environment_object_must_be_given_again(tiny, one_device, tmp_path):
     assert loaded.evaluation is None
 
 
-def test_a_run_with_stale_actors_goes_on_from_its_folder(stale, tiny):
+def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     loaded = Result.load(stale.folder)
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
     assert_same_state(loaded.registers, jax.device_get(stale.registers))

@@ -1,4 +1,4 @@
-"""What stands behind the colon of a name."""
+"""Parameters after the colon of a name."""
 
 import pytest
 
@@ -21,6 +21,6 @@ def test_codecs_are_written_as_words_calls_and_dictionaries(spec, policy):
 
 
 @pytest.mark.parametrize("text", ["learners=1+1", "learners=[", "trajectory_codec={**x}"])
-def test_what_is_neither_is_refused(text):
+def test_an_unreadable_value_is_refused(text):
     with pytest.raises(ValueError, match="cannot read"):
         resolve_policy(f"SingleLearnerCoarse:{text}")

@@ -80,12 +80,12 @@ def test_evaluations_happen_when_due_and_at_the_end(tiny, one_device):
 
 
 @pytest.mark.parametrize(("name", "value"), [("total_steps", "100"), ("total_steps", 99.5), ("chunk", True), ("seed", 2**32)])
-def test_what_is_no_number_is_refused(name, value):
+def test_an_invalid_number_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"{name}={value!r}: (use an integer of at least 1|a seed has 32 bits)"):
         msrl.train(**{name: value})
 
 
-def test_a_run_says_where_its_time_went(trained):
+def test_a_run_reports_the_parts_of_its_time(trained):
     parts = [trained.compile_seconds, *trained.timings.values()]
     assert len(parts) == 4 and min(parts) > 0 and sum(parts) <= trained.wall_seconds
     assert trained.wall_seconds - sum(parts) < 0.3 * trained.wall_seconds

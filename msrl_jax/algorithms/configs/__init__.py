@@ -1,1 +1,1 @@
-"""Configs: the fields that several algorithms share, and the checks of their values."""
+"""Configs: fields that several algorithms share, and checks of their values."""

@@ -1,4 +1,4 @@
-"""Fields that algorithms share in which an actor climbs critics that learn from replayed experience."""
+"""Fields shared by off-policy actor-critics: SAC, TD3 and DDPG."""
 
 import dataclasses
 
@@ -10,12 +10,13 @@ from msrl_jax.algorithms.configs.targets import TargetConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffPolicyActorCriticConfig(NetworkConfig, TargetConfig, OptimizerConfig, MixingConfig):
-    """What SAC, TD3 and DDPG share. The learning rate is that of all networks.
+    """Fields shared by SAC, TD3 and DDPG; all networks have the same learning rate.
 
     Attributes:
-      learning_starts: environment steps, of uniformly random actions, before the first update. Usual: 1e3 to 1e4.
+      learning_starts: environment steps before the first update; they take uniformly random actions. Usual: 1e3 to 1e4.
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
-      max_grad_norm: gradients of each network are scaled down to this norm; None leaves them. Usual: None.
+      max_grad_norm: largest norm of each network's gradients; larger gradients are scaled down to it. None does not clip.
+        Usual: None.
       hidden_sizes: widths of the dense layers. Usual: (256, 256).
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
     """

@@ -1,4 +1,4 @@
-"""What all configs share: keyword-only fields, checked when a config is made, with one documented place for each field."""
+"""The base of all configs: keyword-only fields, checked when a config is made."""
 
 import dataclasses
 import inspect
@@ -15,9 +15,9 @@ from msrl_jax.algorithms.configs.checks import check_booleans, check_choice
 class Config:
     """The base of all configs.
 
-    A config inherits fields from small classes such as `OptimizerConfig`. Each of them documents its fields in its
-    docstring, under "Attributes:", and may define a method `check` for their values. A subclass changes a default by
-    restating the field; it documents the field again only if the text differs. Fields of the last base come first.
+    A config inherits fields from small classes such as `OptimizerConfig`. Each class documents its own fields under
+    "Attributes:", and may check them in a method `check`. A subclass restates a field to change its default, and documents
+    it again only if the text differs. The fields of the last base come first.
     """
 
     def __post_init__(self):
@@ -26,7 +26,7 @@ class Config:
                 cls.__dict__["check"](self)
 
     def check(self) -> None:
-        """Raises ValueError unless every `bool` is True or False and every `Literal` is one of its options."""
+        """Raises ValueError unless every `bool` field is True or False and every `Literal` field is one of its options."""
         for field, hint in typing.get_type_hints(type(self)).items():
             if hint is bool:
                 check_booleans(self, field)
@@ -34,28 +34,28 @@ class Config:
                 check_choice(self, field, options)
 
     def check_given(self, fields: Collection[str]) -> None:
-        """Raises ValueError if a field that a user gave has no effect beside the others.
+        """Raises ValueError if the user gave a field that has no effect with the other fields.
 
         Args:
-          fields: the names of those that were given; others have their defaults.
+          fields: the names of the fields that the user gave; the others have their defaults.
         """
 
 
 def _options(hint: Any) -> tuple[str, ...]:
-    """The options of `Literal[...]` and of `Literal[...] | None`; of any other type, none."""
+    """The options of `Literal[...]` or `Literal[...] | None`; empty for other types."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return tuple(option for part in typing.get_args(hint) for option in _options(part))
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
 
 
 def field_docs(config: type) -> dict[str, str]:
-    """The text of every documented field of a config, its own and the inherited ones.
+    """The text of every documented field of a config, inherited fields included.
 
     Args:
-      config: a dataclass whose docstring, and those of its bases, list fields as `name: text` under "Attributes:".
+      config: a dataclass. Its docstring and those of its bases list fields as `name: text` under "Attributes:".
 
     Returns:
-      Texts by field, in the order of the fields, each on one line.
+      The text of each field on one line, in the order of the fields.
     """
     texts: dict[str, str] = {}
     for cls in reversed(config.__mro__):

@@ -1,4 +1,4 @@
-"""Checks for the fields of an algorithm's config: every message names the field, its value and what it should be.
+"""Checks for the fields of an algorithm's config; every message names the field, its value and the remedy.
 
 A field whose default is None may be None.
 """
@@ -34,7 +34,7 @@ def check_integers(config: object, minimum: int, *fields: str) -> None:
 
 
 def check_periods(config: object, *fields: str) -> None:
-    """Raises ValueError unless every named field is an integer from 1 to `2**24`, as `counters.remainder` takes it."""
+    """Raises ValueError unless every named field is an integer from 1 to `2**24`, the limit of `counters.remainder`."""
     for field, value in _given(config, fields):
         if not _is_integer(value, 1) or value > 2**24:
             raise _reject(config, field, f"an integer of at least 1 and at most {2**24}")

@@ -1,4 +1,4 @@
-"""Fields that say how agents with discrete actions explore."""
+"""Fields for exploration with discrete actions."""
 
 import dataclasses
 from typing import Literal
@@ -9,16 +9,16 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers, ch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplorationConfig(Config):
-    """Random actions with some probability, the best action otherwise.
+    """Epsilon-greedy exploration: a random action with probability epsilon, otherwise the best action.
 
     Attributes:
-      exploration: "annealed", by one probability of random actions that falls; or "per_env", by one for each environment.
-        Usual: "annealed", or "per_env" with many environments.
-      exploration_steps: environment steps over which the probability falls from 1, linearly. Usual: a tenth of the run.
-      final_epsilon: the probability it falls to. Usual: 0.01 to 0.1.
-      base_epsilon: of "per_env", where environment `i` acts at random with probability `base_epsilon ** (1 + 7 i / (E - 1))`
-        (Horgan et al., 2018, arXiv 1803.00933, section 4.1). Usual: 0.4.
-      actor_period: iterations between two refreshes of the parameters that act. Usual: 1.
+      exploration: "annealed" uses one epsilon that falls during training; "per_env" uses a constant epsilon for each
+        environment. Usual: "annealed", or "per_env" with many environments.
+      exploration_steps: environment steps over which epsilon falls linearly from 1; for "annealed". Usual: a tenth of the run.
+      final_epsilon: epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.
+      base_epsilon: environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (Horgan et al., 2018, arXiv 1803.00933,
+        section 4.1); for "per_env". Usual: 0.4.
+      actor_period: iterations between two copies of the learner's parameters to the actors. Usual: 1.
     """
 
     exploration: Literal["annealed", "per_env"] = "annealed"

@@ -9,11 +9,11 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActorCriticLossConfig(Config):
-    """Weights of the parts of the loss.
+    """Weights of the terms of the loss.
 
     Attributes:
       entropy_coef: weight of the entropy bonus. Usual: 0 to 0.01.
-      value_coef: weight of the value loss, which is half a squared error. Usual: 0.5 to 1.
+      value_coef: weight of the value loss (half the squared error). Usual: 0.5 to 1.
     """
 
     entropy_coef: float = 0.01
@@ -29,7 +29,7 @@ class AdvantageConfig(Config):
     """How advantages are estimated.
 
     Attributes:
-      gae_lambda: bias (0) against variance (1) of the advantages. Usual: 0.95.
+      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.
     """
 
     gae_lambda: float = 0.95
@@ -46,12 +46,13 @@ class ProximalConfig(AdvantageConfig, ActorCriticLossConfig):
     Attributes:
       num_epochs: passes over the batch per iteration. Usual: 3 to 10.
       num_minibatches: updates per pass. Usual: 4 to 32.
-      clip_ratio: how far from 1 the probability ratio still pays off. Usual: 0.1 to 0.3.
-      clip_value: how far a value may move to its profit, in units of the return; None does not clip. Usual: None.
-      target_kl: the rest of an iteration's updates is skipped once the estimated divergence from the policy that acted
-        exceeds this, in nats; None never skips. Usual: None, or 0.01 to 0.03.
-      normalize_advantage: over what advantages are standardized: each "minibatch", the whole "batch" once, or "none".
-        Usual: "minibatch".
+      clip_ratio: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.
+      clip_value: the change of a value in one iteration is clipped to this size, in units of the return; None does not
+        clip. Usual: None.
+      target_kl: largest estimated KL divergence from the policy that acted, in nats. An iteration skips its remaining
+        updates once the estimate is larger. None never skips. Usual: None, or 0.01 to 0.03.
+      normalize_advantage: whether advantages are standardized over each "minibatch", once over the whole "batch", or not
+        ("none"). Usual: "minibatch".
     """
 
     num_epochs: int = 4

@@ -1,4 +1,4 @@
-"""Fields that say what a network is."""
+"""Fields that describe the networks."""
 
 import dataclasses
 from typing import Literal
@@ -17,7 +17,8 @@ class NetworkConfig(Config):
     Attributes:
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions. Usual: "auto".
+      network: "mlp" for dense layers only, "cnn" for a convolution first, or "auto", which is "cnn" for observations with
+        three dimensions. Usual: "auto".
     """
 
     hidden_sizes: tuple[int, ...] = (64, 64)

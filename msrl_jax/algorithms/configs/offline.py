@@ -1,4 +1,4 @@
-"""Fields that algorithms share that learn from data alone."""
+"""Fields shared by the algorithms that learn from a data set alone."""
 
 import dataclasses
 
@@ -10,17 +10,19 @@ from msrl_jax.algorithms.configs.replay import BatchConfig, DataConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfflineConfig(NetworkConfig, OptimizerConfig, BatchConfig, DataConfig):
-    """Batches of a data set, of which some episodes are held out.
+    """Batches from a data set; some of its episodes are held out for validation.
 
     Attributes:
-      data: a data set, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too. Training needs it.
+      data: path of the data set, for `msrl_jax.data.load`; in Python also a `msrl_jax.data.Dataset`. Training needs it.
         Usual: a path.
-      validation_fraction: share of the episodes held out, for metrics that start with `validation_`. Usual: 0.1.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
-      max_grad_norm: gradients of each network are scaled down to this norm; None leaves them. Usual: None.
+      validation_fraction: share of the episodes held out for the `validation_` metrics. Usual: 0.1.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`; constant if they are not given.
+        Usual: True.
+      max_grad_norm: largest norm of each network's gradients; larger gradients are scaled down to it. None does not clip.
+        Usual: None.
       hidden_sizes: widths of the dense layers. Usual: (64, 64) to (256, 256).
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      total_steps: updates over which the learning rate falls; it stays as it is if that is None.
+      total_steps: updates over which the learning rate falls; None keeps it constant.
     """
 
     validation_fraction: float = 0.1

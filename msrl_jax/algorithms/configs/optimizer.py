@@ -1,4 +1,4 @@
-"""Fields that say how gradients change parameters."""
+"""Fields of the optimizer."""
 
 import dataclasses
 from typing import Literal
@@ -9,7 +9,7 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningRateConfig(Config):
-    """How long the steps of an optimizer are.
+    """The learning rate and its schedule.
 
     Attributes:
       learning_rate: step size of Adam. Usual: 1e-4 to 1e-3.
@@ -27,9 +27,9 @@ class LearningRateConfig(Config):
         check_integers(self, 1, "total_steps")
 
     def check_annealing(self) -> None:
-        """Raises ValueError if the learning rate falls over a number of steps that is not given.
+        """Raises ValueError if `anneal_learning_rate` is set and `total_steps` is not given.
 
-        Not a part of `check`: a run fills in its own number of steps after the config is made.
+        This is no part of `check`, because a run fills in `total_steps` after the config is made.
         """
         if self.anneal_learning_rate and self.total_steps is None:
             raise ValueError(
@@ -39,10 +39,10 @@ class LearningRateConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(LearningRateConfig):
-    """Adam, or another optimizer, on gradients of a limited norm.
+    """An optimizer with clipped gradients.
 
     Attributes:
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 0.5.
+      max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.
     """
 
     max_grad_norm: float | None = None
@@ -58,9 +58,10 @@ class RMSPropConfig(OptimizerConfig):
 
     Attributes:
       optimizer: "rmsprop" or "adam". Usual: "rmsprop".
-      learning_rate: its step size. Usual: 1e-4 to 7e-3.
-      rms_decay: how much of the mean of squared gradients RMSProp keeps per update. Usual: 0.99.
-      epsilon: what keeps the optimizer's division finite. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.
+      learning_rate: step size of the optimizer. Usual: 1e-4 to 7e-3.
+      rms_decay: decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.
+      epsilon: small number added to the denominator of the update, against division by zero. Usual: 1e-5 to 0.1 for
+        RMSProp, 1e-8 to 1e-5 for Adam.
     """
 
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"

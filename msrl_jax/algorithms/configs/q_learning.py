@@ -1,4 +1,4 @@
-"""Fields that algorithms share that learn action values online."""
+"""Fields shared by the algorithms that learn action values online."""
 
 import dataclasses
 
@@ -14,11 +14,12 @@ class QLearningConfig(PeriodicTargetConfig, ExplorationConfig, PriorityConfig, O
     """Action values, learned with Adam from replayed experience.
 
     Attributes:
-      dueling: whether the network has streams for values and for advantages. Usual: True for images and sequences.
-      huber_delta: the error from which on the loss of a value is no longer quadratic but linear; None never is. Usual: None, or
-        1 if rewards are clipped.
-      adam_epsilon: what keeps Adam's division finite; larger ones damp steps along small gradients. Usual: 1e-8 to 1e-3.
-      max_grad_norm: gradients are scaled down to this global norm. Usual: 10 to 40.
+      dueling: whether the network has separate streams for values and for advantages. Usual: True for images and sequences.
+      huber_delta: the loss is quadratic for errors below this size and linear above it (Huber loss); None is always
+        quadratic. Usual: None, or 1 if rewards are clipped.
+      adam_epsilon: small number added to Adam's denominator; larger values shorten the steps along small gradients.
+        Usual: 1e-8 to 1e-3.
+      max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.
     """
 
     dueling: bool = False

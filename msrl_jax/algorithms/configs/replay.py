@@ -1,4 +1,4 @@
-"""Fields that say what is kept to be learned from again, and how it is drawn."""
+"""Fields of replay buffers and data sets."""
 
 import dataclasses
 import os
@@ -16,15 +16,15 @@ Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig(Config):
-    """How much is drawn from a buffer per iteration, and how the buffer stores it.
+    """Batches from a buffer, and the storage of the buffer.
 
     Attributes:
       num_updates: updates per iteration, `K`. Usual: 1/8 to 1 per environment step, or 10 to 100 without an environment.
       batch_size: transitions or windows per update, `B`. Usual: 32 to 512.
-      storage: codec of stored observations: "uint8" for whole numbers from 0 to 255, "scaled_uint8" for such over 255,
-        "bfloat16", or None for as they are. Usual: None, or "uint8" for images.
-      shards: parts of the buffer, which may lie on different devices; a divisor of `batch_size`, and of `num_envs` if there
-        are environments. None for the greatest common divisor of these and 8. Usual: None.
+      storage: codec of stored observations: "uint8" for whole numbers from 0 to 255, "scaled_uint8" for such numbers divided
+        by 255, "bfloat16", or None to store them unchanged. Usual: None, or "uint8" for images.
+      shards: number of parts of the buffer; they can be on different devices. It must divide `batch_size`, and `num_envs` if
+        there are environments. None takes the greatest common divisor of these and 8. Usual: None.
     """
 
     num_updates: int = 4
@@ -39,13 +39,13 @@ class BatchConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayConfig(BatchConfig):
-    """A replay buffer of environment steps. With a codec, the metric `replay_lost` counts what it could not hold.
+    """A replay buffer of environment steps. The metric `replay_lost` counts steps that the codec could not store exactly.
 
     Attributes:
-      capacity: environment steps that the replay buffer holds at most. Usual: 1e4 to 1e6.
-      learning_starts: environment steps, of random actions, before the first update; None for as many as a batch needs.
-        Usual: 1e3 to 5e4.
-      n_step: rewards before the target bootstraps. Usual: 1 to 5.
+      capacity: largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.
+      learning_starts: environment steps before the first update; they take random actions. None takes as many as a batch
+        needs. Usual: 1e3 to 5e4.
+      n_step: number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.
     """
 
     capacity: int = 200_000
@@ -61,15 +61,17 @@ class ReplayConfig(BatchConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PriorityConfig(LearningRateConfig):
-    """Draws by the last error (Schaul et al., 2016, arXiv 1511.05952).
+    """Prioritized replay (Schaul et al., 2016, arXiv 1511.05952).
 
     Attributes:
-      prioritised: whether transitions or windows are drawn by their last error. Usual: True for images and sequences.
-      alpha: from 0, all alike, to 1, in proportion to their errors. Usual: 0.4 to 0.9.
-      beta: how far importance weights make up for that at first; it rises to 1 over `total_steps`, if they are given. None
-        weighs all alike. Usual: 0.4 to 0.6, or None for sequences.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`, if they are given. Usual: True.
-      total_steps: environment steps over which `beta` rises and the learning rate falls; both stay as they are if it is None.
+      prioritised: whether transitions or windows with a larger last TD error are drawn more often. Usual: True for images and
+        sequences.
+      alpha: exponent of the priorities: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.4 to 0.9.
+      beta: initial exponent of the importance weights, which correct the bias of prioritized draws. It rises to 1 over
+        `total_steps`, if they are given. None gives all weight 1. Usual: 0.4 to 0.6, or None for sequences.
+      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`; constant if they are not given.
+        Usual: True.
+      total_steps: environment steps over which `beta` rises and the learning rate falls; None keeps both constant.
     """
 
     prioritised: bool = False
@@ -89,7 +91,7 @@ class DataConfig(Config):
     """A data set.
 
     Attributes:
-      data: a data set to learn from as well, by its path (`msrl_jax.data.load`); from Python, a `msrl_jax.data.Dataset` too.
+      data: path of a data set to learn from as well, for `msrl_jax.data.load`; in Python also a `msrl_jax.data.Dataset`.
         Usual: None.
     """
 
@@ -105,7 +107,7 @@ class DataConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig(ReplayConfig, DiscountConfig, RolloutConfig):
-    """What all algorithms share that act into a replay buffer and learn from it.
+    """Fields shared by all algorithms that learn from a replay buffer.
 
     An iteration takes `unroll_length` steps of every environment, then makes `num_updates` updates.
 
@@ -120,22 +122,22 @@ class OffPolicyConfig(ReplayConfig, DiscountConfig, RolloutConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixingConfig(DataConfig, OffPolicyConfig):
-    """Batches of which a data set gives a part (Ball et al., 2023, arXiv 2302.02948).
+    """Batches that mix the run's own experience with a data set (Ball et al., 2023, arXiv 2302.02948).
 
     Attributes:
-      data_fraction: share of every batch that comes from `data`, rounded to whole rows of each of the `shards`. Usual: 0.5.
+      data_fraction: share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.
     """
 
     data_fraction: float = 0.5
 
     def check(self) -> None:
-        """Raises ValueError unless the share is in (0, 1], and the default if there are no data to share in."""
+        """Raises ValueError unless the share is in (0, 1], and the default if there are no data."""
         check_numbers(self, "data_fraction", above=0.0, high=1.0)
         if self.data_fraction != type(self).data_fraction:
             self.check_given(["data_fraction"])
 
     def check_given(self, fields: Collection[str]) -> None:
-        """Raises ValueError if the share is given, but no data."""
+        """Raises ValueError if `data_fraction` is given without `data`."""
         if "data_fraction" in fields and self.data is None:
             raise ValueError(
                 f"{type(self).__name__}.data_fraction={self.data_fraction} is a share of every batch for a data set, but there "

@@ -1,4 +1,4 @@
-"""Fields that say how experience is collected, and what rewards are worth."""
+"""Fields for collecting experience, discounting and normalization."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Config):
-    """How many environments there are, and for how many steps they are unrolled.
+    """The number of environments and the length of an unroll.
 
     Attributes:
       num_envs: environments stepped in parallel, `E`. Usual: 8 to 4096.
@@ -30,10 +30,10 @@ class RolloutConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiscountConfig(Config):
-    """What later rewards are worth.
+    """The discount factor.
 
     Attributes:
-      discount: the factor per step. Usual: 0.99.
+      discount: discount factor per step. Usual: 0.99.
     """
 
     discount: float = 0.99
@@ -49,7 +49,8 @@ class NormalizationConfig(Config):
 
     Attributes:
       normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      normalize_rewards: whether rewards are divided by the running deviation of the return. Usual: True for locomotion.
+      normalize_rewards: whether rewards are divided by the running standard deviation of the return. Usual: True for
+        locomotion.
     """
 
     normalize_observations: bool = False
@@ -58,4 +59,4 @@ class NormalizationConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OnPolicyConfig(NormalizationConfig, DiscountConfig, RolloutConfig):
-    """What all algorithms share that learn from the newest unrolls of a policy."""
+    """Fields shared by the on-policy algorithms."""

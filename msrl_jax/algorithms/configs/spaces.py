@@ -1,4 +1,4 @@
-"""Checks of action spaces: every message names the algorithm, the space and what to use instead."""
+"""Checks of action spaces; every message names the algorithm, the space and the remedy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
     """Checks that actions are discrete.
 
     Args:
-      name: what errors call the algorithm.
+      name: name of the algorithm in error messages.
       space: the space of actions.
 
     Returns:
@@ -23,7 +23,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
         return space
     raise TypeError(
         f"{name} values each of a finite number of actions, got {space}; wrap the environment to take a Discrete "
-        "space, or, for a Box of floats, use sac or td3 or ddpg or ppo"
+        "space, or use sac, td3, ddpg or ppo for a Box of floats"
     )
 
 
@@ -31,7 +31,7 @@ def check_bounded(name: str, space: Space) -> Box:
     """Checks that actions are bounded vectors of floats.
 
     Args:
-      name: what errors call the algorithm.
+      name: name of the algorithm in error messages.
       space: the space of actions.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Fields that say how target networks follow the networks that are trained."""
+"""Fields of target networks."""
 
 import dataclasses
 
@@ -8,10 +8,10 @@ from msrl_jax.algorithms.configs.checks import check_numbers, check_periods
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(Config):
-    """Targets that follow slowly (Polyak averaging).
+    """Target networks that follow the trained networks slowly (Polyak averaging).
 
     Attributes:
-      tau: share by which targets move towards the trained networks per update. Usual: 0.001 to 0.05.
+      tau: share of the way that target networks move towards the trained networks per update. Usual: 0.001 to 0.05.
     """
 
     tau: float = 0.005
@@ -23,11 +23,12 @@ class TargetConfig(Config):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeriodicTargetConfig(TargetConfig):
-    """Targets that move every few updates.
+    """A target network that moves every few updates.
 
     Attributes:
       target_period: updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.
-      tau: how far it moves towards the online network. Usual: 1, or 0.005 to 0.05 with a period of 1.
+      tau: share of the way that the target network moves towards the online network each time; 1 copies it. Usual: 1, or 0.005
+        to 0.05 with a period of 1.
     """
 
     target_period: int = 1

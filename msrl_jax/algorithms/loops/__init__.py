@@ -1,1 +1,1 @@
-"""What training loops share: acting, updates, and the loops over replayed and recorded experience."""
+"""Training loops for replayed and recorded experience, and parts that all loops share."""

@@ -1,4 +1,4 @@
-"""What the actor-critic algorithms share around their loops: the experience of an unroll, and small functions of it.
+"""The experience of an unroll, and small functions of it, for the actor-critic algorithms.
 
 In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
@@ -18,9 +18,9 @@ class Trajectory(NamedTuple):
     """The experience of an unroll; every leaf is `[T, E, ...]`.
 
     Attributes:
-      obs: observations acted on.
-      action: the policy's actions, before they are fitted to the action space.
-      log_prob: their log-probabilities under the policy that acted.
+      obs: the observations at every step.
+      action: the policy's actions, before `action_transform`.
+      log_prob: log-probabilities of the actions under the policy that acted.
       reward: rewards.
       terminated: whether the episode ended in a terminal state.
       truncated: whether the episode was cut short.
@@ -42,16 +42,16 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
       unroll_length: the length of an unroll, `T`.
 
     Returns:
-      Keys for the next unroll `[E]`, and keys for the steps of this one `[T, E]`.
+      Keys for the next unroll `[E]`, and keys for the steps of this unroll `[T, E]`.
     """
     keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
     return keys[0], keys[1:]
 
 
 def parameter_version(iteration: Counter) -> jax.Array:
-    """The version of the parameters that act: the iterations done when the learner made them.
+    """The version of the acting parameters: the number of iterations after which the learner made them.
 
-    The counter is read by a fragment with the role "actor". A policy with staleness delays it as it delays the parameters.
+    A fragment with the role "actor" reads the counter, so a policy with staleness delays it like the parameters.
 
     Args:
       iteration: the learner's counter of iterations.
@@ -66,11 +66,11 @@ _parameter_version = fragment(role="actor", name="parameter_version")(lambda low
 
 
 def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
-    """How many iterations old parameters are.
+    """The age of parameters in iterations.
 
     Args:
       iteration: the learner's counter of iterations.
-      version: what `parameter_version` returned for the parameters. `[]` uint32
+      version: the result of `parameter_version` for the parameters. `[]` uint32
 
     Returns:
       The age. `[]` float32
@@ -84,7 +84,7 @@ def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
 
 
 def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Evaluates a trajectory with the parameters of now.
+    """Evaluates a trajectory with the current parameters.
 
     Args:
       network: the network.
@@ -92,7 +92,7 @@ def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple
       trajectory: the trajectory.
 
     Returns:
-      Log-probabilities of its actions, entropies of the policy, and values of its observations. `[T, E]` each
+      Log-probabilities of the actions, entropies of the policy, and values of the observations. `[T, E]` each
     """
     policy, value = network.apply(params, flatten(trajectory.obs))
     log_prob, entropy = policy.log_prob(flatten(trajectory.action)), policy.entropy()
@@ -104,13 +104,13 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
     """The value of the true successor of every step.
 
     Args:
-      value: values of the observations acted on. `[T, E]`
+      value: values of the observations at every step. `[T, E]`
       last_value: values of the observations after the last step. `[E]`
-      bootstrap_value: values of the true successors, before a reset; read where an episode was truncated. `[T, E]`
+      bootstrap_value: values of the true successors, before a reset; used where an episode was truncated. `[T, E]`
       truncated: whether the episode was cut short. `[T, E]` bool
 
     Returns:
-      The values; where an episode terminated they mean nothing. `[T, E]`
+      The values; those of terminated steps have no meaning. `[T, E]`
     """
     chex.assert_equal_shape([value, bootstrap_value, truncated])
     chex.assert_equal_shape([value[0], last_value])
@@ -118,7 +118,7 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
 
 
 def flatten(x: jax.Array) -> jax.Array:
-    """Merges `[T, E, ...]` into `[E * T, ...]`: a dimension split over devices stays split if it is the outermost."""
+    """Merges `[T, E, ...]` into `[E * T, ...]`; `E` comes first, so that arrays stay split over devices along `E`."""
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
 

@@ -1,4 +1,4 @@
-"""The replay buffers that configs describe."""
+"""Makes the replay buffer of a config."""
 
 import math
 from typing import Any
@@ -14,25 +14,25 @@ from msrl_jax.replay import Replay, Transition
 
 
 def action_type(space: Space) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of one action as algorithms make it: a number, or a vector `[D]`."""
+    """Shape and dtype of one action of a policy: an integer, or a vector `[D]`."""
     if isinstance(space, Discrete):
         return jax.ShapeDtypeStruct((), jnp.int32)
     return jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
 
 
 def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
-    """Makes the replay buffer of n-step transitions, which mixes in the data set of the config if there is one.
+    """Makes the replay buffer of n-step transitions; it mixes in the data set of the config, if there is one.
 
     Args:
-      env: the environment whose steps it holds.
-      config: its size and kind; draws follow priorities if it is a `PriorityConfig` that says so.
+      env: the environment, for the shapes of its steps.
+      config: the size and kind of the buffer; a `PriorityConfig` may ask for priorities.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: if sizes do not fit each other or the devices' memory, if observations do not fit the codec, or if the data
-        do not fit the environment.
+      ValueError: if the sizes are inconsistent or too large for the devices, if observations do not fit the codec, or if the
+        data do not fit the environment.
     """
     windows = {"length": config.n_step, "discount": config.discount}
     if not isinstance(config, MixingConfig) or config.data is None:
@@ -46,13 +46,13 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
 def sequence_buffer(
     env: Environment, config: OffPolicyConfig, *, length: int, length_is: str, stride: int, carry: Any
 ) -> Replay:
-    """Makes the replay buffer of sequences of steps, each with the carry it was acted with.
+    """Makes the replay buffer of sequences of steps; every step has the carry of the acting network.
 
     Args:
-      env: the environment whose steps it holds.
-      config: its size and kind, as in `n_step_buffer`.
+      env: the environment, for the shapes of its steps.
+      config: the size and kind of the buffer, as in `n_step_buffer`.
       length: steps of a sequence.
-      length_is: the fields of the config that set the length and a verb, for messages, such as "burn_in + n_step are".
+      length_is: subject and verb for error messages: the config fields that set the length, such as "burn_in + n_step are".
       stride: steps between the starts of two sequences.
       carry: shapes and dtypes of the carry of one environment.
 
@@ -60,7 +60,7 @@ def sequence_buffer(
       The buffer.
 
     Raises:
-      ValueError: if sizes do not fit each other or the devices' memory, or if observations do not fit the codec.
+      ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
     return _buffer(env, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
 
@@ -101,5 +101,5 @@ def _buffer(
     try:
         return make(example, **options)
     except ValueError as error:
-        text = str(error).replace("min_size", "learning_starts")  # the name of the field, which is a flag too
+        text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
         raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None

@@ -1,4 +1,4 @@
-"""Random actions: how agents explore.
+"""Exploration with random actions.
 
 In the shape descriptions, `E` denotes the number of environments and `D` the length of a continuous action.
 """
@@ -18,20 +18,20 @@ from msrl_jax.envs import Box, Discrete, Space
 def epsilon_greedy(
     config: ExplorationConfig, *, num_envs: int, num_actions: int, random_steps: int
 ) -> Callable[[jax.Array, jax.Array, Counter], jax.Array]:
-    """Makes the function that replaces some actions by random ones.
+    """Makes a function that replaces actions by random ones with probability epsilon.
 
     Args:
-      config: the probability of a random action, epsilon.
-      num_envs: environments, `E`.
-      num_actions: actions to choose from.
-      random_steps: environment steps before which all actions are random.
+      config: the schedule of epsilon.
+      num_envs: number of environments, `E`.
+      num_actions: number of actions.
+      random_steps: number of environment steps at the start of the run with random actions only.
 
     Returns:
       `(greedy actions [E] int32, keys [E], environment steps taken) -> actions [E] int32`.
     """
     rank = jnp.arange(num_envs) / max(num_envs - 1, 1)
     by_env = config.base_epsilon ** (1 + 7 * rank)
-    # A schedule of the fraction of `exploration_steps`, which is right for any number of steps.
+    # A schedule over the fraction of `exploration_steps` that is done: the fraction cannot overflow, a step count could.
     annealed = optax.linear_schedule(1.0, config.final_epsilon, transition_steps=1)
 
     def epsilon(steps: Counter) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Batches from two sources: a part from a data set, the rest from what the run experiences itself.
+"""Batches from two sources: the run's own experience and a data set.
 
-With halves of both this is how Ball et al. (2023, arXiv 2302.02948) learn online from offline data. In the shape descriptions,
-`B` is the batch size and `G` the shards of the buffers: of every batch, each shard holds `B / G` rows, first its own and then
-those of the data.
+Ball et al. (2023, arXiv 2302.02948) take half of every batch from each source. In the shape descriptions, `B` is the batch size
+and `G` the number of shards of the buffers. Each shard holds `B / G` rows of a batch: first rows of the run, then rows of the
+data.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ from msrl_jax.replay import Indices, Replay, ReplayState, Sample
 
 
 def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
-    """Makes a buffer whose batches come from two.
+    """Makes a buffer that draws every batch from two buffers.
 
     Args:
-      own: the buffer of what the run experiences.
-      data: the buffer of a data set, with as many shards and the same items.
+      own: the buffer of the run's experience.
+      data: the buffer of a data set, with the same number of shards and the same items.
       held: the state of `data`, as host arrays.
 
     Returns:
-      The buffer: that of the run, but for its batches. Rows of the data have weight 1, and their indices mean nothing: errors
-      of theirs are left out. `Replay.data` is what the data set's buffer holds.
+      The buffer: `own` with mixed batches. Rows of the data have weight 1 and no valid index, and `update` ignores their
+      errors. `Replay.data` is `held`.
     """
 
     def join(own_rows: jax.Array, data_rows: jax.Array) -> jax.Array:
@@ -39,7 +39,7 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
         return joined.reshape(-1, *joined.shape[2:])
 
     def take_own(x: jax.Array) -> jax.Array:
-        """Rows of the run: `[..., B]` becomes `[..., own.batch_size]`."""
+        """Selects the rows of the run: `[..., B]` becomes `[..., own.batch_size]`."""
         by_shard = x.reshape(*x.shape[:-1], own.shards, -1)
         return by_shard[..., : own.batch_size // own.shards].reshape(*x.shape[:-1], -1)
 
@@ -53,12 +53,7 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
         return own.update(state, Indices(*map(take_own, indices)), take_own(td_error))
 
     return dataclasses.replace(
-        own,
-        sample=sample,
-        update=update,
-        batch_size=own.batch_size + data.batch_size,
-        data=held,
-        data_axes=data.axes,
+        own, sample=sample, update=update, batch_size=own.batch_size + data.batch_size, data=held, data_axes=data.axes
     )
 
 
@@ -66,13 +61,14 @@ def split_batch(config: MixingConfig) -> tuple[int, int, int]:
     """Splits a batch between the run and its data set.
 
     Args:
-      config: the sizes and the share.
+      config: the sizes, and `data_fraction`.
 
     Returns:
-      Rows of the run, rows of the data, and the shards. The data give the share `data_fraction` of a shard's rows, rounded.
+      The number of rows of the run, of rows of the data, and of shards. In every shard, the data have the share
+      `data_fraction` of the rows, rounded.
 
     Raises:
-      ValueError: if a shard has no row of one of the two.
+      ValueError: if a shard has no row of the run or no row of the data.
     """
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.shards is None else config.shards
     rows = config.batch_size // shards
@@ -90,14 +86,14 @@ def load_data(source: str | Dataset, env: Environment) -> Dataset:
     """Reads a data set for an environment.
 
     Args:
-      source: its path, or the data set.
+      source: path of the data set, or the data set.
       env: the environment.
 
     Returns:
-      The data set, with actions as policies make them.
+      The data set, with its actions converted to a policy's actions.
 
     Raises:
-      ValueError: if the file is not what it should be, or the data do not fit the environment's spaces.
+      ValueError: if the file cannot be read, or the data do not fit the environment's spaces.
     """
     dataset = data.check_spaces(data.load(source), env)
     return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))

@@ -1,16 +1,16 @@
-"""The loop of the off-policy algorithms: act into a replay buffer, and learn from what it holds at a declared ratio.
+"""The loop of the off-policy algorithms: act, store the steps in a replay buffer, and learn from batches of it.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `B` the batch size and `K` the
 number of updates per iteration. An iteration
 
 1. takes `T` steps of every environment with the acting parameters,
-2. tells the buffer the TD errors of the iteration before, then inserts the steps,
+2. updates the priorities in the buffer with the TD errors of the iteration before, then inserts the steps,
 3. draws `K` batches at once,
-4. learns from one after another,
-5. refreshes the acting parameters, if it is time.
+4. learns from the batches one after another,
+5. refreshes the acting parameters every `refresh_period` iterations.
 
-What an algorithm learns is its `Rule`, and how it explores a function; both stand in its own file. A data set, priorities and
-importance weights are matters of the buffer. A network without a recurrent state acts with the empty carry `()`.
+An algorithm defines its `Rule` (what it learns) and its `Explore` function in its own file. The buffer handles data sets,
+priorities and importance weights. A network without a recurrent state acts with the empty carry `()`.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Transition
 
 
 class Learner(NamedTuple):
-    """The part of the state that learns; every algorithm decides what the trees are.
+    """The part of the state that an update changes; every algorithm decides the structure of the trees.
 
     Attributes:
-      params: parameters of all networks that are trained.
-      target_params: parameters that follow them slowly.
+      params: parameters of all trained networks.
+      target_params: parameters of the target networks.
       opt_state: states of the optimizers.
     """
 
@@ -49,12 +49,12 @@ class Learner(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What an update learns from.
+    """The data of one update.
 
     Attributes:
       experience: items of the buffer, such as an `NStep`. shape=(B, ...)
       weight: importance weights, 1 without priorities. shape=(B,)
-      key: for what the update draws. shape=()
+      key: key for the randomness of the update. shape=()
     """
 
     experience: Any
@@ -63,12 +63,12 @@ class Batch(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run is when an update is made.
+    """The progress of a run at an update.
 
     Attributes:
       iteration: iterations done. shape=()
-      update: updates done, counted from the first iteration, whether the buffer was ready or not. shape=()
-      ready: whether the buffer holds enough; if not, the batch means nothing. shape=(), dtype=bool
+      update: updates done, those before the buffer was ready included. shape=()
+      ready: whether the buffer holds enough steps; if not, the batch has no meaning. shape=(), dtype=bool
     """
 
     iteration: Counter
@@ -78,14 +78,14 @@ class Progress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What an algorithm learns, wherever batches come from.
+    """What an algorithm learns from a batch.
 
     Attributes:
       init: `(key, obs [..., *observation_shape]) -> Learner`; only the shapes of observations matter.
       update: `(learner, batch, progress) -> (learner, TD errors [B], statistics)`. If the progress is not `ready`, the learner
-        must stay what it is; `make_apply_update` and `polyak_update` see to that.
-      choose_action: `(params, obs [E, ...], key, carry) -> (action [E, ...], carry)`, with actions as networks make them; the
-        best or most probable one if `key` is None.
+        must not change: give `progress.ready` to the fragment of `make_apply_update`, and a share of 0 to `polyak_update`.
+      choose_action: `(params, obs [E, ...], key, carry) -> (action [E, ...], carry)`, with actions before `action_transform`;
+        the best or most probable one if `key` is None.
       initial_carry: `num_envs -> carry`, zeros; None if networks have no recurrent state, and the carry is `()`.
     """
 
@@ -100,11 +100,11 @@ Explore = Callable[[Any, jax.Array, jax.Array, Counter, Carry], tuple[jax.Array,
 
 
 class Pending(NamedTuple):
-    """TD errors that the buffer has not heard of yet.
+    """TD errors for the next update of the buffer's priorities.
 
     Attributes:
-      indices: the windows that they are of. shape=(K, B)
-      td_error: the errors; nan where there are none. shape=(K, B)
+      indices: the windows in the buffer. shape=(K, B)
+      td_error: their errors; nan where there are none. shape=(K, B)
     """
 
     indices: Indices
@@ -112,25 +112,25 @@ class Pending(NamedTuple):
 
 
 class OffPolicyState(NamedTuple):
-    """All of a run.
+    """The state of a run.
 
     Attributes:
-      params: parameters of all networks that are trained.
-      target_params: parameters that follow them slowly.
+      params: parameters of all trained networks.
+      target_params: parameters of the target networks.
       opt_state: states of the optimizers.
       iteration: iterations done, counted by the learner. shape=()
       updates: updates done, as in `Progress`. shape=()
       key: the learner's key. shape=()
-      acting_params: the parameters that act, and the iterations that the learner had done when they were taken; `()` if the
-        newest always act.
+      acting_params: the acting parameters, and the learner's iteration at their last refresh; `()` if the newest parameters
+        always act.
       steps: environment steps taken, counted by the actors. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
-      carry: the recurrent state of the actors, zeros where an episode begins; `()` without one. shape=(E, ...)
+      carry: the recurrent state of the actors, zeros at the start of an episode; `()` without one. shape=(E, ...)
       env_state: state of the vector environment.
-      obs: the observations to act on next. shape=(E, ...)
+      obs: the observations for the next actions. shape=(E, ...)
       replay: state of the buffer.
-      replay_key: the buffer's key, which draws. shape=()
-      pending: what the buffer is told before the next draw.
+      replay_key: the buffer's key, for draws. shape=()
+      pending: TD errors for the buffer.
       data: `Replay.data` of a buffer that mixes in a data set; `()` without one.
     """
 
@@ -167,15 +167,15 @@ def off_policy_agent(
     Args:
       venv: the vector environment.
       buffer: the buffer, of items like `Transition`.
-      rule: what is learned from a batch.
-      explore: how actions are chosen in training.
+      rule: what the agent learns from a batch.
+      explore: chooses actions in training.
       unroll_length: steps of every environment per iteration, `T`.
       num_updates: updates per iteration, `K`.
-      refresh_period: iterations between two refreshes of the parameters that act.
+      refresh_period: iterations between two refreshes of the acting parameters.
 
     Returns:
-      The agent. Its metrics are the statistics of the rule, as `Mean`s over the updates (there are none until the buffer is
-      ready); `parameter_age`, how many iterations old the parameters were that acted; and the report of the buffer.
+      The agent. Its metrics are the statistics of the rule, as `Mean`s over the updates (without samples until the buffer is
+      ready); `parameter_age`, the age of the acting parameters in iterations; and the report of the buffer.
     """
     num_envs, steps_per_iteration = venv.num_envs, venv.num_envs * unroll_length
     to_env_action = action_transform(venv.action_space)
@@ -242,7 +242,8 @@ def off_policy_agent(
         learner, (td_error, stats) = jax.lax.scan(step, learner, (numbers, batches))
         done = jnp.where(ready, jnp.float32(num_updates), 0.0)
         means = jax.tree.map(lambda x: Mean(jnp.where(ready, x.sum(), 0.0), done), stats)
-        # The learner sends indices along with errors: a policy with staleness delays what learners make.
+        # The learner returns the indices too: a policy with staleness delays a learner's outputs, so they stay with their
+        # errors.
         pending = Pending(sample.indices, td_error)
         metrics = {**means, "parameter_age": parameter_age(iteration, version)}
         return learner, advance(iteration), advance(updates, num_updates), key, pending, metrics
@@ -329,10 +330,10 @@ def off_policy_agent(
 
 
 def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
-    """Makes the fragment that takes a step along a gradient, once the buffer is ready.
+    """Makes the fragment that applies a gradient if the buffer is ready.
 
     Args:
-      optimizer: gives directions of descent.
+      optimizer: the optimizer, without a learning rate.
 
     Returns:
       `(params, opt_state, grads, learning_rate, ready) -> (params, opt_state)`.

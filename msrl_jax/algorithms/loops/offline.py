@@ -1,9 +1,9 @@
-"""The loop of the algorithms that learn from data alone: draw batches of a data set, update, measure on held-out episodes.
+"""The loop of the offline algorithms: draw batches from a data set, update, measure on held-out episodes.
 
 In the shape descriptions, `B` denotes the batch size, `K` the number of updates per iteration and `G` the shards of the data.
-An iteration draws `K` batches at once and learns from one after another, then measures on one held-out batch. No environment
-is stepped: its spaces say what networks look like, and evaluations play in it apart from training. What an algorithm learns is
-its `Rule`, in its own file.
+An iteration draws `K` batches at once and learns from them one after another, then measures on one held-out batch. Training
+steps no environment: the environment only gives the spaces for the networks, and evaluations play in it. An algorithm defines
+its `Rule` (what it learns) in its own file.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from msrl_jax.replay import Replay, ReplayState
 
 
 class Data(NamedTuple):
-    """A data set as the states of two buffers, of whole episodes each.
+    """A data set as the states of two buffers; both hold whole episodes.
 
     Attributes:
-      training: episodes that are learned from.
-      validation: episodes that are held out; `()` if there are none.
+      training: the training episodes.
+      validation: the held-out episodes; `()` if there are none.
     """
 
     training: ReplayState
@@ -43,12 +43,12 @@ class Data(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where batches come from.
+    """The buffers of a data set.
 
     Attributes:
-      training: the buffer that is learned from.
+      training: the buffer of the training episodes.
       validation: the buffer of held-out episodes; None if there are none.
-      data: what they hold, as host arrays.
+      data: the states of the buffers, as host arrays.
     """
 
     training: Replay
@@ -57,18 +57,18 @@ class Source:
 
 
 class OfflineState(NamedTuple):
-    """All of a run.
+    """The state of a run.
 
     Attributes:
-      params: parameters of all networks that are trained.
-      target_params: parameters that follow them slowly.
+      params: parameters of all trained networks.
+      target_params: parameters of the target networks.
       opt_state: states of the optimizers.
       iteration: iterations done. shape=()
       updates: updates done. shape=()
       key: the learner's key. shape=()
-      data_key: the buffers' key, which draws. shape=()
-      env_state: none, `()`.
-      data: the data; `()` in a state that acts only.
+      data_key: the buffers' key, for draws. shape=()
+      env_state: always `()`.
+      data: the data; `()` in a state for acting only.
     """
 
     params: Any
@@ -86,14 +86,14 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
     """Builds an agent that learns from a data set.
 
     Args:
-      env: the environment that it shall act in.
+      env: the environment for the trained policy.
       config: sizes of batches.
-      rule: what is learned from a batch; its networks have no carry.
-      source: where batches come from. Without it the agent acts, but does not train.
+      rule: what the agent learns from a batch; its networks have no carry.
+      source: the buffers. If it is None, the agent can act, but not train.
 
     Returns:
-      The agent, whose steps are updates. Its metrics are the statistics of the rule, means over the updates; and, of a batch of
-      episodes that are never learned from, the same with `validation_` before the name.
+      The agent; it counts its steps in updates. Its metrics are the statistics of the rule, averaged over the updates, and the
+      statistics of one held-out batch, with the prefix `validation_`.
     """
     num_updates = config.num_updates
     venv = envs.vectorize(env, _shards(config))
@@ -121,13 +121,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         learner = Learner(state.params, state.target_params, state.opt_state)
         learner, count, updates, key, metrics = learn(learner, state.iteration, state.updates, state.key, batches, held_out)
         after = OfflineState(
-            **learner._asdict(),
-            iteration=count,
-            updates=updates,
-            key=key,
-            data_key=data_key,
-            env_state=(),
-            data=state.data,
+            **learner._asdict(), iteration=count, updates=updates, key=key, data_key=data_key, env_state=(), data=state.data
         )
         return after, metrics
 
@@ -155,7 +149,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         metrics = jax.tree.map(lambda x: x.mean(), dict(stats))
         updates = advance(updates, num_updates)
         if held_out is not None:
-            # Measured by an update whose learner nobody uses, so that nothing but the statistics is computed.
+            # An update for its statistics only: XLA removes the rest, because nothing uses the new learner.
             batch = Batch(held_out, jnp.ones(len(held_out.reward)), held_out_key)
             _, _, measured = rule.update(learner, batch, Progress(iteration, updates, ready))
             metrics |= {f"validation_{name}": x for name, x in measured.items()}
@@ -196,16 +190,16 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
 def read_data(
     env: Environment, config: OfflineConfig, *, discount: float = 1.0, normalize_rewards: bool = False
 ) -> Source | None:
-    """Reads the data set of a config, and holds out some of its episodes.
+    """Reads the data set of a config, and splits off the held-out episodes.
 
     Args:
-      env: the environment, whose spaces the data have to fit.
-      config: the data set, the share held out, and how batches are drawn.
-      discount: the factor per step.
-      normalize_rewards: whether rewards are divided by `reward_scale`.
+      env: the environment; the data must fit its spaces.
+      config: the data set, the share to hold out, and the sizes of batches.
+      discount: discount factor per step.
+      normalize_rewards: whether to divide rewards by `reward_scale`.
 
     Returns:
-      Where batches come from; None if the config has no data.
+      The buffers; None if the config has no data.
 
     Raises:
       ValueError: if the data do not fit the environment, or sizes do not fit.
@@ -230,9 +224,9 @@ def read_data(
 
 
 def reward_scale(dataset: Dataset) -> float:
-    """The range of the returns of a data set's episodes, per step of the longest one; 1 if all are alike.
+    """The range of the episodes' returns, divided by the length of the longest episode; 1 if all returns are equal.
 
-    Kostrikov et al., 2021, arXiv 2110.06169, section 5.2, where the longest episode has 1000 steps.
+    Kostrikov et al., 2021, arXiv 2110.06169, section 5.2; their longest episode has 1000 steps.
     """
     episodes = dataset.episodes
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0

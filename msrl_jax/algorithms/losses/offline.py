@@ -1,6 +1,6 @@
-"""Losses of learning from data alone: functions of arrays; the caller takes the mean.
+"""Losses of the offline algorithms: functions of arrays; the caller takes the mean.
 
-In the shape descriptions, `N` denotes the number of discrete actions, or of actions that were drawn.
+In the shape descriptions, `N` denotes the number of discrete actions, or of drawn actions.
 """
 
 import math
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
     """Estimates the logarithm of the integral of `exp(q)` over all actions (Kumar et al., 2020, arXiv 2006.04779, appendix F).
 
-    The mean of `exp(q) / density` over actions drawn from any densities, importance sampling, estimates the integral without
-    bias; the logarithm of a mean is too low by half its relative variance, about.
+    The mean of `exp(q) / density` over drawn actions estimates the integral without bias (importance sampling). The logarithm
+    of the mean is biased: it is too low by about half the relative variance of the mean.
 
     Args:
-      q: values of actions that were drawn. `[..., N]`
-      log_prob: the logarithms of the densities that they were drawn with; no gradient flows through them. `[..., N]`
+      q: values of the drawn actions. `[..., N]`
+      log_prob: log-densities of the drawn actions under their distributions; no gradient flows through them. `[..., N]`
 
     Returns:
       The estimate. `[...]`
@@ -28,14 +28,14 @@ def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
 
 
 def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
-    """How far the soft maximum of the values lies above that of the action in the data (arXiv 2006.04779, eq. 4).
+    """The soft maximum of the values minus the value of the action in the data (arXiv 2006.04779, eq. 4).
 
     Args:
       q: values of all discrete actions. `[..., N]`
       action: the actions in the data. `[...]` integer
 
     Returns:
-      The gap, which is positive: minus the log-likelihood of the action under the softmax of the values. `[...]`
+      The gap. It is positive, since it is the negative log-likelihood of the action under a softmax of the values. `[...]`
     """
     chex.assert_type(action, int)
     chex.assert_shape(action, q.shape[:-1])
@@ -43,11 +43,12 @@ def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
-    """The asymmetric square whose minimizer is an expectile (Kostrikov et al., 2021, arXiv 2110.06169, eq. 4).
+    """The asymmetric squared error, which an expectile minimizes (Kostrikov et al., 2021, arXiv 2110.06169, eq. 4).
 
     Args:
-      error: what should have been predicted, minus the prediction. `[...]`
-      expectile: the weight of errors above 0; those below have one minus it. 0.5 gives the mean, 1 the maximum in the limit.
+      error: the target minus the prediction. `[...]`
+      expectile: the weight of errors above 0; errors below 0 have the weight `1 - expectile`. 0.5 gives the mean; the limit 1
+        gives the maximum.
 
     Returns:
       The loss to minimize. `[...]`
@@ -57,12 +58,12 @@ def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
 
 
 def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weight: float) -> jax.Array:
-    """The weight of an action in imitation, which grows with its advantage (arXiv 2110.06169, eq. 7; 1910.00177).
+    """The weight of an action in imitation; it grows with the advantage (arXiv 2110.06169, eq. 7; 1910.00177).
 
     Args:
-      advantage: how much better than usual the action was; no gradient flows through it. `[...]`
-      inverse_temperature: 0 imitates all alike.
-      max_weight: no weight is above it.
+      advantage: advantage of the action; no gradient flows through it. `[...]`
+      inverse_temperature: weight of the advantage; 0 gives all actions weight 1.
+      max_weight: largest weight.
 
     Returns:
       The weights of the log-likelihood. `[...]`

@@ -9,7 +9,7 @@ from msrl_jax.algorithms.networks.distributions import Distribution
 
 
 def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
-    """The loss whose gradient is the policy gradient, negated (Williams, 1992; Mnih et al., 2016, arXiv 1602.01783).
+    """The policy gradient loss; its gradient is the negative policy gradient (Williams, 1992; arXiv 1602.01783).
 
     Args:
       log_prob: log-probability of the action taken. `[...]`
@@ -28,7 +28,7 @@ def clipped_surrogate_loss(log_ratio: jax.Array, advantage: jax.Array, clip_rati
     Args:
       log_ratio: log-probability of the action now, minus its log-probability when it was taken. `[...]`
       advantage: estimated advantage of the action. `[...]`
-      clip_ratio: how far from 1 the probability ratio still pays off.
+      clip_ratio: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio].
 
     Returns:
       The loss to minimize. `[...]`
@@ -54,7 +54,7 @@ def value_loss(value: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array, clip_value: float) -> jax.Array:
-    """Half the squared error, without reward for moving further than `clip_value` from the old prediction.
+    """Half the squared error; changes beyond `clip_value` from the old prediction do not lower it.
 
     The value loss of OpenAI Baselines' PPO2; "Implementation Matters" (Engstrom et al., 2020, arXiv 2005.12729) studies
     it.
@@ -63,7 +63,7 @@ def clipped_value_loss(value: jax.Array, old_value: jax.Array, target: jax.Array
       value: predictions. `[...]`
       old_value: predictions before the update. `[...]`
       target: targets of the predictions. `[...]`
-      clip_value: how far from `old_value` a prediction may move to its profit, in units of the return.
+      clip_value: the difference from `old_value` is clipped to this size, in units of the return.
 
     Returns:
       The loss to minimize. `[...]`
@@ -79,7 +79,7 @@ def approximate_kl(log_ratio: jax.Array) -> jax.Array:
     http://joschu.net/blog/kl-approx.html
 
     Args:
-      log_ratio: log-probability, now minus then, of actions drawn from the old policy. `[...]`
+      log_ratio: log-probability under the new policy minus that under the old, of actions drawn from the old policy. `[...]`
 
     Returns:
       One estimate per action; their mean estimates KL(old, new) in nats. `[...]`
@@ -106,9 +106,9 @@ def ppo_loss(
       action: the actions taken. `[..., *action_shape]`
       log_prob: their log-probabilities when they were taken. `[...]`
       advantage: the estimated advantages. `[...]`
-      old_value: the values when the actions were taken; read if `config.clip_value` is given. `[...]`
+      old_value: the values when the actions were taken; used if `config.clip_value` is given. `[...]`
       target: targets of the values. `[...]`
-      config: clips, and weights of the parts.
+      config: the clips, and the weights of the terms.
 
     Returns:
       The loss and its parts, float32 scalars: means over the minibatch.

@@ -1,6 +1,6 @@
 """Losses and targets of action values: pure functions of one example; the caller maps them over a batch.
 
-In the shape descriptions, `A` denotes the number of actions and `N` that of the atoms or quantiles of a distribution.
+In the shape descriptions, `A` denotes the number of actions and `N` the number of atoms or quantiles of a distribution.
 """
 
 import chex
@@ -10,14 +10,16 @@ import optax
 
 
 def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
-    """The outputs of the target network for the action of the largest value (van Hasselt et al., 2016, arXiv 1509.06461).
+    """The target network's outputs for the action with the largest value (van Hasselt et al., 2016, arXiv 1509.06461).
 
     Args:
-      next_value: values that choose: the target network's own for Q-learning, the online network's for double Q-learning. `[A]`
+      next_value: values that choose the action: the target network's for Q-learning, the online network's for double
+        Q-learning.
+        `[A]`
       next_target: outputs of the target network: values, atoms or quantiles of each action. `[A, ...]`
 
     Returns:
-      Those of the chosen action. `[...]`
+      The outputs for the chosen action. `[...]`
     """
     chex.assert_rank(next_value, 1)
     chex.assert_equal_shape_prefix((next_value, next_target), 1)
@@ -27,20 +29,20 @@ def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
 def categorical_projection(
     probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
 ) -> jax.Array:
-    """The distribution of `reward + discount * return`, put back on the atoms (C51's projection).
+    """Projects the distribution of `reward + discount * return` onto the atoms (C51).
 
     Bellemare et al., 2017, arXiv 1707.06887, algorithm 1.
-    An atom that lands between two gives its mass to both, the more the nearer; one that lands outside gives it to the last.
+    The mass of a shifted atom goes to its two neighbors, more to the nearer one, or to the first or last atom if it is outside.
 
     Args:
       probability: masses of the next return on `N` atoms at equal distances from `v_min` to `v_max`. `[N]`
-      reward: the reward, of n steps perhaps. `[]`
-      discount: the weight of what follows. `[]`
+      reward: the reward, of one or n steps. `[]`
+      discount: the discount of the next return. `[]`
       v_min: the lowest atom.
       v_max: the highest atom.
 
     Returns:
-      The masses on the same atoms; their sum is that of `probability`. `[N]`
+      The masses on the same atoms, with the same sum as `probability`. `[N]`
     """
     chex.assert_rank((probability, reward, discount), (1, 0, 0))
     num_atoms = probability.shape[-1]
@@ -52,14 +54,14 @@ def categorical_projection(
 
 
 def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
-    """The divergence of the predicted masses from the target's, whose gradient is the cross-entropy's (arXiv 1707.06887).
+    """The KL divergence of the predicted masses from the target; it has the gradient of the cross-entropy (arXiv 1707.06887).
 
     Args:
-      logits: what predicts the masses of the atoms. `[N]`
-      target: the masses that they should have. `[N]`
+      logits: predicted logits of the masses. `[N]`
+      target: the target masses. `[N]`
 
     Returns:
-      The loss, 0 where both are the same. `[]`
+      The loss; 0 if the masses are equal. `[]`
     """
     chex.assert_rank(logits, 1)
     chex.assert_equal_shape((logits, target))
@@ -68,12 +70,12 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
-    """The quantile regression loss with a rounded corner (Dabney et al., 2018, arXiv 1710.10044, eq. 10).
+    """The quantile Huber loss (Dabney et al., 2018, arXiv 1710.10044, eq. 10).
 
     Args:
       quantile: predictions of the quantiles at the midpoints `(i + 1/2) / N`. `[N]`
-      target: samples of what should have been predicted. `[M]`
-      delta: where the loss becomes linear; it is divided by it.
+      target: samples of the target. `[M]`
+      delta: the error above which the Huber loss is linear; the Huber loss is divided by `delta`.
 
     Returns:
       The sum over the quantiles of the mean over the samples. `[]`
@@ -90,12 +92,12 @@ def rescale(value: jax.Array, epsilon: float) -> jax.Array:
 
     Args:
       value: values. `[...]`
-      epsilon: what keeps the inverse from growing too fast.
+      epsilon: slope of the linear term; it keeps the inverse Lipschitz continuous.
 
     Returns:
       The squeezed values. `[...]`
     """
-    # The root minus 1, without the rounding of that difference.
+    # Equal to the root minus 1, without the cancellation.
     return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
 
 
@@ -104,24 +106,24 @@ def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
 
     Args:
       value: squeezed values. `[...]`
-      epsilon: that of `rescale`.
+      epsilon: the `epsilon` of `rescale`.
 
     Returns:
       The values. `[...]`
     """
     size = jnp.abs(value)
-    # The larger root of a quadratic equation for sqrt(|x| + 1), written without differences of numbers close to each other.
+    # The larger root of a quadratic equation for sqrt(|x| + 1), written without cancellation.
     root = jnp.sqrt(1 + 4 * epsilon * (size + 1 + epsilon))
     squared = jnp.square(2 * (size + 1 + epsilon) / (root + 1))
     return jnp.sign(value) * (squared - 1)
 
 
 def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
-    """One error for a sequence (Kapturowski et al., 2019, https://openreview.net/forum?id=r1lyTjAqYX).
+    """One error for a sequence, for its priority (Kapturowski et al., 2019, https://openreview.net/forum?id=r1lyTjAqYX).
 
     Args:
       td_error: errors of either sign. `[L, ...]`
-      eta: weight of the largest one, against that of the mean.
+      eta: weight of the largest error; the mean has the weight `1 - eta`.
 
     Returns:
       `eta max |td_error| + (1 - eta) mean |td_error|`. `[...]`

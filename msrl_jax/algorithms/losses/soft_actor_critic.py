@@ -1,7 +1,7 @@
-"""Targets and losses of actors that climb a critic, as in SAC and TD3: functions of arrays; the caller takes the mean.
+"""Targets and losses of SAC and TD3: functions of arrays; the caller takes the mean.
 
 In the shape descriptions, `C` denotes the number of critics, `N` the number of discrete actions and `D` the length of
-a continuous one.
+a continuous action.
 """
 
 import chex
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 
 def pessimistic_value(q: jax.Array) -> jax.Array:
-    """The least of several critics' values, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10).
+    """The minimum of several critics' values, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10).
 
     Args:
       q: values. `[C, ...]`
 
     Returns:
-      The least of each. `[...]`
+      The minima. `[...]`
     """
     return jnp.min(q, axis=0)
 
@@ -24,7 +24,7 @@ def pessimistic_value(q: jax.Array) -> jax.Array:
 def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
     """The soft value of an action drawn from a policy (Haarnoja et al., 2018, arXiv 1812.05905, eq. 3).
 
-    Its negative is the loss of the actor (eq. 7), if the action is reparameterized.
+    Its negative is the loss of the actor (eq. 7) if the action is reparameterized.
 
     Args:
       q: values of actions drawn from the policy. `[...]`
@@ -48,7 +48,7 @@ def expected_soft_value(q: jax.Array, log_probs: jax.Array, temperature: jax.Arr
       temperature: the value of a nat of entropy. `[]`
 
     Returns:
-      The value, and the expected log-probability, which is the negative entropy. `[...]` each
+      The value, and the expected log-probability (the negative entropy). `[...]` each
     """
     chex.assert_equal_shape((q, log_probs))
     chex.assert_rank(temperature, 0)
@@ -62,7 +62,7 @@ def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_ent
     Args:
       log_temperature: the logarithm of the temperature. `[]`
       log_prob: log-probabilities of actions drawn from the policy; no gradient flows through them. `[...]`
-      target_entropy: the entropy to hold, in nats.
+      target_entropy: the target entropy, in nats.
 
     Returns:
       The loss to minimize. `[...]`
@@ -77,7 +77,7 @@ def smoothed_action(action: jax.Array, noise: jax.Array, noise_clip: float) -> j
     Args:
       action: actions in [-1, 1]. `[..., D]`
       noise: noise. `[..., D]`
-      noise_clip: how far the noise may reach.
+      noise_clip: the noise is clipped to this size.
 
     Returns:
       Actions in [-1, 1]. `[..., D]`

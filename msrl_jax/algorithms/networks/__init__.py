@@ -1,1 +1,1 @@
-"""Networks as pure functions of their parameters, and the distributions over actions that they describe."""
+"""Networks as pure functions of their parameters, and distributions over actions."""

@@ -1,4 +1,4 @@
-"""Networks: an actor-critic for any supported pair of observation and action space."""
+"""The actor-critic network for observation and action spaces."""
 
 import dataclasses
 import functools
@@ -63,18 +63,18 @@ def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activ
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       hidden_sizes: widths of the dense layers.
       activation: a key of `ACTIVATIONS`.
-      network: "mlp", "cnn", or "auto", which convolves observations of three dimensions.
+      network: "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
 
     Returns:
       The torso.
 
     Raises:
       TypeError: if the space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     if not isinstance(observation_space, Box):
         raise TypeError(
-            f"no network for observations in {observation_space}; make vectors of them: "
+            f"no network for observations in {observation_space}; flatten them to vectors: "
             "msrl.train(..., msrl.envs.FlattenObservation(env)) in Python"
         )
     shape = observation_space.shape
@@ -131,7 +131,7 @@ class _Module(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ActorCritic:
-    """A policy and a value function as pure functions of their parameters; any library's network can be put here.
+    """A policy and a value function as pure functions of their parameters, from any network library.
 
     Attributes:
       init: `(key, obs [..., *observation_shape]) -> params`.
@@ -158,13 +158,13 @@ def actor_critic(
       shared_torso: whether policy and value share a torso.
 
     Returns:
-      The network: a torso each for policy and value or one for both, and heads; orthogonal initialization. A `Discrete`
-      action space gives a `Categorical`. A `Box` gives a `Normal` whose log-scale does not depend on the observation
-      and starts at 0; `action_transform` says in which units.
+      The network: one torso for policy and value or one each, and linear heads, with orthogonal initialization. The policy is
+      a `Categorical` for a `Discrete` action space. It is a `Normal` for a `Box`, before `action_transform`; its log-scale
+      starts at 0 and does not depend on the observation.
 
     Raises:
       TypeError: if a space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
         observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
@@ -176,11 +176,11 @@ def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
     """Makes a policy and a value function that are linear in features.
 
     Args:
-      features: the space of the features, vectors.
+      features: the space of the feature vectors.
       action_space: `Discrete`, or a `Box` of floats.
 
     Returns:
-      The network, as that of `actor_critic`, without a torso.
+      The network of `actor_critic` without a torso.
 
     Raises:
       TypeError: if the space of actions is of another kind.
@@ -203,16 +203,16 @@ def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> Acto
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
-    """Makes the map from a policy's actions to those that an environment takes.
+    """Makes the map from a policy's actions to an environment's actions.
 
-    A discrete action is passed on as it is. A vector is clipped to [-1, 1], which is stretched to the bounds of the space;
-    components without two finite bounds are only clipped to the bounds there are.
+    Discrete actions pass unchanged. A component of a vector with two finite bounds is clipped to [-1, 1] and scaled to the
+    bounds; other components are only clipped to their bounds.
 
     Args:
       space: space of one action.
 
     Returns:
-      A function from `[..., N]` to `[..., *space.shape]`, or, if the space is `Discrete`, from `[...]` to `[...]`.
+      A function from `[..., N]` to `[..., *space.shape]`, or from `[...]` to `[...]` if the space is `Discrete`.
     """
     if isinstance(space, Discrete):
         return lambda action: jnp.asarray(action, space.dtype)
@@ -231,14 +231,14 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
 
 
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
-    """The actions of a policy from which `action_transform` makes given actions of an environment: its inverse.
+    """The inverse of `action_transform`: from an environment's actions to a policy's actions.
 
     Args:
       space: space of one action.
-      action: actions in it. `[N, *space.shape]`
+      action: actions in the space. `[N, *space.shape]`
 
     Returns:
-      Vectors in [-1, 1], where the space has bounds, `[N, D]` float32; or, if the space is `Discrete`, numbers `[N]` int32.
+      Vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is `Discrete`.
     """
     if not isinstance(space, Box):
         return action.astype(np.int32)

@@ -1,7 +1,7 @@
-"""Networks that value actions or observations, for off-policy and offline actor-critics.
+"""Networks for the values of actions or observations, for off-policy and offline actor-critics.
 
-In the shape descriptions, `B` denotes the batch size, `C` the number of critics, `N` that of discrete actions and `D` the
-length of a continuous one, which is in [-1, 1].
+In the shape descriptions, `B` denotes the batch size, `C` the number of critics, `N` the number of discrete actions and `D`
+the length of a continuous action, which is in [-1, 1].
 """
 
 import math
@@ -16,21 +16,21 @@ from msrl_jax.envs import Box, Discrete, Space
 
 
 def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: NetworkConfig) -> Network:
-    """Makes critics that differ in their initial parameters only; one batched product computes a layer of all.
+    """Makes critics with different initial parameters; one batched product computes a layer of all critics.
 
     Args:
       observation_space: a `Box`.
       action_space: `Discrete`, or a `Box`.
-      num_critics: how many, `C`.
+      num_critics: number of critics, `C`.
       config: the layers.
 
     Returns:
-      The network: `(params, obs [B, ...]) -> values [C, B, N]` of all discrete actions, or `(params, obs, action [B, D]) ->
-      values [C, B]`.
+      The network: `(params, obs [B, ...]) -> values [C, B, N]` for discrete actions, or `(params, obs, action [B, D]) ->
+      values [C, B]` for continuous ones.
 
     Raises:
       TypeError: if the space of observations is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     discrete = isinstance(action_space, Discrete)
     critic = linear_network(observation_space, config, num_outputs=action_space.n if discrete else 1, scale=1.0)
@@ -46,21 +46,21 @@ def make_critics(observation_space: Space, action_space: Discrete | Box, num_cri
 
 
 def init_critics(critics: Network, key: jax.Array, action_space: Discrete | Box, obs: jax.Array) -> Any:
-    """Parameters of critics for observations `[B, ...]` and actions of a space."""
+    """Initializes critics for observations `[B, ...]` and the actions of a space."""
     if isinstance(action_space, Discrete):
         return critics.init(key, obs)
     return critics.init(key, obs, jnp.zeros((len(obs), math.prod(action_space.shape))))
 
 
 def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
-    """The values `[C, B]` that critics give to actions `[B]` or `[B, D]`."""
+    """The critics' values `[C, B]` of actions `[B]` or `[B, D]`."""
     if jnp.issubdtype(action.dtype, jnp.integer):
         return jnp.take_along_axis(critics.apply(params, obs), action[None, :, None], axis=-1)[..., 0]
     return critics.apply(params, obs, action)
 
 
 def make_value(observation_space: Space, config: NetworkConfig) -> Network:
-    """Makes the network of a policy's values.
+    """Makes the network of a value function.
 
     Args:
       observation_space: a `Box`.
@@ -71,7 +71,7 @@ def make_value(observation_space: Space, config: NetworkConfig) -> Network:
 
     Raises:
       TypeError: if the space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     network = linear_network(observation_space, config, num_outputs=1, scale=1.0)
     return Network(network.init, lambda params, obs: network.apply(params, obs)[..., 0])

@@ -1,7 +1,7 @@
 """Probability distributions over actions, as small pytrees.
 
 A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
-the whole batch; `sample` takes one typed key per element, so that a sample does not depend on the batch it is drawn in.
+the whole batch. `sample` takes one typed key per element, so that a sample does not depend on the rest of the batch.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 
 class Distribution(Protocol):
-    """The methods of a distribution over actions."""
+    """A distribution over actions."""
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one action per element of the batch, each from its own key `[...]`."""
+        """Draws one action per element of the batch, with one key per element `[...]`."""
         ...
 
     def mode(self) -> jax.Array:
@@ -43,22 +43,22 @@ class Categorical:
     """A distribution over `N` discrete actions, `[...]` int32.
 
     Attributes:
-      logits: log-probabilities up to a constant; -inf forbids an action, but one logit must be finite. `[..., N]`
+      logits: log-probabilities up to a constant; -inf forbids an action; at least one logit must be finite. `[..., N]`
     """
 
     logits: jax.Array
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one action per element by inverting the cumulative distribution: one uniform number each. `[...]`."""
-        # With u < 1 the threshold stays strictly below the total in floating point too, so the first action above it
-        # exists and has positive probability.
+        """Draws one action per element from one uniform number each, by inverting the cumulative distribution. `[...]`."""
+        # The uniform number is below 1, so the threshold is below the total, also after rounding. So some action is above the
+        # threshold, and the first such action has a positive probability.
         weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
         cumulative = jnp.cumsum(weights, axis=-1)
         threshold = _per_key(jax.random.uniform, key)[..., None] * cumulative[..., -1:]
         return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
 
     def mode(self) -> jax.Array:
-        """The most probable action, the first of equals. `[...]`."""
+        """The most probable action; the first one if several are. `[...]`."""
         return jnp.argmax(self.logits, axis=-1).astype(jnp.int32)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ class Categorical:
         return -jnp.sum(_times_log(jnp.exp(log_probs), log_probs), axis=-1)
 
     def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats; inf if `other` forbids what self allows. `[...]`."""
+        """KL(self, other) in nats; inf if `other` forbids an action that self allows. `[...]`."""
         log_probs, others = jax.nn.log_softmax(self.logits), jax.nn.log_softmax(other.logits)
         return jnp.sum(_times_log(jnp.exp(log_probs), log_probs - others), axis=-1)
 
@@ -91,7 +91,7 @@ class Normal:
     log_scale: jax.Array
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one vector per element, reparameterized. `[..., N]`."""
+        """Draws one reparameterized vector per element. `[..., N]`."""
         noise = _per_key(lambda k: jax.random.normal(k, self.loc.shape[-1:]), key)
         return self.loc + jnp.exp(self.log_scale) * noise
 
@@ -120,8 +120,8 @@ class Normal:
 class TanhNormal:
     """A diagonal normal distribution squashed by the hyperbolic tangent; actions are `[..., N]` float32 in [-1, 1].
 
-    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are stable far out in the tails, where `tanh`
-    rounds to 1.
+    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are accurate in the tails too, where `tanh` rounds
+    to 1.
 
     Attributes:
       base: the normal distribution before squashing.
@@ -130,27 +130,27 @@ class TanhNormal:
     base: Normal
 
     def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draws one vector per element, reparameterized, and its exact log-density. `[..., N]` and `[...]`."""
+        """Draws one reparameterized vector per element, and its exact log-density. `[..., N]` and `[...]`."""
         unsquashed = self.base.sample(key)
         return jnp.tanh(unsquashed), self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one vector per element, reparameterized. `[..., N]`."""
+        """Draws one reparameterized vector per element. `[..., N]`."""
         return jnp.tanh(self.base.sample(key))
 
     def mode(self) -> jax.Array:
-        """The squashed means, which are the medians: the density may have its peaks at the bounds. `[..., N]`."""
+        """The squashed means, which are the medians; the density may have its peaks at the bounds instead. `[..., N]`."""
         return jnp.tanh(self.base.loc)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-density of `action` `[..., N]`; a bound counts as the number nearest to it. `[...]`."""
+        """Log-density of `action` `[..., N]`; actions at a bound are moved to the nearest number inside. `[...]`."""
         largest = 1 - jnp.finfo(action.dtype).epsneg
         unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
         return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
 
     def entropy(self) -> jax.Array:
         """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
-        # Of smooth integrands under a normal density, the trapezoidal rule converges exponentially.
+        # The trapezoidal rule converges exponentially for smooth functions times a normal density.
         z = jnp.linspace(-8.0, 8.0, 161)
         weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
         slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
@@ -162,7 +162,7 @@ class TanhNormal:
 
 
 def _log_tanh_slope(x: jax.Array) -> jax.Array:
-    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without its cancellation."""
+    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
@@ -173,5 +173,5 @@ def _per_key(draw: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Arra
 
 
 def _times_log(p: jax.Array, log: jax.Array) -> jax.Array:
-    """`p * log`, with the limit 0 where p is 0, and gradients that stay finite there."""
+    """`p * log`; where p is 0, the result is 0 and the gradients are finite."""
     return jnp.where(p > 0, p * jnp.where(p > 0, log, 0.0), 0.0)

@@ -1,4 +1,4 @@
-"""Layers whose weight gradients XLA computes quickly on CPUs too; on other platforms they are the usual ones."""
+"""Layers with weight gradients that XLA computes quickly on CPUs; on other platforms they are the usual layers."""
 
 import math
 
@@ -10,7 +10,7 @@ from flax import linen as nn
 def _product_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
     """`x.T @ g` for rows `x` `[B, M]` and `g` `[B, N]`, on a CPU."""
     # XLA's fast CPU kernels contract the last dimension of the left operand. Without the barrier, XLA folds the
-    # transpose back into a product that contracts the first: a PPO update on two cores took 20 % longer.
+    # transpose into a product that contracts the first dimension, and a PPO update on two cores takes 20 % longer.
     return jax.lax.optimization_barrier(x.T) @ g
 
 
@@ -41,8 +41,8 @@ def _convolve_forward(x, w):
 def _convolve_backward(residuals, g):
     x, w = residuals
     (x_gradient,) = jax.vjp(lambda x: _convolve(x, w), x)[1](g)
-    # Inside a loop, XLA's CPU convolution is naive code where the filter is as large as this gradient's: a PPO update
-    # on MinAtar took ten times as long.
+    # Inside a loop, XLA's CPU convolution is slow for filters as large as in this gradient: a PPO update on MinAtar took
+    # ten times as long.
     w_gradient = jax.lax.platform_dependent(
         x, w, g, cpu=_patch_gradient, default=lambda x, w, g: jax.vjp(lambda w: _convolve(x, w), w)[1](g)[0]
     )
@@ -62,7 +62,7 @@ convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:
-    """A dense layer of width `size`, whose kernel starts as `scale` times an orthogonal matrix."""
+    """A dense layer of width `size`; its kernel starts as `scale` times an orthogonal matrix."""
     kernel_init = nn.initializers.orthogonal(scale)
     return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w), name=name)
 

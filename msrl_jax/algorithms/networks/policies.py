@@ -1,7 +1,7 @@
-"""Networks that choose actions, for off-policy and offline actor-critics.
+"""Policies for off-policy and offline actor-critics.
 
-In the shape descriptions, `B` denotes the batch size and `D` the length of a continuous action. A continuous action is in
-[-1, 1] everywhere but in the environment.
+In the shape descriptions, `B` denotes the batch size and `D` the length of a continuous action. Continuous actions are in
+[-1, 1]; only the environment has other units.
 """
 
 import dataclasses
@@ -52,15 +52,15 @@ def linear_network(observation_space: Space, config: NetworkConfig, *, num_outpu
     Args:
       observation_space: a `Box`.
       config: the layers.
-      num_outputs: how many numbers it computes.
-      scale: size of the linear layer's initial weights.
+      num_outputs: number of outputs.
+      scale: scale of the linear layer's initial weights.
 
     Returns:
       The network: `(params, obs [..., *observation_shape]) -> [..., num_outputs]`; actions `[..., D]` may follow `obs`.
 
     Raises:
       TypeError: if the space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
         observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
@@ -70,7 +70,7 @@ def linear_network(observation_space: Space, config: NetworkConfig, *, num_outpu
 
 
 def make_actor(observation_space: Space, num_outputs: int, config: NetworkConfig) -> Network:
-    """Makes the network of a policy, whose outputs start near 0; as `linear_network`."""
+    """Makes the network of a policy: a `linear_network` with initial outputs near 0."""
     return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
 
 
@@ -93,7 +93,7 @@ class Policy:
 
 
 def make_policy(observation_space: Space, action_space: Discrete | Box, config: NetworkConfig) -> Policy:
-    """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a deviation that depends on the observation.
+    """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a scale that depends on the observation.
 
     Args:
       observation_space: a `Box`.
@@ -101,11 +101,11 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
       config: the layers.
 
     Returns:
-      The policy, of one network.
+      The policy.
 
     Raises:
       TypeError: if the space of observations is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     if isinstance(action_space, Discrete):
         logits = make_actor(observation_space, action_space.n, config)
@@ -120,9 +120,10 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
 
 
 def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
-    """Log-likelihoods of actions of a data set.
+    """Log-likelihoods of the actions of a data set.
 
-    Continuous actions are kept off their bounds, where the density of a squashed distribution says nothing.
+    Continuous actions are clipped to [-0.999, 0.999], because the log-density of a squashed distribution has no use at a
+    bound.
 
     Args:
       policy: the distribution.

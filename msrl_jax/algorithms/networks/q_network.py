@@ -1,4 +1,4 @@
-"""Networks for action values, or for the distributions of returns whose means they are."""
+"""Networks for action values, or for distributions of returns."""
 
 import dataclasses
 import math
@@ -46,12 +46,11 @@ class _Module(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class QNetwork:
-    """Outputs for every action as pure functions of parameters; any library's network can be put here.
+    """Outputs for every action as pure functions of parameters, from any network library.
 
     Attributes:
       init: `(key, obs [..., *observation_shape]) -> params`.
-      apply: `(params, obs) -> outputs [..., A, N]`; the algorithm decides what the `N` outputs of each of
-        the `A` actions mean.
+      apply: `(params, obs) -> outputs [..., A, N]`; the algorithm decides the meaning of the `N` outputs per action.
     """
 
     init: Callable[[jax.Array, jax.Array], Any]
@@ -59,29 +58,24 @@ class QNetwork:
 
 
 def q_network(
-    observation_space: Space,
-    action_space: Discrete,
-    config: NetworkConfig,
-    *,
-    dueling: bool = False,
-    num_atoms: int = 1,
+    observation_space: Space, action_space: Discrete, config: NetworkConfig, *, dueling: bool = False, num_atoms: int = 1
 ) -> QNetwork:
     """Makes the network for a pair of spaces.
 
     Args:
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
-      action_space: its size is `A`.
+      action_space: the space of `A` actions.
       config: the layers.
-      dueling: whether the last dense layer is two, one for the value of the observation and one for the advantages of the
-        actions, whose mean is taken off (Wang et al., 2016, arXiv 1511.06581, eq. 9).
-      num_atoms: outputs of each action, `N`.
+      dueling: whether the last dense layer is split into two streams, one for the value of the observation and one for the
+        advantages of the actions minus their mean (Wang et al., 2016, arXiv 1511.06581, eq. 9).
+      num_atoms: number of outputs per action, `N`.
 
     Returns:
       The network: a torso and a head, orthogonal initialization, outputs close to 0.
 
     Raises:
       TypeError: if the observation space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
         observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
@@ -92,11 +86,11 @@ def q_network(
 def q_network_on_features(
     features: Box, action_space: Discrete, *, hidden_sizes: tuple[int, ...], activation: str, dueling: bool
 ) -> QNetwork:
-    """Makes the head of a larger network: action values of features, vectors.
+    """Makes the head of a larger network: action values from feature vectors.
 
     Args:
       features: the space of the features.
-      action_space: its size is `A`.
+      action_space: the space of `A` actions.
       hidden_sizes: widths of the dense layers; at least one if `dueling`.
       activation: a key of `ACTIVATIONS`.
       dueling: as in `q_network`.

@@ -1,7 +1,7 @@
 """Recurrent networks: GRU and LSTM cores, and an actor-critic and action values on top of them.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input
-and `H` the size of the recurrent state. A carry, the recurrent state, is a tuple of arrays `[..., H]`; the first one is the
+and `H` the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array is the
 output of the core. An episode starts with zeros.
 """
 
@@ -34,7 +34,7 @@ class Cell:
 
     Attributes:
       biases: initial bias of every gate.
-      num_arrays: number of arrays of a carry.
+      num_arrays: number of arrays in a carry.
       update: `(from_input, from_carry, carry) -> carry`, elementwise. `from_input` is the product of the input and its
         matrix, plus the bias; `from_carry` is the product of the last output and the recurrent matrix.
     """
@@ -59,7 +59,7 @@ def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
 
 
 CELLS: dict[str, Cell] = {
-    # Cho et al., 2014, arXiv 1406.1078, with the reset gate after the recurrent matrix, as in cuDNN: one product a step.
+    # Cho et al., 2014, arXiv 1406.1078, with the reset gate after the recurrent matrix, as in cuDNN: one product per step.
     "gru": Cell((0.0, 0.0, 0.0), 1, _gru),
     # Gers et al., 2000; the forget gate starts open (Jozefowicz et al., 2015).
     "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
@@ -92,7 +92,7 @@ def recurrent_core(name: str, size: int) -> Core:
       size: size of the carry, `H`.
 
     Returns:
-      The layer: input matrices start as LeCun's normal, every gate's recurrent matrix orthogonal.
+      The layer. Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
     """
     cell = CELLS[name]
     num_gates = len(cell.biases)
@@ -128,15 +128,15 @@ def forget(is_first: jax.Array, carry: Carry) -> Carry:
 
 
 def _per_gate(x: jax.Array, num_gates: int) -> Gates:
-    # XLA's CPU code for a loop over the elements of several slices of one array is not vectorized: a step of a scan
-    # over gates in one array took four times as long as one over an array per gate.
+    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
+    # times as long.
     return tuple(jnp.split(x, num_gates, axis=-1))
 
 
 def _plain_scan(
     update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
 ) -> Carry:
-    """The carries `[T, E, H]` after every step, from gates' inputs `[T, E, H]` and a recurrent matrix."""
+    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix."""
 
     def step(carry, inputs):
         x, is_first = inputs
@@ -159,9 +159,9 @@ def _scan_backward(update, residuals, cotangents):
     kernel, x, is_first, carry, carries = residuals
     before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
     before = forget(is_first, before)
-    # Only the cotangents of the carries depend on later steps, so only they need a scan. The gates and the derivatives
-    # of every carry are computed before it, for all steps at once; a cell is elementwise, so the derivatives are arrays,
-    # not matrices. The gradients of gates and matrix are computed after it; inside, every step would sum them over devices.
+    # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the gates
+    # and the derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not
+    # matrices. After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
     _, pullback = jax.vjp(update, x, _per_gate(before[0] @ kernel, len(x)), before)
     ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
     slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
@@ -182,7 +182,7 @@ def _scan_backward(update, residuals, cotangents):
 
 
 def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
-    """The chain rule, elementwise: from the cotangent of every carry and its derivatives by each of several arrays."""
+    """The elementwise chain rule: combines the cotangents of the carries with their derivatives by each of several arrays."""
     return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
 
 
@@ -190,7 +190,7 @@ _scan.defvjp(_scan_forward, _scan_backward)
 
 
 class Heads(Protocol):
-    """What computes outputs from the features of an observation, such as an `ActorCritic` or a `QNetwork`."""
+    """A network from features to outputs, such as an `ActorCritic` or a `QNetwork`."""
 
     @property
     def init(self) -> Callable[[jax.Array, jax.Array], Any]:
@@ -236,7 +236,7 @@ def recurrent_network(
 
     Raises:
       TypeError: if the space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
         observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
@@ -260,7 +260,7 @@ def recurrent_network(
         return heads.apply(params["heads"], carry[0]), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        # Rows of [E * T] keep the gradients of the matrices where the environments are; rows of [T * E] would not.
+        # Rows in the order [E * T] stay split over devices like the environments; rows in the order [T * E] would not.
         inputs = unflatten(features(params, flatten(obs)), len(obs))
         carries = core.unroll(params["core"], inputs, is_first, carry)
         outputs = heads.apply(params["heads"], flatten(carries[0]))
@@ -278,11 +278,11 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
       config: sizes of the torso and the core.
 
     Returns:
-      The network: its outputs are distributions over actions, as those of `actor_critic`, and values `[...]`.
+      The network. Its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
 
     Raises:
       TypeError: if a space is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     return recurrent_network(observation_space, lambda features: linear_actor_critic(features, action_space), config)
 
@@ -296,21 +296,19 @@ def recurrent_q_network(
       observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
       action_space: its size is `A`.
       config: sizes of the torso and the core; streams are as wide as the last dense layer.
-      dueling: whether there are streams for values and for advantages.
+      dueling: whether there are separate streams for values and for advantages.
 
     Returns:
       The network: its outputs are values `[..., A]`.
 
     Raises:
       TypeError: if the space of observations is of another kind.
-      ValueError: if the network convolves and the observations are no images of at least 3x3.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
 
     def make_heads(features: Box) -> Heads:
         sizes = config.hidden_sizes[-1:] if dueling else ()
-        heads = q_network_on_features(
-            features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling
-        )
+        heads = q_network_on_features(features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling)
         return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
 
     return recurrent_network(observation_space, make_heads, config)

@@ -15,23 +15,23 @@ def gae(
     discount: float,
     gae_lambda: float,
 ) -> jax.Array:
-    """Generalized advantage estimation (Schulman et al., 2016, arXiv 1506.02438, eq. 16) over whole and cut episodes.
+    """Generalized advantage estimation (Schulman et al., 2016, arXiv 1506.02438, eq. 16).
 
-    The successor of a terminated step is worth 0. The successor of a truncated step is worth `next_value`. Advantages of an
-    episode do not depend on the next one.
+    The successor of a terminated step has the value 0; the successor of a truncated step has the value `next_value`. The
+    advantages of an episode do not depend on the next episode.
 
     Args:
       reward: rewards. `[T, ...]`
-      value: values of the observations acted on. `[T, ...]`
+      value: values of the observations at every step. `[T, ...]`
       next_value: values of the true successors. Where an episode ends, the true successor is its last observation, not the
-        first one of the next episode; anything finite where `terminated`. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[T, ...]` bool
+        first one of the next episode; any finite number where `terminated`. `[T, ...]`
+      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short, as by a time limit. `[T, ...]` bool
-      discount: the factor per step.
+      discount: discount factor per step.
       gae_lambda: 0 gives one-step advantages, 1 gives discounted returns minus values.
 
     Returns:
-      The advantages; their sum with `value` is the target of the value function. `[T, ...]`
+      The advantages; `value` plus the advantages is the target of the value function. `[T, ...]`
     """
     chex.assert_equal_shape([reward, value, next_value, terminated, truncated])
     delta = errors(reward, value, next_value, terminated, discount)
@@ -39,7 +39,7 @@ def gae(
 
 
 def standardize(advantage: jax.Array) -> jax.Array:
-    """Shifts and scales advantages to mean 0 and standard deviation 1 over all of the array.
+    """Shifts and scales advantages to mean 0 and standard deviation 1 over the whole array.
 
     Args:
       advantage: advantages. `[...]`
@@ -52,7 +52,7 @@ def standardize(advantage: jax.Array) -> jax.Array:
 
 
 def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminated: jax.Array, discount: float) -> jax.Array:
-    """The temporal-difference errors; what follows a terminal state is worth 0."""
+    """The temporal-difference errors; a terminal state has the value 0."""
     return reward + discount * jnp.where(terminated, 0.0, next_value) - value
 
 

@@ -1,4 +1,4 @@
-"""Returns of n steps and of lambda, and the off-policy targets V-trace and Retrace."""
+"""n-step returns, lambda returns, and the off-policy targets V-trace and Retrace."""
 
 from typing import NamedTuple
 
@@ -18,18 +18,18 @@ def n_step_return(
     discount: float,
     num_steps: int | None = None,
 ) -> jax.Array:
-    """Returns of `num_steps` steps and a value (Sutton & Barto, 2018, eq. 7.1; Mnih et al., 2016, arXiv 1602.01783).
+    """n-step returns (Sutton & Barto, 2018, eq. 7.1; Mnih et al., 2016, arXiv 1602.01783).
 
-    The last steps of the unroll, and of a truncated episode, have fewer rewards and bootstrap where they are cut; a
-    termination ends the sum.
+    A sum of rewards ends early at the end of the unroll or of the episode. There it bootstraps, unless the episode
+    terminated.
 
     Args:
       reward: rewards. `[T, ...]`
       next_value: values of the true successors, as in `gae`. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[T, ...]` bool
+      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
-      discount: the factor per step.
-      num_steps: how many rewards to sum at most; None, as in A3C, for all that there are.
+      discount: discount factor per step.
+      num_steps: largest number of rewards to sum up, `n`; None sums up to the end of the unroll, as in A3C.
 
     Returns:
       The returns. `[T, ...]`
@@ -53,25 +53,19 @@ def n_step_return(
 
 
 def lambda_return(
-    reward: jax.Array,
-    next_value: jax.Array,
-    terminated: jax.Array,
-    truncated: jax.Array,
-    *,
-    discount: float,
-    lambda_: float,
+    reward: jax.Array, next_value: jax.Array, terminated: jax.Array, truncated: jax.Array, *, discount: float, lambda_: float
 ) -> jax.Array:
-    """The mixture of all n-step returns with weights that fall by `lambda_` (Sutton & Barto, 2018, eq. 12.2 and 12.3).
+    """The mean of all n-step returns with weights that decay by `lambda_` (Sutton & Barto, 2018, eq. 12.2 and 12.3).
 
-    It equals `gae` plus the values of the observations acted on.
+    It equals `gae` plus `value`.
 
     Args:
       reward: rewards. `[T, ...]`
       next_value: values of the true successors, as in `gae`. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[T, ...]` bool
+      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
-      discount: the factor per step.
-      lambda_: 0 gives one-step returns, 1 gives the longest that there are.
+      discount: discount factor per step.
+      lambda_: 0 gives one-step returns, 1 gives returns up to the end of the episode or unroll.
 
     Returns:
       The returns. `[T, ...]`
@@ -87,7 +81,7 @@ class VTrace(NamedTuple):
 
     Attributes:
       target: targets of the value function, `v_s` in the paper. shape=(T, ...)
-      advantage: advantages for the policy gradient, their importance weights included. shape=(T, ...)
+      advantage: advantages for the policy gradient, multiplied by their importance weights. shape=(T, ...)
     """
 
     target: jax.Array
@@ -110,20 +104,21 @@ def vtrace(
 ) -> VTrace:
     """V-trace: off-policy targets and advantages of an actor-critic (Espeholt et al., 2018, arXiv 1802.01561).
 
-    The targets are eq. 1 in the recursive form of remark 1, with `lambda_` as in remark 2; the advantages are those of
-    section 4.2. On-policy, with all clips at least 1, they are `lambda_return` and, if `lambda_` is 1, `gae`.
+    The targets are eq. 1 in the recursive form of remark 1, with `lambda_` as in remark 2. The advantages are those of section
+    4.2. On-policy and with all clips at least 1, the targets equal `lambda_return`; with `lambda_` 1, the advantages equal
+    `gae`.
 
     Args:
       log_ratio: log-probability of the action under the policy to evaluate, minus its log-probability when taken. `[T, ...]`
       reward: rewards. `[T, ...]`
-      value: values of the observations acted on. `[T, ...]`
-      next_value: values of the true successors, as in `gae`: within an episode, `value` one step later. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[T, ...]` bool
+      value: values of the observations at every step. `[T, ...]`
+      next_value: values of the true successors, as in `gae`; within an episode, `value` one step later. `[T, ...]`
+      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
-      discount: the factor per step.
-      lambda_: the factor per step by which a trace falls beyond the discount.
+      discount: discount factor per step.
+      lambda_: decay per step of a trace, in addition to the discount.
       clip_rho: largest importance weight of an error; the fixed point depends on it.
-      clip_c: largest importance weight of a trace; it trades speed for variance.
+      clip_c: largest importance weight of a trace; larger clips converge faster and have more variance.
       clip_pg_rho: largest importance weight of a policy gradient.
 
     Returns:
@@ -157,14 +152,14 @@ def retrace(
 
     Args:
       log_ratio: log-probability of the action under the policy to evaluate, minus its log-probability when taken; the first
-        of an episode does not matter. `[T, ...]`
+        value of an episode has no effect. `[T, ...]`
       reward: rewards. `[T, ...]`
       action_value: values of the observations and actions taken, `Q(x_t, a_t)`. `[T, ...]`
-      next_value: expected action values of the true successors under the policy to evaluate; anything finite where
+      next_value: expected action values of the true successors under the policy to evaluate; any finite number where
         `terminated`. `[T, ...]`
-      terminated: whether the episode ended in a terminal state; it wins where `truncated` also holds. `[T, ...]` bool
+      terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
-      discount: the factor per step.
+      discount: discount factor per step.
       lambda_: 0 gives one-step targets, 1 the longest traces.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Kernels for accelerators: the linear recursion behind advantages and returns, as one Pallas program per block of columns.
+"""Accelerator kernels for the linear recursion of advantages and returns: one Pallas program per block of columns.
 
-XLA runs a `jax.lax.scan` of a few operations as one or more kernel launches per step. Here a program holds `x` in
-registers and walks over all `T` rows. No algorithm uses these kernels unasked; a fragment takes them as implementations:
+XLA launches one or more kernels per step of a short `jax.lax.scan`. A program of this file holds `x` in registers and loops
+over all `T` rows. Algorithms do not use these kernels by default; a fragment takes them as implementations:
 
     fragment(role="learner", implementations={"gpu": reverse_scan_gpu, "tpu": reverse_scan_tpu})(reverse_scan)
 """
@@ -25,13 +25,13 @@ _ROWS = 512  # rows of a block on a TPU; its vector memory holds three blocks of
 
 
 def reverse_scan(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Solves `x[t] = a[t] + b[t] * x[t + 1]`, with 0 behind the end, by a `jax.lax.scan`.
+    """Solves `x[t] = a[t] + b[t] * x[t + 1]` with `x[T] = 0`, by a `jax.lax.scan`.
 
-    Advantages are of this form (`a` the temporal-difference errors, `b` the discount times lambda, or 0 where an episode
-    ends), and so are discounted returns.
+    Advantages and discounted returns have this form. For advantages, `a` is the temporal-difference error, and `b` is the
+    discount times lambda, or 0 where an episode ends.
 
     Args:
-      a: what each step adds. `[T, ...]`
+      a: the summands. `[T, ...]`
       b: the factors. `[T, ...]`
 
     Returns:
@@ -46,7 +46,7 @@ def reverse_scan_gpu(a: jax.Array, b: jax.Array, *, interpret: bool = False) -> 
     XLA cannot split the kernel: if `a` and `b` are split over devices, call it in a `jax.shard_map`.
 
     Args:
-      a: what each step adds. `[T, ...]` float32
+      a: the summands. `[T, ...]` float32
       b: the factors. `[T, ...]` float32
       interpret: evaluate the kernel step by step on any platform, for tests.
 
@@ -83,7 +83,7 @@ def _solve_forward(scan, a, b):
 
 
 def _solve_backward(scan, residuals, g):
-    # x[t] reaches the result through x[t - 1] as well, by the factor b[t - 1]: the same recursion, forwards in time.
+    # x[t] also enters x[t - 1], with the factor b[t - 1]. So the gradient is the same recursion, forwards in time.
     b, x = residuals
     total = scan(g, jnp.concatenate([jnp.zeros_like(b[:1]), b[:-1]]), False)
     return total, total * jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
@@ -94,7 +94,7 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _scan_rows(a_ref, b_ref, x_ref, x: jax.Array, reverse: bool) -> jax.Array:
-    """Walks over the rows of one block, and returns the last `x` `[1, columns]`."""
+    """Loops over the rows of one block, and returns the last `x` `[1, columns]`."""
     rows = a_ref.shape[0]
 
     def step(i, x):
@@ -136,7 +136,7 @@ def _tpu_scan(a: jax.Array, b: jax.Array, reverse: bool, interpret: bool) -> jax
 
     rows, columns = a.shape
     block_rows = min(_ROWS, -(-rows // 8) * 8)
-    # Rows of zeros behind the end change nothing, in both directions.
+    # Rows of zeros after the end change nothing, in both directions.
     a, b = _padded(a, block_rows, _COLUMNS), _padded(b, block_rows, _COLUMNS)
     last = a.shape[0] // block_rows - 1
     block = pl.BlockSpec((block_rows, _COLUMNS), lambda i, j: (last - j if reverse else j, i))
@@ -155,5 +155,5 @@ def _tpu_scan(a: jax.Array, b: jax.Array, reverse: bool, interpret: bool) -> jax
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """`x` with zeros behind it, up to a multiple of `rows` and `columns`."""
+    """`x` padded with zeros to a multiple of `rows` and `columns`."""
     return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, (rows, columns), strict=True)])

@@ -1,4 +1,4 @@
-"""Configs and the registry refuse what is wrong before anything is compiled, and say what to do."""
+"""Configs and the registry refuse bad input before anything compiles, with a remedy."""
 
 import dataclasses
 import math
@@ -81,7 +81,7 @@ def test_unknown_algorithms_suggest_the_nearest():
     assert algorithms.get("ppo") is algorithms.ALGORITHMS["ppo"]
     with pytest.raises(ValueError, match=r"unknown algorithm 'pppo' \(did you mean 'ppo'\?\); choose from"):
         algorithms.get("pppo")
-    with pytest.raises(ValueError, match=r"choose from \[.*'ppo'.*\]"):
+    with pytest.raises(ValueError, match=r"choose from a2c.* ppo,"):
         algorithms.get("zzz")
 
 

@@ -1,4 +1,4 @@
-"""Batches of two sources: exact shares, the same run wherever it runs, and nothing of the data in programs or checkpoints."""
+"""Batches from two sources: exact shares, equal runs under all policies, and no data in programs or checkpoints."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_rows_of_the_data_weigh_1_and_others_what_they_would_weigh(mixed):
     assert weight.min() < 0.9
 
 
-def test_errors_go_to_the_rows_that_they_are_of(mixed):
+def test_errors_reach_their_own_rows(mixed):
     own, both, state, of_run, batches = mixed
     told = both.update(state, batches.indices, batches.experience.reward)
     alone = own.update(state, of_run.indices, of_run.experience.reward)
@@ -125,7 +125,7 @@ def plain():
     [("GPUOnly", 8), ("SingleLearnerCoarse:buffers=2", 4)]
     + [pytest.param(p, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (1, 2, 8)],
 )
-def test_the_same_run_wherever_it_runs(policy, devices, plain):
+def test_a_run_is_the_same_under_every_policy(policy, devices, plain):
     built, state, after, metrics = plain
     policy = msrl.training.setup.resolve_policy(policy)
     program = msrl.compile(built.iteration, state, policy=policy, axes=built.axes, devices=jax.devices()[:devices])
@@ -179,7 +179,7 @@ def test_a_run_is_loaded_without_its_data(trained):
 
 
 @pytest.mark.slow
-def test_members_share_the_data_and_are_runs_of_their_own(trained, tmp_path):
+def test_members_share_the_data_and_equal_separate_runs(trained, tmp_path):
     run, result, _ = trained
     both = run(seeds=2, out=tmp_path / "run")
     assert both.state.data.items[0].shape == result.state.data.items[0].shape
@@ -200,7 +200,7 @@ def test_a_data_set_in_memory_is_described_not_written(trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
-def test_actions_are_those_of_the_policy(name):
+def test_data_actions_are_converted_to_policy_actions(name):
     dataset, algorithm = random_data(PENDULUM), msrl.algorithms.get(name)
     config = algorithm.config(num_envs=8, batch_size=32, data=dataset, data_fraction=0.25)
     built = algorithm.build(PENDULUM, config)

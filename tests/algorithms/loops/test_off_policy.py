@@ -67,7 +67,7 @@ def states(agent):
     return found, metrics
 
 
-def test_errors_reach_the_windows_that_they_are_of(states):
+def test_errors_reach_their_own_windows(states):
     rows, per_shard, checked = CAPACITY // E, E // 4, 0
     for before, after in zip(states[0][3:-1], states[0][4:], strict=True):
         steps, owners = np.asarray(before.pending.indices.step), np.asarray(before.pending.indices.env)
@@ -98,7 +98,7 @@ def test_the_ratio_of_updates_to_steps_is_met_exactly(agent, states):
     np.testing.assert_array_equal(numbers, [sum(K * i + k for k in range(K)) for i in range(3, 10)])
 
 
-def test_nothing_is_learned_and_no_error_pending_before_there_is_enough(states):
+def test_no_update_and_no_pending_error_before_learning_starts(states):
     first, second = states[0][0], states[0][2]
     np.testing.assert_array_equal(first.params, second.params)
     assert np.isnan(second.pending.td_error).all() and np.isfinite(states[0][3].pending.td_error).all()

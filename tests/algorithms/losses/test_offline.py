@@ -54,7 +54,7 @@ def test_the_expectile_loss_is_least_at_the_expectile(numbers, expectile):
     assert slope(jnp.float32(low - 0.5)) < 0 < slope(jnp.float32(low + 0.5))
 
 
-def test_the_log_partition_is_that_of_numerical_integration():
+def test_the_log_partition_equals_numerical_integration():
     """Of a value with two humps on one action in [-1, 1], from draws of three densities: uniform, rising and falling."""
     value = lambda a: 2 * jnp.sin(5 * a) + a  # noqa: E731
     grid = np.linspace(-1, 1, 200_001)

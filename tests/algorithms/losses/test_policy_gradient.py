@@ -19,7 +19,7 @@ def numbers():
     return np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
 
 
-def test_the_policy_gradient_is_that_of_the_surrogate_where_nothing_has_moved(numbers):
+def test_policy_gradient_and_surrogate_have_equal_gradients_at_ratio_1(numbers):
     log_prob, advantage = numbers[:2]
     np.testing.assert_allclose(policy_gradient_loss(log_prob, advantage), -log_prob.astype(np.float64) * advantage, rtol=1e-6)
     gradients = jax.grad(lambda *x: policy_gradient_loss(*x).sum(), argnums=(0, 1))(log_prob, advantage)
@@ -39,7 +39,7 @@ def test_clipped_surrogate_loss_equals_its_formula(numbers):
     ("log_ratio", "advantage", "moves"),
     [(0.5, 1.0, False), (0.5, -1.0, True), (-0.5, 1.0, True), (-0.5, -1.0, False), (0.0, 1.0, True)],
 )
-def test_the_surrogate_has_no_gradient_exactly_where_it_has_gained_enough(log_ratio, advantage, moves):
+def test_the_surrogate_has_no_gradient_exactly_where_it_is_clipped(log_ratio, advantage, moves):
     gradient = jax.grad(clipped_surrogate_loss)(log_ratio, advantage, 0.2)
     assert bool(gradient != 0) == moves
 

@@ -53,7 +53,7 @@ def test_losses_equal_float64(numbers, temperature):
 
 @settings(deadline=None, max_examples=20)
 @given(NUMBERS, st.floats(0.125, 10.0, width=32))
-def test_the_best_policy_over_choices_is_the_softmax_of_values(numbers, temperature):
+def test_the_best_discrete_policy_is_the_softmax_of_values(numbers, temperature):
     """Its soft value is the temperature times the log-sum-exp (Haarnoja et al., 2017, arXiv 1702.08165, eq. 3)."""
     q, log_probs = numbers[0], jax.nn.log_softmax(numbers[0] / temperature)
     best, _ = expected_soft_value(q, log_probs, temperature)

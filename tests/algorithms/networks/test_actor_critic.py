@@ -1,4 +1,4 @@
-"""Networks: what fits which spaces, and how they start."""
+"""Actor-critic networks: supported spaces, and initial values."""
 
 import typing
 
@@ -64,7 +64,7 @@ def test_images_may_be_flattened_instead():
         (Box(0.0, 1.0, (2, 10, 1)), Discrete(2), "auto", ValueError, "network='mlp'"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_remedy(observation_space, action_space, network, error, remedy):
+def test_bad_input_is_refused_with_a_remedy(observation_space, action_space, network, error, remedy):
     with pytest.raises(error, match=remedy):
         actor_critic(observation_space, action_space, NetworkConfig(hidden_sizes=(8, 6), network=network))
 

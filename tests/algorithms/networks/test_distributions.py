@@ -57,7 +57,7 @@ def test_normal_samples_have_mean_and_scale():
     np.testing.assert_allclose(z.std(0), np.ones((7, 3)), atol=5 / np.sqrt(40_000))
 
 
-def test_forbidden_choices_are_never_drawn_and_spoil_nothing():
+def test_forbidden_actions_are_never_drawn_and_keep_results_finite():
     logits = jnp.array([-jnp.inf, 0.0, -jnp.inf, 1.0, -jnp.inf])
     keys = jax.random.split(jax.random.key(1), 5000)
     drawn = Categorical(jnp.broadcast_to(logits, (5000, 5))).sample(keys)
@@ -124,7 +124,7 @@ TANH_NORMAL = TanhNormal(Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)))
 
 
 @pytest.mark.parametrize("policy", [Categorical(jnp.asarray(LOGITS)), TANH_NORMAL.base, TANH_NORMAL])
-def test_a_sample_does_not_depend_on_the_batch_it_is_drawn_in(policy):
+def test_a_sample_does_not_depend_on_its_batch(policy):
     keys = jax.random.split(jax.random.key(2), 7)
     part = jax.tree.map(lambda x: x[2:4], policy)
     np.testing.assert_array_equal(policy.sample(keys)[2:4], part.sample(keys[2:4]))

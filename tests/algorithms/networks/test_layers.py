@@ -1,4 +1,4 @@
-"""Layers with gradients of their own compute what the usual ones do."""
+"""Layers with custom gradients equal the usual layers."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ def normal(*shapes):
     return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
 
 
-def test_matmul_and_its_gradients_are_those_of_a_product():
+def test_matmul_and_its_gradients_equal_a_plain_product():
     x, w, g = normal((3, 4, 5), (5, 6), (3, 4, 6))
     out, vjp = jax.vjp(matmul, x, w)
     wide = [np.asarray(a, np.float64) for a in (x, w, g)]
@@ -36,7 +36,7 @@ def test_a_convolution_and_its_gradients_are_sums_over_patches():
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_of_many_members_at_once_are_those_of_each():
+def test_batched_gradients_equal_the_gradients_of_each_member():
     x, w = normal((4, 6, 6, 2), (5, 3, 3, 2, 3))
     gradient = jax.grad(lambda w: (convolve(x, w) ** 2).sum())
     each = np.stack([gradient(one) for one in w])

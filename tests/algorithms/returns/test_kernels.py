@@ -34,7 +34,7 @@ def kernel(request):
 
 # One block and several, in both dimensions, full and ragged.
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (7, 128), (16, 130), (513, 3), (1024, 2), (5,), (6, 2, 3)], ids=str)
-def test_values_and_gradients_are_those_of_a_scan(kernel, shape):
+def test_values_and_gradients_equal_a_scan(kernel, shape):
     a, b = example(*shape)
     got = jax.jit(kernel)(a, b)
     assert got.shape == shape and got.dtype == jnp.float32

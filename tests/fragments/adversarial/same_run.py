@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def reference(case: Callable[[], Case]):
-    """What plain `jax.jit` makes of a case."""
+    """The state and the metrics of a case under plain `jax.jit`."""
     iteration, init, _, iterations = case()
     return run_plain(iteration, init(), iterations)
 

@@ -75,7 +75,7 @@ def test_a_planner_in_a_scan_is_the_same_run(where):
 
 
 def only_a_callback():
-    """The loop that a program of two fragments makes of nothing but a callback: nothing else chooses a sharding."""
+    """A loop of two fragments, one of which is only a callback, so that nothing else chooses its sharding."""
     learn = msrl.fragment(role="learner")(lambda x: x * 2)
     return Case(lambda s: ({"x": learn(plan(s["x"]))}, {}), lambda: {"x": jnp.ones(ENVS)}, {"x": P("env")}, 1)
 

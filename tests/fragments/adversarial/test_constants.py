@@ -1,4 +1,4 @@
-"""Programs are shared if they are equal, and only then: whatever an equation holds is compared by content."""
+"""Programs are shared if and only if they are equal: everything in an equation is compared by content."""
 
 import enum
 import functools
@@ -229,7 +229,7 @@ def test_programs_that_are_equal_have_equal_keys(kind):
     assert first == second and hash(first) == hash(second)
 
 
-def test_a_key_keeps_what_it_compares_by_identity_alive():
+def test_a_key_keeps_objects_that_it_compares_by_identity_alive():
     class Opaque:
         __hash__ = None
 
@@ -253,7 +253,7 @@ def test_a_literal_counts_in_its_dtype():
 
 
 def alike():
-    """Fragments that differ in a constant alone, between a learner that makes programs of each."""
+    """Fragments that differ only in a constant, with a learner between them that makes them separate programs."""
     act = [msrl.fragment(role="actor", name="act")(lambda x, c=c: x * c) for c in map(np.float32, (0.9991, 0.9994, 0.9991))]
     learn = msrl.fragment(role="learner")(lambda x: x + 1)
 

@@ -1,4 +1,4 @@
-"""Memory that is given away: what a user still holds stays valid, whatever shares memory with whatever."""
+"""Donated memory: arrays that a user still holds stay valid, even if they share memory with donated ones."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def test_calls_leave_everything_valid(program):
     assert_close(start, init())
 
 
-def test_one_array_in_many_places_is_given_away_once(program):
+def test_one_array_in_many_places_is_donated_once(program):
     for donate in (False, True):
         x = jnp.arange(8.0)
         state = program.place(init()) | {"x": x, "again": x, "kept": x}
@@ -83,7 +83,7 @@ def test_numpy_memory_is_never_written_to(program):
     assert_close(metrics["kept"], jnp.arange(8.0))
 
 
-def test_registers_are_refused_when_they_were_given_away():
+def test_donated_registers_are_refused():
     program = msrl.compile(iteration, init(), policy=STALE, axes=AXES, devices=jax.devices()[:3])
     state, _ = program.run(init(), 2)
     next_state, metrics = program(state)

@@ -122,7 +122,7 @@ class Named(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Data:
-    """A data class that JAX knows."""
+    """A dataclass that is a registered pytree."""
 
     w: jax.Array
     nothing: tuple = ()
@@ -130,7 +130,7 @@ class Data:
 
 @struct.dataclass
 class Struct:
-    """Flax's data class, with a field that is no array."""
+    """A dataclass of Flax, with a field that is not an array."""
 
     x: jax.Array
     name: str = struct.field(pytree_node=False, default="a")

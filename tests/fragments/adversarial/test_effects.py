@@ -1,4 +1,4 @@
-"""Effects run as often, and in the same order, as under `jax.jit`, wherever the code with effects stands."""
+"""Effects run as often, and in the same order, as under `jax.jit`, wherever the code with effects is."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def note(name, *values):
 
 
 def count_up():
-    """A host counter: what it returns tells how often it was called."""
+    """A host counter: it returns how often it was called."""
     LOG.append(("batch",))
     return np.full(ENVS, LOG.count(("batch",)), np.float32)
 
@@ -138,7 +138,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def expected():
-    """What plain `jax.jit` computes and logs, by case."""
+    """The results and logs of plain `jax.jit`, by case."""
     found = {}
     for case in CASES:
         LOG.clear()
@@ -197,7 +197,7 @@ def test_an_effect_between_learner_and_delayed_actor_is_refused():
         x = env_step(state["x"], act(w, state["x"]))
         return learn(state, x, x), {}
 
-    with pytest.raises(ValueError, match=r"`io_callback` has effects and stands between a learner and act"):
+    with pytest.raises(ValueError, match=r"`io_callback` has effects and is between a learner and act"):
         msrl.compile(iteration, initial_state(), policy=msrl.policies.SingleLearnerCoarse(staleness=1), axes=AXES)
 
 

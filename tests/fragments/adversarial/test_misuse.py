@@ -1,4 +1,4 @@
-"""Misuse ends with an error in words, before it computes anything wrong or ends the process."""
+"""Misuse raises an error before it computes anything wrong or ends the process."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def compiled(policy, fn=iteration, devices=4):
 
 
 @BOTH
-def test_a_state_that_was_given_away_is_refused_by_name(policy):
+def test_a_donated_state_is_refused_by_name(policy):
     program = compiled(policy)
     state = program.place(init())
     program.run(state, 1, donate=True)
@@ -98,7 +98,7 @@ def test_an_own_mesh_that_is_not_the_placement_is_refused(make):
 
 @pytest.mark.parametrize("policy", [policies.GPUOnly(), policies.MultiLearner(), policies.SingleLearnerCoarse(learners=4)])
 def test_an_own_mesh_of_the_devices_of_the_placement_is_the_same_run(policy):
-    """Its axes have other names than those of the placement, and XLA says shardings in terms of either."""
+    """Its axes have other names than those of the placement, and XLA may express shardings in either."""
     fn = own_mesh(jax.devices()[:4])
     found = compiled(policy, fn, devices=8 if isinstance(policy, policies.SingleLearnerCoarse) else 4).run(init(), 2)
     state, sums = init(), []

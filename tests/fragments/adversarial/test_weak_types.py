@@ -61,7 +61,7 @@ def test_shapes_keep_weak_types(policy):
 
 
 def harmless():
-    """Weak types that change, and decide over nothing: a counter made of a Python number, advanced by a strong one."""
+    """Weak types that change without any effect: a counter made of a Python number, advanced by a strong number."""
 
     def iteration(s):
         n = s["n"] + jnp.int32(1)
@@ -73,7 +73,7 @@ def harmless():
 
 
 @several
-def test_weak_types_that_decide_over_nothing_may_change(where):
+def test_weak_types_without_any_effect_may_change(where):
     program = assert_same_run(harmless, where)
     state = harmless().init()
     for n in (np.int32(0), jnp.int32(0), 0, jnp.asarray(0)):
@@ -107,7 +107,7 @@ def test_a_state_of_other_weak_types_is_refused_if_jit_would_compute_something_e
 
 
 def places_changed():
-    """Two leaves that change places, so that every iteration finds the weak type elsewhere."""
+    """Two leaves that swap, so that the weak type moves in every iteration."""
 
     def iteration(s):
         return {"a": act(s["b"], 0), "b": s["a"], "x": learn(s["x"], s["b"])[0]}, {"sum": s["a"] + s["b"]}

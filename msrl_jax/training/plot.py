@@ -1,0 +1,53 @@
+"""Figures of a run's history."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, unit: str, title: str) -> "Figure":
+    """Draws columns of a history against steps: the mean over the members, and their range.
+
+    Args:
+      history: columns `[C]` or `[C, M]`, with one called `step`.
+      metrics: names of the columns; the panel of `episode_return` shows the evaluations too.
+      unit: the unit of steps.
+      title: title of the figure.
+
+    Returns:
+      The figure.
+
+    Raises:
+      ValueError: on a column that the history does not have.
+    """
+    import matplotlib.pyplot as plt  # a slow import, and only plots need it
+
+    if missing := [name for name in metrics if name not in history]:
+        raise ValueError(f"the history has no column {missing[0]!r}; it has {sorted(history)}")
+    figure, panels = plt.subplots(
+        len(metrics), 1, squeeze=False, sharex=True, figsize=(7, 1 + 3 * len(metrics)), layout="constrained"
+    )
+    for panel, name in zip(panels[:, 0], metrics, strict=True):
+        _draw(panel, history["step"], history[name], name.replace("_", " "), "-")
+        if name == "episode_return" and "eval_return" in history:
+            _draw(panel, history["step"], history["eval_return"], "greedy evaluation", "o")
+        panel.set_ylabel(name.replace("_", " "))
+        panel.grid(alpha=0.3)
+        panel.legend()
+    panels[-1, 0].set_xlabel(unit)
+    panels[0, 0].set_title(title)
+    plt.close(figure)  # otherwise a notebook shows it twice
+    return figure
+
+
+def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
+    known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))
+    steps, column = steps[known], column[known]
+    mean = column.mean(axis=1) if column.ndim > 1 else column
+    (line,) = panel.plot(steps, mean, style, label=label)
+    if column.ndim > 1:
+        panel.fill_between(steps, column.min(axis=1), column.max(axis=1), color=line.get_color(), alpha=0.2, lw=0)
