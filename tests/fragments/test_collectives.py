@@ -208,6 +208,12 @@ def test_asynchronous_collectives_count_their_results_once():
     ]
 
 
+def test_the_predicate_of_a_loop_of_known_length_runs_once_more_than_its_body():
+    text = ASYNCHRONOUS.replace("  ROOT %lt", "  %any = pred[] all-reduce(%x), to_apply=%add.clone\n  ROOT %lt")
+    listed, known, _ = collectives(text)
+    assert known and next((c.nbytes, c.times) for c in listed if c.kind == "all-reduce") == (1, 11)
+
+
 def test_without_a_trip_count_the_length_is_unknown():
     text = ASYNCHRONOUS.replace('"known_trip_count":{"n":"10"},', "")
     listed, known, _ = collectives(text)

@@ -90,6 +90,23 @@ def test_only_sizes_that_all_leaves_share_are_numbers_of_environments():
     )
 
 
+@pytest.mark.parametrize("axis", ["env", "agent", "member", "worker", "shard"])
+def test_workers_and_shards_divide_as_the_first_axis_of_a_placement_does(axis):
+    leaves = {"env": [("state.obs", 8)], axis: [("state.leaf", 6)]}
+    it = Fit(GPUOnly(num_devices=4), tuple(jax.devices()), leaves)
+    if axis in ("agent", "member"):  # these lie whole beside environments
+        assert len(it.layout.devices) == 4
+        return
+    with pytest.raises(ValueError, match=r"=6.* cannot be split over the 4 devices of placement 'all'.* 1 or 2 or 3 devices"):
+        _ = it.layout
+
+
+def test_sizes_of_an_axis_have_a_common_divisor_that_counts_whole_groups():
+    it = Fit(GPUOnly(), tuple(jax.devices()), {"env": [("state.obs", 12), ("state.rows", 8)]}, {"env": 2})
+    assert it.sizes == {"env": 2}
+    assert len(it.layout.devices) == 2
+
+
 def test_a_program_keeps_no_state_alive():
     state = toy.initial_state()
     alive = weakref.ref(state.x)

@@ -77,6 +77,10 @@ def test_rows_are_read_and_written_inside_the_programs_of_a_loop(programs):
     assert [i.name for i in inner] == ["act", "env_step"]  # no program of its own stacks or slices
     assert sum(len(i.writes) for i in inner) == 3  # x, action, reward
     assert all(buffer.aval.shape[0] == toy.UNROLL for i in inner for pair in i.writes for buffer in pair)
+    plan = programs["SingleLearnerFine"].explain()
+    for i in inner:  # the stacks are written in place
+        (described,) = [p for p in plan.programs if p.name == i.name]
+        assert described.donated_bytes >= sum(buffer.nbytes for buffer, _ in i.writes) // i.placement.mesh.size > 0
     learn = next(i for i in programs["SingleLearnerFine"].instructions if isinstance(i, Run) and "learn" in i.fragments)
     moved = [v for i in programs["SingleLearnerFine"].instructions if isinstance(i, Move) for v in i.results]
     stacked_there = [v for v in learn.inputs if v.aval.shape[:2] == (toy.UNROLL, toy.ENVS) and v not in moved]

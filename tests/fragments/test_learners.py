@@ -174,11 +174,15 @@ def test_stale_actors_read_every_learner_late():
     assert_close(learned, {name: history[-1][name] for name in learned})
 
 
-def test_two_learners_that_claim_the_same_parameters_are_refused():
+@pytest.mark.parametrize("how", ["one after the other", "side by side"])
+def test_two_learners_that_claim_the_same_parameters_are_refused(how):
     def iteration(state):
         x, (seen, gain, loss) = rollout(state)
         shared = linear_learner("predator")(state["predator"], seen, gain)
-        shared = linear_learner("prey")(shared * 1.0, seen, loss)
+        if how == "side by side":
+            shared += linear_learner("prey")(state["predator"], seen, loss)
+        else:
+            shared = linear_learner("prey")(shared * 1.0, seen, loss)
         return state | {"predator": shared, "x": x}, {}
 
     message = r"state\['predator'\] is updated by.*'learn_predator'.*'learn_prey'.*two learners claim the same parameters"

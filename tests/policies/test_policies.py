@@ -37,6 +37,9 @@ def counts(policy, num_devices, **sizes):
         (SingleLearnerCoarse(), 8, {"env": 64}, {"actors": 4, "learners": 1}),
         (SingleLearnerCoarse(), 8, {"env": 63}, {"actors": 7, "learners": 1}),
         (SingleLearnerCoarse(learners=4), 8, {"env": 64}, {"actors": 4, "learners": 4}),
+        (SingleLearnerCoarse(), 8, {"env": 64, "shard": 2}, {"actors": 4, "learners": 1}),
+        (SingleLearnerCoarse(buffers=2), 8, {"env": 64, "shard": 2}, {"actors": 4, "learners": 1, "buffers": 2}),
+        (SingleLearnerCoarse(buffers="actors"), 8, {"env": 64, "shard": 2}, {"actors": 2, "learners": 1}),  # divide both
         (SingleLearnerFine(envs=2, learners=2), 8, {"env": 64}, {"envs": 2, "learners": 2}),
         (Environments(), 8, {"env": 64}, {"envs": 4, "agents": 4}),
         (Environments(), 8, {"env": 64, "agent": 3}, {"envs": 4, "agents": 3}),
@@ -84,6 +87,23 @@ def test_agents_are_split_along_their_axis_first():
     agents = Environments(envs=4, agents=2).layout(jax.devices(), {"env": 8, "agent": 2}).placement("learner", "learn")
     assert agents.sharding(P("env", "agent"), (8, 2)).spec == P(None, "devices")
     assert agents.sharding(P("env"), (8, 2)).spec == P("devices")
+
+
+def test_devices_split_what_their_role_has_and_agents_and_members_too():
+    layout = SingleLearnerCoarse(actors=2, learners=2, buffers=2).layout(jax.devices(), {"env": 8})
+    for role, own in (("actor", "worker"), ("learner", "worker"), ("buffer", "shard")):
+        placement = layout.placement(role, role)
+        for axis in ("env", own, "agent", "member"):
+            assert placement.sharding(P(None, axis), (3, 4)).spec == P(None, "devices"), (role, axis)
+    assert layout.placement("learner", "learn").sharding(P("shard"), (4,)).spec == P()  # a sample lies where it is drawn
+
+
+def test_codecs_lie_on_the_way_that_they_are_named_after():
+    policy = SingleLearnerCoarse(actors=2, buffers=2, trajectory_codec="bfloat16", parameter_codec="uint8")
+    edges = policy.layout(jax.devices(), {"env": 8}).codecs
+    assert [(e.source, e.destination, str(e.codec)) for e in edges] == [
+        ("actors", "buffers", "bfloat16"), ("buffers", "learners", "bfloat16"), ("learners", "actors", "uint8"),
+    ]  # fmt: skip
 
 
 def test_case_of_names_is_ignored():

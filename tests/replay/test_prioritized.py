@@ -102,7 +102,7 @@ def test_priorities_follow_td_errors_of_either_sign(functions):
     # One update has 8 windows of each shard; a pair may occur twice in it, with the same error.
     chosen = [(step, env) for env in (0, 1) for step in range(4)] + [(step, env) for env in (2, 3) for step in range(4)]
     chosen[1] = chosen[0]
-    errors = np.linspace(-3, 3, 16).astype(np.float32)
+    errors = np.linspace(-3, 2, 16).astype(np.float32)  # the shards have different largest ones
     errors[1] = errors[0]
     state = functions.update(state, indices(chosen), errors)
     expected = {**before, **{at: (abs(e) + EPSILON) ** ALPHA for at, e in zip(chosen, errors.astype(float), strict=True)}}
@@ -112,8 +112,8 @@ def test_priorities_follow_td_errors_of_either_sign(functions):
     # New windows get the largest priority so far of their shard.
     state = functions.insert(state, steps(np.random.default_rng(0), 3, 4, 6))
     new = priority(functions, state)
-    largest = (3 + EPSILON) ** ALPHA
-    np.testing.assert_allclose([new[step, env] for step in (5, 6, 7) for env in range(4)], largest, rtol=1e-5)
+    largest = [(error + EPSILON) ** ALPHA for error in (3, 3, 2, 2)]
+    np.testing.assert_allclose([[new[step, env] for env in range(4)] for step in (5, 6, 7)], [largest] * 3, rtol=1e-5)
     # Draws have the probabilities that the sample states, and those follow the priorities of each shard.
     batch = functions.sample(state, jax.random.key(3))
     total = [sum(p for (_, env), p in new.items() if env // 2 == g) for g in (0, 1)]
@@ -237,3 +237,17 @@ def test_weights_correct_fully_once_beta_has_risen_and_ever_after(insertions):
 def test_weights_are_1_without_an_exponent(functions):
     batch = functions.sample(after(functions, 3), jax.random.key(0))
     np.testing.assert_array_equal(batch.weight, np.ones(16))
+
+
+def test_weights_are_relative_to_the_largest_of_all_shards():
+    buffer = compiled(
+        replay.prioritized(EXAMPLE, capacity=4 * 12, num_envs=4, unroll_length=3, batch_size=16, shards=2, beta=0.5)
+    )
+    state = buffer.insert(buffer.buffer.init(), steps(np.random.default_rng(0), 3, 4, 0))
+    at = buffer.sample(state, jax.random.key(1)).indices
+    state = buffer.update(state, at, jnp.where(at.env < 2, 0.01, jnp.linspace(1.0, 3.0, 16)))  # one shard knows nothing else
+    batch = buffer.sample(state, jax.random.key(0))
+    expected = np.asarray(batch.probability, np.float64) ** -0.5
+    np.testing.assert_allclose(batch.weight, expected / expected.max(), rtol=1e-5)
+    largest = np.asarray(batch.weight).reshape(2, 8).max(1)
+    assert sorted(largest)[0] < 0.99 < sorted(largest)[1] == 1

@@ -30,6 +30,13 @@ def test_codecs_hold_what_they_promise(codec, fits, nbytes, tolerance):
     np.testing.assert_allclose(batch["obs"], expected, rtol=0, atol=tolerance + 1e-6 * fits)
 
 
+def test_of_several_names_on_a_path_the_last_one_given_decides():
+    example = {"obs": {"image": jnp.zeros(4), "speed": jnp.zeros(3)}}
+    for storage, nbytes in (({"obs": "bfloat16", "image": "uint8"}, 4 + 6), ({"image": "uint8", "obs": "bfloat16"}, 8 + 6)):
+        buffer = replay.uniform(example, **SIZES, storage=storage)
+        assert buffer.nbytes == 64 * nbytes + 2 * 4 + buffer.shards * 4
+
+
 def test_items_that_a_codec_cannot_hold_are_counted():
     buffer = replay.uniform({"obs": jnp.zeros(3)}, **SIZES, storage={"obs": "uint8"})
     obs = np.zeros((2, 4, 3), np.float32)

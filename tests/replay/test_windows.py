@@ -4,12 +4,14 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from msrl_jax import replay
+from msrl_jax.replay.ring import make_ring
 from tests.replay.history import EXAMPLE, History, compiled, steps
 
 KINDS = {"uniform": replay.uniform, "prioritized": replay.prioritized}
@@ -83,3 +85,46 @@ def test_every_window_is_sampled(kind, size, insertions):
     for seed in range(100):
         seen.update(zip(*np.asarray(functions.sample(state, jax.random.key(seed)).indices).tolist(), strict=True))
     assert seen == set(windows)
+
+
+@pytest.mark.parametrize("unroll_length", [1, 2, 4, 6])
+@pytest.mark.parametrize("stride", [1, 3, 4, 6])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_the_fewest_windows_of_a_full_ring_are_those_of_its_worst_beginning(unroll_length, stride, length):
+    unit = math.lcm(unroll_length, stride)
+    sizes = {"num_envs": 1, "unroll_length": unroll_length, "length": length, "stride": stride}
+    sizes |= {"min_size": None, "shards": None}
+    for steps_held in range(unit, 6 * unit, unit):
+        begins = range(0, steps_held * stride, unroll_length)  # of the oldest step
+        fewest = min(sum(s % stride == 0 for s in range(b, b + steps_held - length + 1)) for b in begins)
+        for batch_size, fits in ((fewest, True), (fewest + 1, False)):
+            if batch_size < 1:
+                continue
+            try:
+                ring = make_ring(EXAMPLE, capacity=steps_held, batch_size=batch_size, storage=None, discount=None, **sizes)
+            except ValueError:
+                assert not fits, (steps_held, batch_size)
+            else:
+                assert fits and ring.steps == steps_held and ring.fewest_windows == fewest, (steps_held, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "min_steps"),
+    [
+        ({}, 4),  # one insertion holds 32 windows
+        ({"batch_size": 64, "length": 5}, 12),  # 8 windows of each environment
+        ({"batch_size": 64, "length": 5, "stride": 2}, 20),  # 5 + 7 * 2 steps, in whole insertions
+        ({"min_size": 64}, 8),
+        ({"min_size": 50}, 7),  # whole steps of all environments: 56
+    ],
+)
+def test_a_buffer_is_ready_from_its_least_size_on(arguments, min_steps):
+    sizes = {"capacity": 480, "num_envs": 8, "unroll_length": 4, "batch_size": 16} | arguments
+    held = replay.uniform({"x": jnp.zeros(())}, **sizes)
+    assert held.min_size == 8 * min_steps
+    state = jax.eval_shape(held.init)
+    for filled, ready in ((0, False), (min_steps - 1, False), (min_steps, True), (60, True)):
+        state = state._replace(filled=jnp.int32(filled), added=jnp.int32(filled))
+        assert bool(held.ready(state)) == ready
+    if "min_size" not in arguments:  # and then a batch has windows enough
+        assert int(held.size(state._replace(filled=jnp.int32(min_steps), added=jnp.int32(min_steps)))) >= sizes["batch_size"]

@@ -238,6 +238,14 @@ def test_a_key_keeps_objects_that_it_compares_by_identity_alive():
     assert all(value_key(Opaque()) != key for _ in range(100))
 
 
+def test_arrays_of_other_shapes_or_weak_types_have_different_keys():
+    x = np.arange(4.0, dtype=np.float32)
+    different = [x, x.reshape(2, 2), x[None], jnp.asarray(x), jnp.asarray(x)[None], jnp.asarray(3), jnp.int32(3)]
+    for a, b in itertools.combinations(different, 2):
+        assert value_key(a) != value_key(b)
+    assert value_key(jnp.asarray(3)) == value_key(jnp.asarray(3))
+
+
 def test_a_literal_counts_in_its_dtype():
     closed = jax.make_jaxpr(lambda x: x * np.float32(0.1))(1.0)
     (literal,) = [a for e in closed.jaxpr.eqns for a in e.invars if isinstance(a, Literal)]
