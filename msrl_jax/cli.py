@@ -190,11 +190,15 @@ def _overview() -> str:
     return "\n".join([*lines, "", f"{PROG} COMMAND --help lists the options of a command."])
 
 
+MOST_CPU_DEVICES = 1024
+"""Virtual CPU devices that start within seconds; each has threads of its own."""
+
+
 def _use_cpu_devices(count: int | None) -> None:
     if count is None:
         return
-    if count < 1:
-        raise UsageError(f"--cpu-devices {count}: use at least 1")
+    if not 1 <= count <= MOST_CPU_DEVICES:
+        raise UsageError(f"--cpu-devices {count}: use 1 to {MOST_CPU_DEVICES}")
     # Many devices on few cores may reach a collective late; this is not a deadlock.
     limits = {"warn_stuck": 300, "terminate": 1200}
     patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]

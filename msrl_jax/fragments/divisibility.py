@@ -5,7 +5,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout, Placement
+from msrl_jax._spelling import suggestion
+from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement
+
+
+def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Checks a list of devices.
+
+    Args:
+      devices: the devices that a policy may use.
+
+    Returns:
+      The same devices.
+
+    Raises:
+      TypeError: if it is no sequence.
+      ValueError: if a device appears twice.
+    """
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
+    twice = [device for i, device in enumerate(devices) if device in devices[:i]]
+    if twice:
+        raise ValueError(f"devices names {twice[0]} twice; name every device once")
+    return tuple(devices)
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,13 @@ class Fit:
           ValueError: if the devices do not fit the policy, or a logical axis cannot be split over those of a placement.
         """
         layout = self.policy.layout(list(self.devices), self.sizes)
+        known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
+        for axis, leaves in self.leaves.items():
+            if axis not in known:
+                raise ValueError(
+                    f"axes of {leaves[0][0]} name the logical axis {axis!r}, which no placement of {layout.policy} splits"
+                    f"{suggestion(axis, known)}; the axes are {', '.join(dict.fromkeys(known))}"
+                )
         for placement in layout.placements:
             self._check(placement, layout.policy)
         return layout

@@ -13,7 +13,7 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax._device_memory import array_bytes
 from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
-from msrl_jax.fragments.divisibility import Fit
+from msrl_jax.fragments.divisibility import Fit, check_devices
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.fused import lower_fused, lower_once
@@ -29,7 +29,7 @@ from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
-from msrl_jax.fragments.readings import join, stack
+from msrl_jax.fragments.readings import join, read, stack
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.staleness import delay
@@ -86,7 +86,7 @@ def compile(
     _check_jit_is_on()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    fit = Fit(policy, tuple(jax.devices() if devices is None else devices), axis_leaves(state, specs), groups or {})
+    fit = Fit(policy, check_devices(jax.devices() if devices is None else devices), axis_leaves(state, specs), groups or {})
     layout = fit.layout
     traced = trace(iteration, state)
     closed = traced.jaxpr
@@ -142,6 +142,7 @@ class Program(Generic[State]):
     ):
         self.layout, self.graph, self.schedule = layout, graph, schedule
         self._costs, self._fit = costs, fit
+        self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._fused, self._tree, self._traced = fused, tree, traced
         self._executables = Executables(seconds=seconds)
         self._given = GivenState(tree, [copies[0] for copies in schedule.inputs[: tree.num_leaves]], traced)
@@ -151,6 +152,15 @@ class Program(Generic[State]):
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
             for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
         ]
+
+    def _check_setting(self) -> None:
+        _check_jit_is_on()
+        now: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        if self._x64 and not now:
+            raise RuntimeError(
+                "the program was compiled under jax.enable_x64, but runs without it; run it under the setting that it was "
+                "compiled under, or compile it again"
+            )
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -247,7 +257,7 @@ class Program(Generic[State]):
         Returns:
           The next state and the metrics, as arrays that may not be computed yet.
         """
-        _check_jit_is_on()
+        self._check_setting()
         if self._fused is None:
             leaves, row, measured = self._ready()(self._fill(state, copy=True))
             self._check_measured([measured])
@@ -282,11 +292,11 @@ class Program(Generic[State]):
             program was compiled for.
           RuntimeError: if an array of the state was donated to an earlier run, or under `jax.disable_jit`.
         """
-        _check_jit_is_on()
-        chunk = min(iterations, 100) if chunk is None else chunk
-        for name, number in (("iterations", iterations), ("chunk", chunk)):
+        self._check_setting()
+        for name, number in (("iterations", iterations), ("chunk", 1 if chunk is None else chunk)):
             if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+        chunk = min(iterations, 100) if chunk is None else chunk
         leaves = self._fill(state, copy=not donate)
         parts = []
         for start in range(0, iterations, chunk):
@@ -336,7 +346,7 @@ class Program(Generic[State]):
     def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
             flat = self._executables.call(self._scan(length))(*[copies[0] for copies in leaves])
-            return [(x,) for x in flat[: len(leaves)]], jax.device_get(list(flat[len(leaves) :]))
+            return [(x,) for x in flat[: len(leaves)]], read(list(flat[len(leaves) :]))
         execute = self._ready()
         rows: list[list[jax.Array]] = []
         measured: list[list[tuple[jax.Array, ...]]] = []

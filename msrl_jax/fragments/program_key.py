@@ -65,8 +65,8 @@ def computation_key(closed: ClosedJaxpr) -> Hashable:
     """The key of a trace: the keys of two traces of one function are equal if and only if they compute the same values.
 
     Weak types affect dtypes only during tracing. So the key omits them, and conversions that change nothing else. All
-    functions count as equal, and all literals of one dtype, because each trace makes new functions and may number its
-    parts, as checkify numbers its errors.
+    functions count as equal, and all integer literals of one dtype, because each trace makes new functions and may number
+    its parts, as checkify numbers its errors.
 
     Args:
       closed: a trace of the function.
@@ -90,7 +90,7 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
 
     def number(a: Atom) -> Hashable:
         if isinstance(a, Literal):
-            return "literal", None if resolved else _literal_key(a)
+            return "literal", _number_key(a) if resolved else _literal_key(a)
         if is_dropped(a):
             return "dropped"
         if a not in numbers:
@@ -124,6 +124,12 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
         else:
             equations.append(equation(e))
     return len(jaxpr.constvars), inputs, tuple(equations), tuple(map(atom, jaxpr.outvars))
+
+
+def _number_key(literal: Literal) -> Hashable:
+    """The key of a literal in a trace: its value whatever its weak type; None for integers, which may number parts."""
+    dtype = aval(literal).dtype
+    return np.asarray(literal.val, dtype).tobytes() if jnp.issubdtype(dtype, jnp.inexact) else None
 
 
 def _literal_key(literal: Literal) -> Hashable:

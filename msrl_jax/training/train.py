@@ -245,6 +245,7 @@ def train(
         if eval_every is not None and eval_episodes:
             chunk = min(chunk, max(1, eval_every // per_iteration))
 
+    chunk = min(chunk, iterations)
     experience = None
     if record is not None:
         if setup.behavior.agent.unit != "environment steps":

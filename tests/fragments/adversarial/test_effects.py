@@ -130,7 +130,30 @@ def a_carry_that_a_callback_makes(state):
     return {**learn(state, x, x), "n": n}, {"n": n}
 
 
+def placements_take_turns(state):
+    """Every effect could join a program of its placement that runs before the effect in front of it."""
+    x, actions = rollout(state)
+    io_callback(lambda a: note("actor", a), None, actions.sum(), ordered=True)
+    after = learn(state, x, x)
+    io_callback(lambda w: note("learner", w), None, after["w"], ordered=True)
+    io_callback(lambda a: note("actor again", a), None, actions.mean(), ordered=True)
+    io_callback(lambda w: note("learner again", w), None, 2 * after["w"], ordered=True)
+    return after, {}
+
+
+def an_early_effect_that_a_late_program_reads(state):
+    def count(n):
+        note("count", n)
+        return np.float32(n)
+
+    n = io_callback(count, jax.ShapeDtypeStruct((), jnp.float32), state["n"], ordered=True)
+    x, actions = rollout(state)
+    io_callback(lambda a: note("actor", a), None, actions.sum(), ordered=True)
+    return learn(state, x, x + n), {}
+
+
 CASES = [
+    placements_take_turns, an_early_effect_that_a_late_program_reads,
     one_batch_for_two_readers, unordered_batch_for_actors_alone, results_that_nobody_reads, in_a_loop_that_spans_placements,
     from_time_to_time, inside_of_fragments, a_carry_that_a_callback_makes,
 ]  # fmt: skip
