@@ -101,7 +101,7 @@ class Dataset:
     def __repr__(self) -> str:
         returns, cut = self._returns()
         of = f" of {self.about['env']}" if "env" in self.about else ""
-        mean = f": return {returns.mean():.4g} ± {returns.std():.2g}" if len(returns) else ""
+        mean = f": return {returns.mean():.1f} ± {returns.std():.1f}" if len(returns) else ""
         noun = "episode" if len(returns) == 1 else "episodes"
         parts = f", and parts of {cut:,} more" if cut else ""
         return f"Dataset({len(self):,} rows, {len(returns):,} whole {noun}{of}{mean}{parts})"

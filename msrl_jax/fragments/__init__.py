@@ -8,6 +8,7 @@
     check_owners      parameter_owners.py  Graph -> an error if two learners update one leaf
     delay             staleness.py         Graph, changed in place: registers between learner and actors
     check_codecs      packing.py           Layout -> an error if a codec or its edge does not exist
+    check_codec_names packing.py           Graph, Layout -> an error if a codec is for a name that no value has
     partition         partition.py         Graph -> Partition: homes of glue and carry, nodes grouped into programs
     pack              packing.py           Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
     schedule          schedule.py          Partition -> Schedule: Run, Move, Alloc and Loop instructions

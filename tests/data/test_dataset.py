@@ -209,7 +209,7 @@ def test_parts_of_episodes_are_not_reported_as_episodes(name, tmp_path):
         assert dataset.episodes.length.tolist() == [3, 2, 5] and dataset.cut.nonzero()[0].tolist() == [4, 9]
         assert dataset.truncated.tolist() == [False, False, True, False, True] + [False] * 4 + [True]
         assert {"episodes": 1, "cut_episodes": 2, "mean_return": 3.0}.items() <= dataset.describe().items()
-        assert str(dataset) == "Dataset(10 rows, 1 whole episode: return 3 ± 0, and parts of 2 more)"
+        assert str(dataset) == "Dataset(10 rows, 1 whole episode: return 3.0 ± 0.0, and parts of 2 more)"
     parts = made.select(slice(5, 10))
     assert str(parts) == "Dataset(5 rows, 0 whole episodes, and parts of 1 more)"
     assert np.isnan(parts.describe()["mean_return"])

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
+from msrl_jax.fragments.executables import Executables
 
 from ..conftest import as_numpy, assert_close
 from .same_run import ENVS, EVERYWHERE
@@ -93,3 +95,20 @@ def test_donated_registers_are_refused():
     fresh = program.run(init(), 2)[0]
     with pytest.raises(RuntimeError, match=r"a register of stale parameters has no memory any more"):
         program.run(fresh._replace(registers=spent), 1)
+
+
+def test_equal_programs_that_donate_otherwise_are_not_shared(devices):
+    executables = Executables()
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(Mesh(devices[:1], ("d",)), P()))
+
+    def add(x):
+        return (x + 1,)
+
+    keeps = executables.compile("add", add, [x], (), None)
+    consumes = executables.compile("add", add, [x], (0,), None)
+    assert executables.compile("add", add, [x], (), None) is keeps and executables.count == 2
+    array = jax.device_put(jnp.ones(4), devices[0])
+    keeps(array)
+    assert not array.is_deleted()
+    consumes(array)
+    assert array.is_deleted()
