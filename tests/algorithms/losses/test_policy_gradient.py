@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from msrl_jax.algorithms import PPOConfig
 from msrl_jax.algorithms.losses import (
     approximate_kl,
     clipped_surrogate_loss,
@@ -12,6 +13,8 @@ from msrl_jax.algorithms.losses import (
     policy_gradient_loss,
     value_loss,
 )
+from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
+from msrl_jax.algorithms.networks.distributions import Categorical
 
 
 @pytest.fixture
@@ -72,3 +75,37 @@ def test_shapes_that_would_broadcast_are_refused(loss):
 def test_clipped_values_of_another_shape_are_refused():
     with pytest.raises(AssertionError, match=r"\(4, 1\)"):
         clipped_value_loss(jnp.zeros(4), jnp.zeros((4, 1)), jnp.zeros(4), 0.2)
+
+
+@pytest.mark.parametrize("clip_value", [None, 0.3])
+def test_the_loss_of_ppo_is_its_three_terms(clip_value):
+    """Equation 9 of the paper in float64: the entropy is a bonus, and the clips count where the ratio itself is far from 1."""
+    rng = np.random.default_rng(1)
+    logits, (log_prob, advantage, value, old_value, target) = rng.normal(size=(64, 3)), rng.normal(size=(5, 64))
+    action = rng.integers(3, size=64)
+    config = PPOConfig(clip_ratio=0.2, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    log_prob = log_p[range(64), action] + 0.25 * log_prob
+    ratio = np.exp(log_p[range(64), action] - log_prob)
+    policy_loss = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage).mean()
+    errors = 0.5 * (value - target) ** 2
+    if clip_value is not None:
+        errors = np.maximum(errors, 0.5 * (old_value + np.clip(value - old_value, -0.3, 0.3) - target) ** 2)
+    entropy = -(np.exp(log_p) * log_p).sum(-1).mean()
+    outside = abs(ratio - 1) > 0.2
+    assert (outside != (abs(np.log(ratio)) > 0.2)).any()
+
+    as_float32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
+    loss, stats = ppo_loss(
+        Categorical(as_float32(logits)),
+        as_float32(value),
+        action=jnp.asarray(action),
+        log_prob=as_float32(log_prob),
+        advantage=as_float32(advantage),
+        old_value=as_float32(old_value),
+        target=as_float32(target),
+        config=config,
+    )
+    np.testing.assert_allclose(loss, policy_loss + 0.7 * errors.mean() - 0.3 * entropy, rtol=1e-5)
+    np.testing.assert_allclose(stats["clip_fraction"], outside.mean(), rtol=1e-6)
+    np.testing.assert_allclose(stats["entropy"], entropy, rtol=1e-5)

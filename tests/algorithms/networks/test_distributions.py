@@ -128,3 +128,8 @@ def test_a_sample_does_not_depend_on_its_batch(policy):
     keys = jax.random.split(jax.random.key(2), 7)
     part = jax.tree.map(lambda x: x[2:4], policy)
     np.testing.assert_array_equal(policy.sample(keys)[2:4], part.sample(keys[2:4]))
+
+
+def test_the_greedy_action_of_a_squashed_normal_is_its_squashed_mean():
+    policy = TanhNormal(Normal(jnp.asarray(3 * LOC), jnp.asarray(LOG_SCALE)))
+    np.testing.assert_allclose(policy.mode(), np.tanh(3 * LOC.astype(np.float64)), rtol=1e-5)
