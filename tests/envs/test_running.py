@@ -67,3 +67,18 @@ def test_statistics_of_few_values_equal_the_plain_rule():
 def test_a_batch_of_another_shape_is_refused():
     with pytest.raises(AssertionError):
         running.update(running.empty(jax.ShapeDtypeStruct((3,), jnp.float32)), jnp.zeros((4, 2)))
+
+
+def test_many_shifts_that_float32_does_not_resolve_add_up():
+    """Every batch moves the mean by a third of the smallest step of float32 above 1."""
+    count, size, steps = 10**13, 8, 4000
+    shift = float(np.spacing(np.float32(1.0))) / 3
+    stats = running.empty(jax.ShapeDtypeStruct((), jnp.float32)).replace(count=counters.counter(count), mean=jnp.float32(1.0))
+    end = run(stats, jnp.full((steps, size), 1.0 + shift * count / size, jnp.float32))
+    np.testing.assert_allclose(end.mean, 1.0 + shift * steps, rtol=3e-7)
+
+
+def test_statistics_of_no_values_change_nothing():
+    stats = running.empty(jax.ShapeDtypeStruct((3,), jnp.float32))
+    np.testing.assert_array_equal(stats.mean, np.zeros(3))
+    np.testing.assert_array_equal(stats.var, np.ones(3))
