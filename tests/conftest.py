@@ -24,7 +24,9 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Limits of `-n auto`: a process takes up to 3 GiB, and more than 16 would only wait for the longest test.
+os.environ["COLUMNS"] = "120"  # tables fit the terminal, whatever it is here
+
+# Limits of `-n auto`: a process grows to about 3 GiB, and more than 16 would only wait for the longest test.
 BYTES_PER_PROCESS, MOST_PROCESSES = 3 * 2**30, 16
 
 # Programs compiled by one worker serve the others, for as long as this run lasts.

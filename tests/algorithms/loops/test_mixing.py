@@ -227,7 +227,7 @@ def test_actor_critics_learn_from_both(name):
         ({"data_fraction": 1.5}, "data_fraction=1.5"),
         ({"data": None, "data_fraction": 0.3}, r"DQNConfig.data_fraction=0.3 is a share .* none; give data='experience.npz'"),
         ({"data": random_data(CARTPOLE, 8)}, "8 rows, 1 in each of shards=8: fewer than batch_size=16 windows of 2 steps"),
-        ({"data": random_data(CARTPOLE), "storage": "uint8"}, "cannot hold 400 rows of the data set"),
+        ({"data": random_data(CARTPOLE), "storage": "uint8"}, "cannot store 400 rows of the data set exactly"),
     ],
 )
 def test_bad_data_are_refused(change, message):
