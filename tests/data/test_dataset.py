@@ -24,7 +24,7 @@ def test_episodes_and_the_cut_at_the_end(walk):
     start, length, returns = walk.episodes
     assert start.tolist() == [0, 3, 4, 8, 10] and length.tolist() == [3, 1, 4, 2, 2]
     np.testing.assert_allclose(returns, [0.3, 0.3, 2.2, 1.7, 2.1], rtol=1e-6)
-    assert "12 rows, 4 whole episodes of Walk: return 1.125" in repr(walk)
+    assert "12 rows, 4 whole episodes of Walk: return 1.1 ± 0.8" in repr(walk)
     assert walk.describe() == {
         "rows": 12, "episodes": 4, "cut_episodes": 1, "mean_return": pytest.approx(1.125), "env": "Walk",
     }  # fmt: skip
