@@ -257,7 +257,8 @@ def _train(args: Train, config: dict[str, Any]) -> int:
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
         result = training.train(
             **settings, out=out, resume=args.resume, chunk=args.chunk, eval_every=args.eval_every,
-            checkpoint_every=args.checkpoint_every, keep_checkpoints=args.keep_checkpoints, time_limit=args.time_limit, record=args.record, callbacks=loggers,
+            checkpoint_every=args.checkpoint_every, keep_checkpoints=args.keep_checkpoints,
+            time_limit=args.time_limit, record=args.record, callbacks=loggers,
             progress=False if args.progress == "none" else args.progress, **config,
         )  # fmt: skip
     print(result)
