@@ -1,4 +1,4 @@
-"""Small runs that are interrupted and go on; also a script, whose process can be killed: `python runs.py NAME POLICY FOLDER`."""
+"""Small runs that are interrupted and go on; also a script that can be killed: `python -m tests.training.runs NAME ...`."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ RUNS = {
         "recurrent_ppo", ENV,
         {"num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "memory_size": 4},
     ),
-    "dqn": ("dqn", ENV, _OFF | {"priority_exponent": 0.6, "n_step": 3}),
+    "dqn": ("dqn", ENV, _OFF | {"prioritised": True, "n_step": 3}),
     "sac": ("sac", "Pendulum-v1", _OFF | {"data_fraction": 0.5}),
     "impala": ("impala", ENV, {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}),
 }  # fmt: skip
