@@ -146,6 +146,7 @@ def get(name: str) -> Algorithm:
       The registered algorithm.
 
     Raises:
+      TypeError: if the name is no text.
       ValueError: on an unknown name; the message suggests the nearest one.
     """
     return _registry.find("algorithm", ALGORITHMS, name)
