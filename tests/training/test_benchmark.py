@@ -101,6 +101,16 @@ def test_every_algorithm_has_its_own_defaults(env, algos, planned):
         assert (planned[algo].num_envs, planned[algo].unroll_length) == (default.num_envs, default.unroll_length)
 
 
+def test_every_combination_of_the_grid_is_measured(monkeypatch):
+    def noted(setup, policy, **options):
+        return setup.algorithm.name, type(policy).__name__, setup.config.num_envs, setup.config.unroll_length
+
+    monkeypatch.setattr(benchmark.Setup, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "measure", noted)
+    found = bench(("a2c", "ppo"), policies=("GPUOnly", "Central"), num_envs=(8, 16), unroll_lengths=(64, 128))
+    assert found == [(a, p, n, t) for a in ("a2c", "ppo") for p in ("GPUOnly", "Central") for n in (8, 16) for t in (64, 128)]
+
+
 @pytest.mark.parametrize("algos", [("ppo", "dqn"), ("dqn", "ppo")])
 def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
     default = algorithms.get("ppo").config.learning_rate
