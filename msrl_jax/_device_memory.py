@@ -1,25 +1,63 @@
-"""The memory that arrays take, and the memory that devices report."""
+"""The memory that arrays take, and the memory that devices and hosts have."""
 
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+# The memory of a chip, by its kind; only chips that exist report it themselves.
+_GIB = {
+    **{"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80},
+}
 
-def device_memory(devices: Sequence[Any]) -> int:
+
+def is_planned(device: Any) -> bool:
+    """Whether programs can be compiled for a device, but the device is not there: nothing can be put on it."""
+    return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
+
+
+def device_memory(devices: Sequence[Any]) -> int | None:
     """The bytes available to arrays that are split evenly over devices.
 
     Args:
       devices: the devices.
 
     Returns:
-      The smallest memory limit times the number of devices. If a device reports no limit, as CPUs do, the host's memory.
+      The smallest memory limit times the number of devices. If a device reports no limit, as CPUs do, the host's memory;
+      None for a device that is not there and whose kind is unknown.
     """
+    if any(map(is_planned, devices)):
+        known = [_GIB.get(d.device_kind) for d in devices]
+        return min(known) * 2**30 * len(devices) if None not in known else None
     stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
     limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
     if len(limits) == len(devices):
         return min(limits) * len(limits)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_memory()
+
+
+def host_memory() -> int:
+    """The bytes that this process may use: the machine's memory, or less if its container has less."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits_of_container())
+
+
+def _limits_of_container() -> list[int]:
+    """The memory limits of this process's cgroup and of those around it; empty if there are none."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files: list[Path] = []
+    for _, controllers, group in (line.split(":", 2) for line in groups):
+        own = Path(group)
+        above = [path.relative_to("/") for path in (own, *own.parents)]
+        if not controllers:  # version 2
+            files += [Path("/sys/fs/cgroup") / path / "memory.max" for path in above]
+        elif "memory" in controllers.split(","):
+            files += [Path("/sys/fs/cgroup/memory") / path / "memory.limit_in_bytes" for path in above]
+    limits = [file.read_text().strip() for file in files if file.is_file()]
+    return [int(limit) for limit in limits if limit != "max"]
 
 
 def array_bytes(aval: Any) -> int:

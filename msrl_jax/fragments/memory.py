@@ -147,7 +147,8 @@ def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
     hosts = [d for d in held if d.platform == "cpu"]  # they share one memory
     for devices in (hosts, *([d] for d in held if d.platform != "cpu")):
         taken = sum(held[d] for d in devices)
-        if devices and taken > (limit := device_memory(devices)):
+        limit = device_memory(devices) if devices else None
+        if limit is not None and taken > limit:
             raise ValueError(
                 f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
                 f"{largest}. Use a smaller capacity, fewer seeds, shorter chunks of a recorded run, or a policy that splits "

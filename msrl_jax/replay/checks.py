@@ -34,7 +34,7 @@ def check_memory(nbytes: int, parts: int, what: str, capacity: int) -> None:
     local = jax.local_devices()
     devices = local[: math.gcd(parts, len(local))]
     limit = device_memory(devices)
-    if nbytes > limit:
+    if limit is not None and nbytes > limit:
         raise ValueError(
             f"{what} takes {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that it can be split over "
             f"have {limit:,} bytes; use capacity={limit * capacity // nbytes} or less, smaller dtypes (storage={{...}}), or "
