@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 # The memory of a chip, by its kind; only chips that exist report it themselves.
 _GIB = {
-    **{"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80},
+    "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80,
 }
 
 
@@ -28,18 +30,30 @@ def device_memory(devices: Sequence[Any]) -> int | None:
       None for a device that is not there and whose kind is unknown.
     """
     if any(map(is_planned, devices)):
-        known = [_GIB.get(d.device_kind) for d in devices]
-        return min(known) * 2**30 * len(devices) if None not in known else None
-    stats = [d.memory_stats() if d.platform != "cpu" else None for d in devices]
+        known = {_GIB.get(d.device_kind, 0) for d in devices}
+        return min(known) * 2**30 * len(devices) or None
+    own = [d for d in devices if getattr(d, "process_index", 0) == jax.process_index()]  # only these can be asked
+    stats = [d.memory_stats() if d.platform != "cpu" else None for d in own]
     limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
-    if len(limits) == len(devices):
-        return min(limits) * len(limits)
+    if limits and len(limits) == len(own):
+        return min(limits) * len(devices)
     return host_memory()
 
 
 def host_memory() -> int:
     """The bytes that this process may use: the machine's memory, or less if its container has less."""
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits_of_container())
+
+
+def check_fits_host(nbytes: int, what: str, remedy: str) -> None:
+    """Raises ValueError if something takes more memory than this process may use, whatever else it holds."""
+    if nbytes > (limit := host_memory()):
+        raise ValueError(f"{what} takes at least {nbytes:,} bytes of memory, but there are {limit:,} in all. {remedy}")
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of the arrays, or of the shapes and dtypes, in a tree."""
+    return sum(map(array_bytes, jax.tree.leaves(tree)))
 
 
 def _limits_of_container() -> list[int]:

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs: as XLA says, or read from a counter that starts at 0 and adds 1 up to a bound."""
+"""How often a loop of a compiled program runs: as XLA says, or as its counter says if that goes from 0 to a bound by 1."""
 
 import re
 from collections.abc import Mapping, Sequence

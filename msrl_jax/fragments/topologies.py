@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from msrl_jax._spelling import suggestion
+from msrl_jax.fragments.placement import Device
 
 FORMS = "tpu:v5e:8x8 (chips along each axis), gpu:h100:8, gpu:h100:2x8 (hosts x GPUs) or cpu:8"
 
@@ -20,8 +21,8 @@ _TPUS = ("v5e", "v5p", "v6e")  # one device for each chip
 # Chips of one host along each axis, as in the pods of every generation.
 _CHIPS_PER_HOST = (2, 2, 1)
 
-# What XLA's compiler asks of a GPU, from the vendor's data sheets and the CUDA programming guide: compute capability, number of
-# multiprocessors, float32 units of each, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, and its name.
+# What XLA's compiler asks of a GPU, from the vendor's data sheets and the CUDA programming guide: compute capability, number
+# of multiprocessors, float32 units of each, shared memory of each and of a block, L2 cache, clock, bandwidth, memory, name.
 _GPUS: dict[str, dict[str, Any]] = {
     "a100": {
         "capability": "major: 8", "cores": 108, "units": 64, "shared": 167_936, "shared_of_block": 166_912,
@@ -49,7 +50,7 @@ device_description_str: "{name}"
 """
 
 
-def plan_devices(spec: str) -> list[jax.Device]:
+def plan_devices(spec: str) -> list[Device]:
     """Makes devices to plan for, whether or not they are there: `msrl.compile(..., devices=msrl.plan_devices("tpu:v5e:8x8"))`.
 
     Programs for them compile, and `Program.explain` describes them. Nothing can be put on them: to place or to run a state
@@ -89,7 +90,7 @@ def _sizes(spec: str, text: str) -> list[int]:
     return [int(n) for n in text.split("x")]
 
 
-def _cpus(spec: str, rest: list[str]) -> list[jax.Device]:
+def _cpus(spec: str, rest: list[str]) -> list[Device]:
     if len(rest) != 1 or len(sizes := _sizes(spec, rest[0])) != 1:
         raise ValueError(f"devices {spec!r}: name a number of devices, such as cpu:8")
     found = jax.devices("cpu")
@@ -101,7 +102,7 @@ def _cpus(spec: str, rest: list[str]) -> list[jax.Device]:
     return found[: sizes[0]]
 
 
-def _tpus(spec: str, kind: str, sizes: list[int]) -> list[jax.Device]:
+def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     sizes += [1] * (3 - len(sizes))
     host = tuple(min(n, most) for n, most in zip(sizes, _CHIPS_PER_HOST, strict=True))
     name = "x".join(map(str, sizes))
@@ -115,10 +116,10 @@ def _tpus(spec: str, kind: str, sizes: list[int]) -> list[jax.Device]:
                 "pip install 'msrl-jax[tpu]', or the libtpu that this version of JAX asks for (pip install 'jax[tpu]')"
             ) from error
         raise ValueError(f"devices {spec!r}: no such topology: {_first_line(error)}") from error
-    return sorted(found, key=lambda d: d.process_index)
+    return list(found)
 
 
-def _gpus(spec: str, kind: str, sizes: list[int]) -> list[jax.Device]:
+def _gpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
     if len(sizes) > 2:
         raise ValueError(f"devices {spec!r}: GPUs are hosts x GPUs, such as gpu:{kind}:2x8")
     hosts, count = sizes if len(sizes) == 2 else (1, sizes[0])
