@@ -1,8 +1,10 @@
 """The memory that arrays take, and the memory that devices and hosts have."""
 
+import contextlib
+import contextvars
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,28 @@ _GIB = {
 def is_planned(device: Any) -> bool:
     """Whether programs can be compiled for a device, but the device is not there: nothing can be put on it."""
     return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
+
+
+_PLANNED_FOR: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("planned_for", default=())
+
+
+@contextlib.contextmanager
+def planning_for(devices: Sequence[Any]) -> Iterator[None]:
+    """Checks the sizes of buffers against the memory of these devices instead of that of this machine's.
+
+    Args:
+      devices: the devices.
+    """
+    token = _PLANNED_FOR.set(devices)
+    try:
+        yield
+    finally:
+        _PLANNED_FOR.reset(token)
+
+
+def own_devices() -> Sequence[Any]:
+    """The devices of this process, or those that are planned for."""
+    return _PLANNED_FOR.get() or jax.local_devices()
 
 
 def device_memory(devices: Sequence[Any]) -> int | None:

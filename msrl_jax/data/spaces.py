@@ -93,5 +93,5 @@ def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
       remedy: how to need less, for the message.
     """
     obs, action = struct(env.observation_space), struct(env.action_space)
-    row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 3  # the reward, and three flags
+    row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 2  # the reward, and two flags
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

@@ -84,6 +84,12 @@ def plan_devices(spec: str) -> list[Device]:
     return _tpus(spec, kind, sizes) if platform == "tpu" else _gpus(spec, kind, sizes)
 
 
+def cpus_of(spec: str) -> int:
+    """The number of CPU devices that a spec asks for; 0 if it asks for others, or is wrong."""
+    match = re.fullmatch(r"cpu:(\d{1,5})", spec.lower())
+    return int(match[1]) if match else 0
+
+
 def _sizes(spec: str, text: str) -> list[int]:
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}", text):
         raise ValueError(f"devices {spec!r}: {text!r} is no size; use {FORMS}")
