@@ -80,10 +80,10 @@ def tree_bytes(tree: Any) -> int:
     return sum(map(array_bytes, jax.tree.leaves(tree)))
 
 
-def _limits_of_container() -> list[int]:
+def _limits_of_container(root: Path = Path("/")) -> list[int]:
     """The memory limits of this process's cgroup and of those around it; empty if there are none."""
     try:
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     files: list[Path] = []
@@ -91,9 +91,9 @@ def _limits_of_container() -> list[int]:
         own = Path(group)
         above = [path.relative_to("/") for path in (own, *own.parents)]
         if not controllers:  # version 2
-            files += [Path("/sys/fs/cgroup") / path / "memory.max" for path in above]
+            files += [root / "sys/fs/cgroup" / path / "memory.max" for path in above]
         elif "memory" in controllers.split(","):
-            files += [Path("/sys/fs/cgroup/memory") / path / "memory.limit_in_bytes" for path in above]
+            files += [root / "sys/fs/cgroup/memory" / path / "memory.limit_in_bytes" for path in above]
     limits = [file.read_text().strip() for file in files if file.is_file()]
     return [int(limit) for limit in limits if limit != "max"]
 
