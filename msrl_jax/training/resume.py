@@ -275,7 +275,7 @@ def restore_state(saved: Checkpoint, setup: Setup, program: Program) -> Any:
         )
     to = [*flat, *(register_places if same else [at[name] for name, _ in held])]
     state, registers = checkpoint.load(saved, like, [leaf for _, leaf in held], to)
-    state = agent.with_data(awake(state, full))
+    state = agent.with_data(awake(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
+from msrl_jax.data.files import check_new
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -32,6 +33,7 @@ from msrl_jax.training.resume import (
     find_dataset,
     holds_run,
     open_run,
+    read_description,
     restore_state,
     same_settings,
     warn_of_schedules,
@@ -147,8 +149,8 @@ def train(
     ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
     given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
     path, goes_on = _folder(out, resume)
-    if path is not None and not goes_on:
-        folder.check_free(path)
+    if path is not None:
+        read_description(path) if goes_on else folder.check_free(path)
     with contextlib.ExitStack() as stack:
         requests = stack.enter_context(stopping.stop_requests(limit))
         if path is not None:
@@ -166,12 +168,12 @@ def train(
         program = setup.compile(distribution, devices)
         description = _describe(setup, program, distribution, total_steps, saved) | {
             **ticks,
-            "record": None if experience is None else os.fspath(experience.path),
+            "record": None if experience is None else os.path.abspath(experience.path),
         }
-        saver = None
+        saver, writer = None, None
         if path is not None:
-            saver = Saver(path, every, keep)
-            callbacks = (folder.RowWriter(path, description), *callbacks)
+            saver, writer = Saver(path, every, keep), folder.RowWriter(path, description)
+            callbacks = (writer, *callbacks)
         title = f"{setup.algorithm.name} {setup.env_name}"
         show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
         state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
@@ -184,7 +186,15 @@ def train(
         if saved is not None:
             continue_from(saved, run)
             warn_of_schedules(saved, setup.config, total_steps, run.step)
-        status, reason = _loop(run, (show, *callbacks), requests, saver)
+        if run.iteration < iterations:
+            run.compile()
+        if writer is not None:
+            writer.flush()  # from now on the folder is a run's
+        try:
+            status, reason = _loop(run, (show, *callbacks), requests, saver)
+        except Exception:  # such as that of a callback: what was done so far is kept
+            _keep(run, saver)
+            raise
         error = None if saver is None else saver.finish(run)
         if experience is not None:
             experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
@@ -281,17 +291,24 @@ def _recorded(
 ) -> tuple[Setup, ExperienceWriter | None, int]:
     """The run with recorded environments if it is recorded, and the largest number of iterations of a chunk."""
     most = min(chunk or chunk_length(iterations), iterations)
-    done = saved.checkpoint.progress["recorded"] if saved is not None and saved.checkpoint is not None else None
-    was = None if saved is None else saved.description["record"]
-    if record is None and (done is not None or (saved is not None and saved.checkpoint is None)):
-        record = was
+    done: dict[str, int] | None = None
+    if saved is not None:
+        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
+        if done is None and record is not None:
+            raise ValueError(
+                f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out"
+            )
+        was = saved.description["record"]
+        if record is None:
+            record = was
+        elif was is None or os.path.abspath(record) != was:
+            check_new(record)  # the further steps go to a file of their own
+            done = None if done is None else done | {"parts": 0}
     if record is None:
         return setup, None, most
     agent = setup.behavior.agent
     if agent.unit != "environment steps":
         raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
-    if saved is not None and saved.checkpoint is not None and done is None:
-        raise ValueError(f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out")
     steps = agent.steps_per_iteration // agent.env.num_envs
     if chunk is None:
         most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.seeds)))
@@ -322,6 +339,17 @@ def _describe(
         was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
         now["resumed"] = [*saved.description.get("resumed", []), {"iteration": saved.iteration, "before": was}]
     return now
+
+
+def _keep(run: Run, saver: Saver | None) -> None:
+    """Saves a run that ends with an error, as far as it can be saved."""
+    try:
+        if saver is not None:
+            saver.finish(run)
+        if run.experience is not None:
+            run.experience.finish(goes_on=saver is not None)
+    except Exception as problem:  # the error that ended the run is more important
+        warnings.warn(f"the run ends with an error, and could not be saved: {problem}", folder.SaveWarning, stacklevel=3)
 
 
 def _finish(result: Result, path: Path, error: OSError | None) -> Result:
