@@ -21,6 +21,11 @@ class Device(Protocol):
         """Such as "cpu", "gpu" or "tpu"."""
         ...
 
+    @property
+    def process_index(self) -> int:
+        """The number of the process that owns it."""
+        ...
+
 
 if TYPE_CHECKING:
     from msrl_jax.codecs import Codec

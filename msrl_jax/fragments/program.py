@@ -365,7 +365,8 @@ class Program(Generic[State]):
 
     def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
         """Raises if a codec lost values, according to the scalars of its check in each iteration."""
-        columns = zip(*jax.device_get(measured), strict=True)
+        scalars, tree = jax.tree.flatten(measured)
+        columns = zip(*jax.tree.unflatten(tree, read(scalars)), strict=True)
         for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
