@@ -93,9 +93,9 @@ def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def read(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Reads arrays to the host of every process; parts that a process does not hold come in one collective.
+    """Reads arrays to the host of every process: `jax.device_get`, also for devices of other processes.
 
-    All processes call it with arrays of equal shardings.
+    All processes call it with arrays of equal shardings. What a process does not hold comes in one collective.
 
     Args:
       arrays: local or global arrays, typed keys included.
@@ -103,17 +103,17 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
     Returns:
       NumPy arrays; typed keys stay JAX arrays.
     """
-    found: list[Any] = [None] * len(arrays)
-    spread = [i for i, x in enumerate(arrays) if x.size and is_global(x) and not _is_everywhere(x)]
-    for i in {*range(len(arrays))} - {*spread}:
-        x = arrays[i]
-        key = _is_key(x)
-        found[i] = np.zeros(x.shape, x.dtype) if not x.size and not key else x.addressable_data(0) if is_global(x) else x
-    found = jax.device_get(found)
-    if spread:
-        for i, x in zip(spread, _gather([arrays[i] for i in spread]), strict=True):
-            found[i] = x
-    return found
+    # JAX cannot assemble split arrays without elements: they are made on the host.
+    full = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
+    if jax.process_count() == 1:
+        return jax.device_get(full)
+    spread = [i for i, x in enumerate(full) if is_global(x) and not _is_everywhere(x)]
+    found = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
+    return [found[i] if i in found else jax.device_get(_copy_here(x)) for i, x in enumerate(full)]
+
+
+def _copy_here(x: Any) -> Any:
+    return x.addressable_data(0) if is_global(x) else x
 
 
 def _is_everywhere(x: jax.Array) -> bool:
@@ -163,7 +163,7 @@ def _nbytes(array: np.ndarray, block: Block) -> int:
 
 def _everyone(data: np.ndarray, length: int) -> np.ndarray:
     """The bytes of every process, `[processes, length]`; few sizes of collectives are compiled, because sizes are rounded up."""
-    parts = []
+    parts = [np.empty((jax.process_count(), 0), np.uint8)]
     for start in range(0, length, _AT_ONCE):
         part = data[start : start + _AT_ONCE]
         size = 1 << (min(length - start, _AT_ONCE) - 1).bit_length()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.fragments import processes
+from msrl_jax.fragments.processes import read as read
 
 
 def stack(rows: Sequence[Sequence[jax.Array]]) -> list[Any]:
@@ -22,15 +22,6 @@ def stack(rows: Sequence[Sequence[jax.Array]]) -> list[Any]:
     width = len(rows[0])
     found = read([x for row in rows for x in row])  # at once: several processes exchange what they read
     return [_together(np.stack, jnp.stack, found[k::width]) for k in range(width)]
-
-
-def read(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Reads arrays from devices. JAX cannot assemble split arrays without elements: they are made on the host."""
-    if jax.process_count() > 1:
-        return processes.read(arrays)
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
-    full = [x if x.size or key else np.zeros(x.shape, x.dtype) for x, key in zip(arrays, is_key, strict=True)]
-    return jax.device_get(full)
 
 
 def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:
