@@ -5,6 +5,7 @@ no sender and no receiver form a round, one `ppermute`. A device that has receiv
 everybody needs reaches `n` devices in about `log2(n)` rounds. Nothing is added up: the bits arrive as they were.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,7 @@ def plan(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list
 
     Returns:
       Rounds. The first holds what every device copies from its own block. In each other round, all parts have equal sizes,
-      and every device sends at most one and receives at most one. A sender of the same process is preferred.
+      and every device sends at most one and receives at most one. A part enters a process once.
     """
     distinct = list(dict.fromkeys(source.values()))
     own: list[Hop] = []
@@ -80,14 +81,18 @@ def plan(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list
         size = _size(wanted[0][1])
         senders: set[Device] = set()
         receivers: set[Device] = set()
+        entering: set[tuple[int, Block]] = set()
         hops: list[Hop] = []
         for receiver, part in wanted:
-            near = [d for d in holders[part] if d.process_index == receiver.process_index]
+            process = receiver.process_index
+            near = [d for d in holders[part] if d.process_index == process]
             free = next((d for d in near or holders[part] if d not in senders), None)
-            if free is not None and receiver not in receivers and _size(part) == size:
-                hops.append(Hop(free, receiver, part, holders[part][free]))
-                senders.add(free)
-                receivers.add(receiver)
+            if free is None or receiver in receivers or _size(part) != size or (not near and (process, part) in entering):
+                continue
+            hops.append(Hop(free, receiver, part, holders[part][free]))
+            senders.add(free)
+            receivers.add(receiver)
+            entering.add((process, part))
         for hop in hops:
             holders[hop.part][hop.receiver] = True
             wanted.remove((hop.receiver, hop.part))
@@ -148,11 +153,14 @@ def _legs(
 ) -> list[_Leg]:
     position = {d: k for k, d in enumerate(group)}
     start = lambda part, block: tuple(low - first for (low, _), (first, _) in zip(part, block, strict=True))  # noqa: E731
-    # A device may copy several parts of its own, of several sizes: each is a leg of its own.
+    # A device may copy several parts of its own, of several sizes; a leg takes one part of every device.
     own: list[list[Hop]] = []
     for hop in rounds[0]:
-        line = next((r for r in own if _size(r[0].part) == _size(hop.part) and all(hop.receiver != h.receiver for h in r)), None)
-        own.append([hop]) if line is None else line.append(hop)
+        fits = lambda leg, hop=hop: (  # noqa: E731
+            _size(leg[0].part) == _size(hop.part) and all(hop.receiver != other.receiver for other in leg)
+        )
+        leg = next(filter(fits, own), None)
+        own.append([hop]) if leg is None else leg.append(hop)
     legs = []
     for hops in (*own, *rounds[1:]):
         hops = [hop for hop in hops if hop.receiver in position]
@@ -240,7 +248,7 @@ class _Program:
         self._fill: Callable[[], Sequence[jax.Array]] = lambda: ()
         if idle:
             kinds = [(_joined(size, len(idle)), dtype) for size, dtype in zip(before, dtypes, strict=True)]
-            empty = lambda: [jax.lax.empty(*kind) for kind in kinds]  # noqa: E731
+            empty = functools.partial(_empty, kinds)
             self._fill = jax.jit(empty, out_shardings=[_split(idle)] * len(kinds)).lower().compile()
 
     def __call__(self, held: Sequence[Mapping[Device, jax.Array]]) -> list[dict[Device, jax.Array]]:
@@ -254,6 +262,10 @@ class _Program:
         if self._group[0].platform == "cpu":
             jax.block_until_ready(results)
         return [_shards(x) for x in results]
+
+
+def _empty(kinds: Sequence[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
+    return [jax.lax.empty(*kind) for kind in kinds]
 
 
 def _split(devices: Sequence[Device]) -> NamedSharding:
@@ -288,13 +300,14 @@ class Crossing:
         """
         self._full = [i for i, a in enumerate(avals) if math.prod(a.shape)]
         empty = [i for i in range(len(avals)) if i not in self._full]
-        make = lambda: [jax.lax.empty(avals[i].shape, avals[i].dtype) for i in empty]  # noqa: E731
+        make = functools.partial(_empty, [(avals[i].shape, avals[i].dtype) for i in empty])
         self._empty = jax.jit(make, out_shardings=[targets[i] for i in empty]) if empty else list
-        avals, sources, targets = ([side[i] for i in self._full] for side in (avals, sources, targets))
+        sources, targets = [sources[i] for i in self._full], [targets[i] for i in self._full]
+        avals = [avals[i] for i in self._full]
         wires = jax.eval_shape(lambda xs: [_to_wire(x) for x in xs], avals)
         self._wires = [(a.shape, a.dtype) for a in wires]
         self._targets = targets
-        odd = self._odd = [i for i, (a, wire) in enumerate(zip(avals, wires, strict=True)) if (a.shape, a.dtype) != self._wires[i]]
+        odd = self._odd = [i for i, a in enumerate(avals) if (a.shape, a.dtype) != self._wires[i]]
         kinds = [(avals[i].shape, avals[i].dtype, _key_impl(avals[i])) for i in odd]
         unpack = lambda xs: [_from_wire(x, *kind) for x, kind in zip(xs, kinds, strict=True)]  # noqa: E731
         self._pack = jax.jit(lambda xs: [_to_wire(x) for x in xs], out_shardings=[sources[i] for i in odd])
@@ -328,7 +341,7 @@ class Crossing:
             for shards, more in zip(made, program(held), strict=True):
                 shards |= more
         for i, ((shape, dtype), to, shards) in enumerate(zip(self._wires, self._targets, made, strict=True)):
-            parts = [shards[d] for d in to.mesh.devices.flat if d in shards]
+            parts = [shards[d] for d in sorted(to.device_set, key=lambda d: d.id) if d in shards]
             full[i] = jax.make_array_from_single_device_arrays(shape, to, parts, dtype=dtype)
         if self._odd:
             for i, x in zip(self._odd, self._unpack([full[i] for i in self._odd]), strict=True):

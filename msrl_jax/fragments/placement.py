@@ -76,7 +76,7 @@ class Placement:
 
         Args:
           name: its name in plans and errors.
-          devices: the devices, in order.
+          devices: the devices, in order; those of one process are put side by side.
           split: the logical axes to split over the devices; an array that has several is split along the first of them.
           scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
 
@@ -88,6 +88,7 @@ class Placement:
         """
         if not len(devices):
             raise ValueError(f"placement {name!r} has no device; give it at least one")
+        devices = sorted(devices, key=lambda d: d.process_index)
         rules = tuple((logical, "devices") for logical in split)
         return cls(name, Mesh(np.asarray(devices, dtype=object), ("devices",)), rules, "devices" if scatter else None)
 

@@ -104,7 +104,7 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
       NumPy arrays; typed keys stay JAX arrays.
     """
     # JAX cannot assemble split arrays without elements: they are made on the host.
-    full = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
+    full: list[Any] = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
     if jax.process_count() == 1:
         return jax.device_get(full)
     spread = [i for i, x in enumerate(full) if is_global(x) and not _is_everywhere(x)]
@@ -131,7 +131,7 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
         made.append(np.empty(data.shape, data.dtype))
         held = blocks(data.sharding, data.shape)  # pyright: ignore[reportArgumentType]
         here = {shard.device: shard.data for shard in data.addressable_shards}
-        for block, device in _first_holders(held).items():
+        for block, device in first_holders(held).items():
             sent[device.process_index].append((number, block))
             if device.process_index == me:
                 mine.append(np.ascontiguousarray(here[device]).reshape(-1).view(np.uint8))
@@ -146,10 +146,10 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
             out[tuple(slice(*bounds) for bounds in block)] = part
             start = stop
     impls = [jax.random.key_impl(x) if _is_key(x) else None for x in arrays]
-    return [x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in zip(made, impls, strict=True)]
+    return [x if i is None else jax.random.wrap_key_data(jnp.asarray(x), impl=i) for x, i in zip(made, impls, strict=True)]
 
 
-def _first_holders(held: Mapping[Device, Block]) -> dict[Block, Device]:
+def first_holders(held: Mapping[Device, Block]) -> dict[Block, Device]:
     """The first device, by process and number, that holds each block."""
     first: dict[Block, Device] = {}
     for device in sorted(held, key=lambda d: (d.process_index, d.id)):
@@ -162,7 +162,7 @@ def _nbytes(array: np.ndarray, block: Block) -> int:
 
 
 def _everyone(data: np.ndarray, length: int) -> np.ndarray:
-    """The bytes of every process, `[processes, length]`; few sizes of collectives are compiled, because sizes are rounded up."""
+    """The bytes of every process, `[processes, length]`; sizes are rounded up, so that few collectives are compiled."""
     parts = [np.empty((jax.process_count(), 0), np.uint8)]
     for start in range(0, length, _AT_ONCE):
         part = data[start : start + _AT_ONCE]
