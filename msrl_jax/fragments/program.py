@@ -196,6 +196,17 @@ class Program(Generic[State]):
         labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
+    @property
+    def shardings(self) -> tuple[Any, tuple[NamedSharding, ...]]:
+        """Where the program keeps the state and the registers: a pytree like the state, and one sharding per register."""
+        first, count = [copies[0] for copies in self._shardings], self._tree.num_leaves
+        return jax.tree.unflatten(self._tree, first[:count]), tuple(first[count:])
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Bytes of the metrics of one iteration."""
+        return sum(v.nbytes for v in self.schedule.metrics)
+
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
@@ -323,7 +334,8 @@ class Program(Generic[State]):
           chunk: the largest number of iterations in one program, if the policy fuses the loop.
 
         Returns:
-          The one program of up to `chunk` iterations, whose first argument is their number, if the policy fuses the loop, else the programs of one iteration.
+          The one program of up to `chunk` iterations, whose first argument is their number, if the policy fuses the loop,
+          else the programs of one iteration.
         """
         self.warm_up(chunk)
         if self.is_fused:
