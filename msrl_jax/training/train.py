@@ -191,7 +191,11 @@ def train(
         if saved is not None:
             continue_from(saved, run)
             warn_of_schedules(saved, setup.config, total_steps, run.step)
-        status, reason = _loop(run, (show, *callbacks), requests, saver)
+        try:
+            status, reason = _loop(run, (show, *callbacks), requests, saver)
+        except Exception:  # such as that of a callback: what was done so far is kept
+            _keep(run, saver)
+            raise
         error = None if saver is None else saver.finish(run)
         if experience is not None:
             experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
@@ -331,6 +335,17 @@ def _describe(
         was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
         now["resumed"] = [*saved.description.get("resumed", []), {"iteration": saved.iteration, "before": was}]
     return now
+
+
+def _keep(run: Run, saver: Saver | None) -> None:
+    """Saves a run that ends with an error, as far as it can be saved."""
+    try:
+        if saver is not None:
+            saver.finish(run)
+        if run.experience is not None:
+            run.experience.finish(goes_on=saver is not None)
+    except Exception as problem:  # the error that ended the run is more important
+        warnings.warn(f"the run ends with an error, and could not be saved: {problem}", folder.SaveWarning, stacklevel=3)
 
 
 def _finish(result: Result, path: Path, error: OSError | None) -> Result:
