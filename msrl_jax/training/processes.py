@@ -83,7 +83,7 @@ def to_hosts(tree: Tree) -> Tree:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """Ends a step on all processes if it fails on one; without collectives inside, so that none waits for one that failed.
+    """Ends a step on all processes if it fails on one. Collectives inside must be in the same order on all.
 
     Args:
       what: the step, for the message of the others.
@@ -94,7 +94,7 @@ def together(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(Exception):
+        if not is_loss(error):
             gathered(type(error).__name__[:_TEXT])
         raise
     failed = [(i, name) for i, name in enumerate(gathered("")) if name]
@@ -103,13 +103,19 @@ def together(what: str) -> Iterator[None]:
         raise ProcessError(f"{what} failed on process {number} of {count()} ({name}); see its message")
 
 
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that a collective failed, which is how a dead process shows first."""
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    return count() > 1 and is_of_jax and _LOST.search(str(error)) is not None
+
+
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
-    """Turns an error of a collective, which is how a dead process shows first, into a ProcessError."""
+    """Turns an error of a collective into a ProcessError."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if count() == 1 or isinstance(error, UnicodeError) or not _LOST.search(str(error)):
+    except Exception as error:
+        if not is_loss(error):
             raise
         reason = " ".join(str(error).split())[:160]
         raise ProcessError(

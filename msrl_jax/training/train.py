@@ -193,8 +193,9 @@ def train(
             warn_of_schedules(saved, setup.config, total_steps, run.step)
         try:
             status, reason = _loop(run, (show, *callbacks), requests, saver)
-        except Exception:  # such as that of a callback: what was done so far is kept
-            _keep(run, saver)
+        except Exception as error:  # such as that of a callback: what was done so far is kept
+            if not processes.is_loss(error):
+                _keep(run, saver)
             raise
         error = None if saver is None else saver.finish(run)
         if experience is not None:
@@ -391,11 +392,12 @@ def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopReques
         unit = run.setup.behavior.agent.unit
         state = lambda: processes.to_hosts(run.state())  # noqa: E731
         tick = Tick(run.step, run.iteration, run.total_steps, run.rows[-1], state, unit, first)
-        try:
-            stops = [_is_true(callback(tick)) for callback in callbacks]
-            answer = "stop" if any(stops) else ""
-        except KeyboardInterrupt:
-            answer = "SIGINT"
+        with processes.together("a callback"):
+            try:
+                stops = [_is_true(callback(tick)) for callback in callbacks]
+                answer = "stop" if any(stops) else ""
+            except KeyboardInterrupt:
+                answer = "SIGINT"
         answers = processes.gathered(answer)
         if "SIGINT" in answers:
             return "interrupted", "SIGINT"
