@@ -17,7 +17,7 @@ ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_
 LOST = 76
 """Exit code if a process ended, so that the others stopped too."""
 
-PATIENCE = 30
+PATIENCE = 10
 """Seconds that the others have to stop by themselves after one has failed."""
 
 _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
@@ -82,9 +82,11 @@ def launch(argv: Sequence[str], count: int) -> int:
         sys.stderr.write("".join(f"[process {failed}] {line.decode(errors='replace')}" for line in tails[failed]))
     if code >= 0:
         return code
+    ended = f"was ended by {signal.Signals(-code).name}"
+    if code == -signal.SIGABRT:  # what JAX does when another process gives no sign of life
+        ended = "lost contact with another one"
     print(
-        f"msrl-jax: error: process {failed} of {count} was ended by {signal.Signals(-code).name}, so the others stopped; "
-        "--resume goes on from the newest checkpoint",
+        f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; --resume goes on from the newest checkpoint",
         file=sys.stderr,
     )
     return LOST
