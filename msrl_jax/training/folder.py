@@ -241,37 +241,49 @@ def rewind_rows(path: Path, count: int) -> list[Row]:
     Raises:
       RunFolderError: if there are fewer rows, or one of them is damaged.
     """
+    rows = read_rows(path, count)
     for name, lines in ((ROWS, count), (TABLE, count + 1)):
         file, beside = path / name, path / f".{name}.partial"
         kept = file.read_bytes().splitlines(keepends=True)[:lines] if file.exists() else []
         if count and (len(kept) < lines or not kept[-1].endswith(b"\n")):
-            raise RunFolderError(
-                f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
-            )
+            raise _too_few(file, count)
         with writing(file):
             beside.write_bytes(b"".join(kept))
             os.replace(beside, file)
-    return read_rows(path)
+    return rows
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Reads the rows of `metrics.jsonl` in a run's folder; a last line that a crash cut off does not count.
+def _too_few(file: Path, count: int) -> RunFolderError:
+    return RunFolderError(
+        f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
+    )
+
+
+def read_rows(path: Path, count: int) -> list[Row]:
+    """Reads the rows of `metrics.jsonl` in a run's folder.
+
+    Args:
+      path: the folder.
+      count: number of rows to read; a killed run may have written more, and the last one may be cut off.
+
+    Returns:
+      The rows.
 
     Raises:
-      RunFolderError: if another line is damaged; the message names it.
+      RunFolderError: if there are fewer rows, or one of them is damaged; the message names it.
     """
     file = path / ROWS
-    if not file.exists():
-        return []
-    lines = file.read_bytes().split(b"\n")
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     rows = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last end of a line is empty, or cut off
+    for number, line in enumerate(lines[:count], 1):
         try:
             rows.append({name: _from_json(value) for name, value in json.loads(line).items()})
         except (ValueError, AttributeError):
             raise RunFolderError(
-                f"line {number} of {file} is damaged; delete the line and its row in {TABLE}, or restore the file"
+                f"line {number} of {file} is damaged; restore the file, or start a new run"
             ) from None
+    if len(rows) < count:
+        raise _too_few(file, count)
     return rows
 
 

@@ -401,7 +401,7 @@ class Result:
         saved = resume.choose(path, checkpoint)
         state, registers = resume.load_agent(saved, setup)
         progress = saved.progress
-        rows = folder.read_rows(path)[: progress["rows"]]
+        rows = folder.read_rows(path, progress["rows"])
         summary: dict[str, Any] = {}
         if (path / folder.SUMMARY).exists() and checkpoint == "newest":
             summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds")

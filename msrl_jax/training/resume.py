@@ -277,7 +277,7 @@ def restore_state(saved: Checkpoint, setup: Setup, program: Program) -> Any:
     if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
         to = None
     state, registers = checkpoint.load(saved, like, [leaf for _, leaf in held], to)
-    state = agent.with_data(awake(state, full))
+    state = agent.with_data(awake(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
 
 

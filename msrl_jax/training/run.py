@@ -118,11 +118,19 @@ class Run:
         if due or self.iteration == self.iterations:
             self.evaluate_now()
 
+    @property
+    def _most(self) -> int:
+        """The largest number of iterations between two readings of the metrics."""
+        limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
+        return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
+
+    def compile(self) -> None:
+        """Compiles the training program, unless it is compiled."""
+        self.program.warm_up(self._most)
+
     def _iterate(self, count: int) -> Any:
         compiling, start = self.program.compile_seconds, time.perf_counter()
-        most = _FUSED if self.program.is_fused else _HOST_DRIVEN
-        most = min(most, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
-        self.run_state, metrics = self.program.run(self.run_state, count, chunk=most, donate=True)
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self._most, donate=True)
         jax.block_until_ready(self.run_state)
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)

@@ -15,6 +15,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
+from msrl_jax.data.files import check_new
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -32,6 +33,7 @@ from msrl_jax.training.resume import (
     find_dataset,
     holds_run,
     open_run,
+    read_description,
     restore_state,
     same_settings,
     warn_of_schedules,
@@ -155,8 +157,8 @@ def train(
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
         requests = stack.enter_context(stopping.stop_requests(limit))
         setting_up.enter_context(processes.together("setting up the run"))
-        if path is not None and not goes_on:
-            folder.check_free(path)
+        if path is not None:
+            read_description(path) if goes_on else folder.check_free(path)
         if path is not None and processes.is_first():
             stack.enter_context(folder.locked(path))
         saved = open_run(path) if path is not None and goes_on else None
@@ -172,12 +174,13 @@ def train(
         program = setup.compile(distribution, devices)
         description = _describe(setup, program, distribution, total_steps, saved) | {
             **ticks,
-            "record": None if experience is None else os.fspath(experience.path),
+            "record": None if experience is None else os.path.abspath(experience.path),
         }
-        saver = None
+        saver, writer = None, None
         if path is not None:
             saver = Saver(path, every, keep)
-            callbacks = (*([folder.RowWriter(path, description)] if processes.is_first() else ()), *callbacks)
+            writer = folder.RowWriter(path, description) if processes.is_first() else None
+            callbacks = (*([writer] if writer else []), *callbacks)
         setting_up.close()
         title = f"{setup.algorithm.name} {setup.env_name}"
         show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
@@ -191,6 +194,10 @@ def train(
         if saved is not None:
             continue_from(saved, run)
             warn_of_schedules(saved, setup.config, total_steps, run.step)
+        if run.iteration < iterations:
+            run.compile()
+        if writer is not None:
+            writer.flush()  # from now on the folder is a run's
         try:
             status, reason = _loop(run, (show, *callbacks), requests, saver)
         except Exception as error:  # such as that of a callback: what was done so far is kept
@@ -295,17 +302,24 @@ def _recorded(
 ) -> tuple[Setup, ExperienceWriter | None, int]:
     """The run with recorded environments if it is recorded, and the largest number of iterations of a chunk."""
     most = min(chunk or chunk_length(iterations), iterations)
-    done = saved.checkpoint.progress["recorded"] if saved is not None and saved.checkpoint is not None else None
-    was = None if saved is None else saved.description["record"]
-    if record is None and (done is not None or (saved is not None and saved.checkpoint is None)):
-        record = was
+    done: dict[str, int] | None = None
+    if saved is not None:
+        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
+        if done is None and record is not None:
+            raise ValueError(
+                f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out"
+            )
+        was = saved.description["record"]
+        if record is None:
+            record = was
+        elif was is None or os.path.abspath(record) != was:
+            check_new(record)  # the further steps go to a file of their own
+            done = None if done is None else done | {"parts": 0}
     if record is None:
         return setup, None, most
     agent = setup.behavior.agent
     if agent.unit != "environment steps":
         raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
-    if saved is not None and saved.checkpoint is not None and done is None:
-        raise ValueError(f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out")
     steps = agent.steps_per_iteration // agent.env.num_envs
     if chunk is None:
         most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.seeds)))

@@ -33,7 +33,7 @@ def train(name, folder=None, policy="GPUOnly", *, devices=None, data=None, itera
     import msrl_jax as msrl
 
     algo, env, config = RUNS[name]
-    config = config | ({"data": str(data)} if name == "sac" else {})
+    config = config | ({"data": str(data)} if name == "sac" else {}) | {k: options.pop(k) for k in list(options) if k in config}
     per_iteration = config["num_envs"] * config["unroll_length"]
     options = {
         "total_steps": iterations * per_iteration, "chunk": CHUNK, "eval_episodes": 2, "eval_every": 15 * per_iteration,

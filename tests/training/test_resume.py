@@ -89,14 +89,14 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
     done = 0
     while True:
         arguments = [name, policy, folder, data, record]
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-m", "tests.training.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
-        )
-        if done < kills:
-            process.stdout.readline()  # the first tick
-            time.sleep(rng.uniform(0, 1.0))
-            process.send_signal(signal.SIGKILL)
-        rest = process.communicate(timeout=300)[0]
+        ) as process:
+            if done < kills:
+                process.stdout.readline()  # the first tick
+                time.sleep(rng.uniform(0, 1.0))
+                process.send_signal(signal.SIGKILL)
+            rest = process.communicate(timeout=300)[0]
         if '"done"' in rest:
             return done
         assert process.returncode == -signal.SIGKILL
@@ -139,12 +139,10 @@ def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
     options = {"anneal_learning_rate": False, "eval_every": None}
     for part, (policy, devices) in enumerate(places, 1):
         before = Result.load(path) if part > 1 else None
-        start = []
         result = train("ppo", path, policy, devices=devices, total_steps=part * steps, resume=part > 1, seeds=seeds, **options)
         assert result.description["devices"]["count"] == devices or policy != "GPUOnly"
         if before is not None:
             assert result.description["resumed"][-1]["iteration"] == before.history["iteration"][-1]
-        del start
     alone = train("ppo", None, devices=1, seeds=seeds, **options)
     assert alone.history["iteration"][-1] == result.history["iteration"][-1] == ITERATIONS
     for (where, x), y in zip(jax.tree.leaves_with_path(result.state), jax.tree.leaves(alone.state), strict=True):
@@ -156,7 +154,7 @@ def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
 def stopped(tmp_path_factory):
     """A run on one device that was stopped after 6 of 12 iterations."""
     path = tmp_path_factory.mktemp("stopped") / "run"
-    train("ppo", path, devices=1, iterations=12, callbacks=[stop_after(6)], eval_every=None)
+    train("ppo", path, devices=1, iterations=12, callbacks=[stop_after(6)], eval_every=None, checkpoint_every=64)
     return path
 
 
@@ -249,6 +247,23 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
     if "metrics.jsonl has" not in message:
         with pytest.raises(RunFolderError, match=message):
             Result.load(copy)
+
+
+def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
+    path, options = tmp_path / "run", {"devices": 4, "anneal_learning_rate": False}
+    train("ppo", path, record=tmp_path / "first.npz", iterations=12, **options)
+    with pytest.raises(ValueError, match=r"first\.npz\.parts has 0 of the 4 parts .* record the further steps to another file"):
+        msrl.train(resume=path, total_steps=24 * 64, progress=False)
+    with pytest.raises(ValueError, match=r"first\.npz exists already"):
+        (tmp_path / "again").mkdir()
+        shutil.copy(tmp_path / "first.npz", tmp_path / "again")
+        msrl.train(resume=path, total_steps=24 * 64, progress=False, record=tmp_path / "again" / "first.npz")
+    msrl.train(resume=path, total_steps=24 * 64, progress=False, record=tmp_path / "second.npz", devices=jax.devices()[:4])
+    train("ppo", None, record=tmp_path / "both.npz", iterations=24, **options)
+    first, second, both = (msrl.data.load(tmp_path / f"{name}.npz") for name in ("first", "second", "both"))
+    for name in ("obs", "action", "reward", "next_obs"):
+        parts = [getattr(x, name).reshape(8, -1, *getattr(x, name).shape[1:]) for x in (first, second)]
+        np.testing.assert_array_equal(np.concatenate(parts, 1).reshape(getattr(both, name).shape), getattr(both, name))
 
 
 def test_what_is_no_run_is_refused(tmp_path):
