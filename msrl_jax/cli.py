@@ -15,10 +15,11 @@ import re
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -408,17 +409,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code. 0 is success; 1, a run diverged; 2, bad input, with one line on stderr, or a command that only prints
-      cannot write its output; 3, the run could not be saved in its folder; 75, the time limit ended the run; 128 and the
-      number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal ended it.
+      cannot write its output; 3, the run could not be saved in its folder; 75, the time limit ended the run; 76, another
+      process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal
+      ended it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     with _streams.lasting() as out, _short_warnings():
-        code = _run(argv)
+        try:
+            code = _run(argv)
+        except Exception:
+            if not _is_one_of_several():
+                raise
+            traceback.print_exc()
+            _end(1)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0 and argv[0] not in ("train", "record"):
             code = _complain(f"cannot write to standard output: {out.error}")
-        return code
+    if code and _is_one_of_several():
+        _end(code)
+    return code
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process has joined others."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process at once, so that the others notice; JAX would wait for them at the usual end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager
@@ -468,8 +491,7 @@ def _run(argv: list[str]) -> int:
         if type(error).__name__ != "ProcessError":
             raise
         _complain(error)
-        sys.stdout.flush()
-        os._exit(_launch.LOST)  # JAX would wait for the processes that have ended
+        return _launch.LOST
     except FloatingPointError as error:
         _complain(error)
         return DIVERGED

@@ -199,9 +199,10 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """
     table = io.StringIO()
     writer = csv.writer(table)
+    has_head = (path / TABLE).exists() and (path / TABLE).stat().st_size > 0
     for row in rows:
         flat = scalars(row)
-        if not (path / TABLE).exists() and not table.tell():
+        if not has_head and not table.tell():
             writer.writerow(flat)
         writer.writerow("" if math.isnan(x) else x for x in flat.values())
     _append(path / TABLE, table.getvalue())
