@@ -89,7 +89,7 @@ class Result:
     @property
     def steps_per_second(self) -> float:
         """Environment steps per second of all members: the median over all chunks but the first, if there are several."""
-        rates = self.history["steps_per_second"]
+        rates = self.history.get("steps_per_second", ())
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     @property
@@ -154,7 +154,7 @@ class Result:
         steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
         lines = [
             f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
-            f"  {steps} in {s['wall_seconds']:.1f} s, {s['steps_per_second']:,.0f} {unit}/s",
+            f"  {steps} in {s['wall_seconds']:.1f} s; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s",
             f"  {self._parts()}",
         ]
         if "episode_return" in self.history:
