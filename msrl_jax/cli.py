@@ -15,14 +15,15 @@ import re
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from msrl_jax import _flags, _streams
+from msrl_jax import _flags, _launch, _streams
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
@@ -68,6 +69,8 @@ class Train(Where):
       tensorboard: also log to TensorBoard, in the run's folder.
       wandb: also log to Weights & Biases, in the project with this name.
       progress: kind of progress display on stderr.
+      processes: start this many processes on this machine; each has one CPU device, or --cpu-devices.
+      distributed: this is one of the processes of a cluster, which JAX finds by itself: SLURM, Open MPI, GKE, a TPU pod.
       json: print the summary as one line of JSON, the last on stdout.
     """
 
@@ -89,6 +92,8 @@ class Train(Where):
     tensorboard: bool = False
     wandb: str | None = None
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    processes: int | None = None
+    distributed: bool = False
     json: bool = False
     given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
 
@@ -233,26 +238,26 @@ def _print_json(value: Any) -> None:
     print(json.dumps(to_json(value)))
 
 
-def _default_folder(args: Train) -> Path:
-    parts = (args.algo, args.env, args.policy, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
+def _default_folder(args: Train, now: str) -> Path:
+    parts = (args.algo, args.env, args.policy, str(args.seed), now)
     return Path("runs") / re.sub(r"[^\w.-]+", "_", "-".join(parts))
 
 
 def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import training
+    from msrl_jax.training import processes
 
-    if args.resume and args.out is None:
-        raise UsageError("--resume needs --out, the folder of the run")
-    out = args.out or _default_folder(args)
+    first = processes.is_first()
+    out = args.out or _default_folder(args, processes.gathered(time.strftime("%Y%m%d-%H%M%S"))[0])
     names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes")
     settings = {name: getattr(args, name) for name in names}
     if args.resume:  # the folder knows what is not given
         settings = {name: value for name, value in settings.items() if name in args.given}
     with contextlib.ExitStack() as stack:
         loggers: list[training.Callback] = []
-        if args.tensorboard:
+        if args.tensorboard and first:
             loggers.append(stack.enter_context(contextlib.closing(training.TensorBoard(out))))
-        if args.wandb:
+        if args.wandb and first:
             about = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in ("given", "config")}
             # The same folder is the same run there, so that a run that goes on appends to it.
             number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
@@ -266,8 +271,9 @@ def _train(args: Train, config: dict[str, Any]) -> int:
             time_limit=args.time_limit, record=args.record, callbacks=loggers,
             progress=False if args.progress == "none" else args.progress, **config,
         )  # fmt: skip
-    print(result)
-    if args.json:
+    if first:
+        print(result)
+    if first and args.json:
         _print_json(result.summary() | {"folder": result.folder})
     return _exit_code(result, out)
 
@@ -278,6 +284,30 @@ def _exit_code(result: Any, out: Path) -> int:
     if not result.interrupted:
         return 0
     return 128 + getattr(signal, result.stop_reason) if result.stop_reason.startswith("SIG") else OUT_OF_TIME
+
+
+def _launched(args: Train, argv: Sequence[str]) -> int | None:
+    """Starts the processes of a run, or makes this one a part of it; the exit code if it has been run."""
+    if args.resume and args.out is None:
+        raise UsageError("--resume needs --out, the folder of the run")
+    child = os.environ.get(_launch.INDEX)
+    if args.processes is not None and args.distributed:
+        raise UsageError("--processes starts processes on this machine, and --distributed joins those of a cluster; give one")
+    if args.processes is not None and args.processes < 1:
+        raise UsageError(f"--processes {args.processes}: use at least 1")
+    if args.processes is not None and child is None:
+        return _launch.launch(argv, args.processes)
+    if child is not None:
+        _launch.end_with_parent()
+        _use_cpu_devices(args.cpu_devices or 1)
+    if child is not None or args.distributed:
+        from msrl_jax.training import processes
+
+        if child is None:
+            processes.start()
+        else:
+            processes.start(os.environ[_launch.ADDRESS], int(os.environ[_launch.COUNT]), int(child))
+    return None
 
 
 def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
@@ -404,17 +434,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code. 0 is success; 1, a run diverged; 2, bad input, with one line on stderr, or a command that only prints
-      cannot write its output; 3, the run could not be saved in its folder; 75, the time limit ended the run; 128 and the
-      number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal ended it.
+      cannot write its output; 3, the run could not be saved in its folder; 75, the time limit ended the run; 76, another
+      process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal
+      ended it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     with _streams.lasting() as out, _short_warnings():
-        code = _run(argv)
+        try:
+            code = _run(argv)
+        except Exception:
+            if not _is_one_of_several():
+                raise
+            traceback.print_exc()
+            _end(1)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0 and argv[0] not in ("train", "record"):
             code = _complain(f"cannot write to standard output: {out.error}")
-        return code
+    if code and _is_one_of_several():
+        _end(code)
+    return code
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process has joined others."""
+    return "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized()
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process at once, so that the others notice; JAX would wait for them at the usual end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager
@@ -452,11 +504,19 @@ def _run(argv: list[str]) -> int:
         if name not in COMMANDS:
             raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
         args, config = _flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
-        _use_cpu_devices(getattr(args, "cpu_devices", None))
+        if name != "train" or args.processes is None or _launch.INDEX in os.environ:
+            _use_cpu_devices(getattr(args, "cpu_devices", None))
+        if isinstance(args, Train) and (code := _launched(args, argv)) is not None:
+            return code
         return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
+    except RuntimeError as error:
+        if type(error).__name__ != "ProcessError":
+            raise
+        _complain(error)
+        return _launch.LOST
     except FloatingPointError as error:
         _complain(error)
         return DIVERGED

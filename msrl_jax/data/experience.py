@@ -24,6 +24,7 @@ from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read
 from msrl_jax.envs import Box, Discrete, Environment, Space, TimeStep, VectorEnvironment, vectorize
 from msrl_jax.envs.base import ENV_AXIS, PyTree, env_name
 from msrl_jax.envs.spaces import struct
+from msrl_jax.fragments.processes import read
 from msrl_jax.metrics import Mean
 from msrl_jax.replay import Transition
 
@@ -234,7 +235,8 @@ class ExperienceWriter:
         if done is not None:
             check_suffix(self._path)
             self._taken, self._count = done["steps"], done["parts"]
-            keep_parts(self._parts, self._count)
+            if not jax.process_index():
+                keep_parts(self._parts, self._count)
             return
         check_new(self._path)
         if self._parts.exists():
@@ -264,12 +266,15 @@ class ExperienceWriter:
           RuntimeError: if the environments took a different number of steps.
         """
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
-        rows, taken = jax.device_get((recorded.rows, recorded.taken))
+        leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
+        rows, taken = jax.tree.unflatten(tree, read(leaves))
         taken = taken.high.astype(np.uint64) * 2**32 + taken.low
         first, held = self._taken, rows.reward.shape[-2]
         self._taken += steps
         if (taken != self._taken).any():
             raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm says {steps}")
+        if jax.process_index():  # the first process writes
+            return
         if np.ndim(taken):  # members are further environments
             rows = jax.tree.map(lambda x: np.moveaxis(x, 0, 1).reshape(held, -1, *x.shape[3:]), rows)
         which = np.arange(first, first + steps) % held
@@ -288,7 +293,7 @@ class ExperienceWriter:
         Returns:
           The data set, or None if there are no steps.
         """
-        if not self._parts.exists():
+        if jax.process_index() or not self._parts.exists():
             return None
         dataset = read_parts(self._parts)
         save(dataset, self._path)

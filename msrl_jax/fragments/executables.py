@@ -12,7 +12,7 @@ from msrl_jax.fragments.instructions import Instruction, Value
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
-_SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Executables:
                 self._cache[key] = compiled = jitted.lower(*args).compile()
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 raise _explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
-            if any(a.dtype.name in _SMALLER_THAN_A_BYTE for a in args):
+            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.seconds += time.perf_counter() - start
             self.count += 1

@@ -11,6 +11,7 @@ from msrl_jax._compat import ClosedJaxpr, Jaxpr, ShapedArray, Var, jaxpr_as_fun,
 from msrl_jax._device_memory import array_bytes, device_memory
 from msrl_jax.fragments.marker import is_fragment
 from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.processes import is_global, transfer
 
 Leaves = list[tuple[jax.Array, ...]]
 """The leaves of a state, each with its copies on the placements that keep one."""
@@ -36,14 +37,14 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     for i, s in targets:
         x = flat[i]
         # A transfer may share memory with its source if they share a device, and one array may be several leaves.
-        on_host = not isinstance(x, jax.Array)
+        on_host = not is_global(x)
         shared = on_host or bool(x.sharding.device_set & s.device_set)
         fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
         seen.add(id(x))
     arrays = [flat[i] for i, _ in targets]
-    elsewhere = [k for k, (_, s) in enumerate(targets) if not isinstance(arrays[k], jax.Array) or arrays[k].sharding != s]
+    elsewhere = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
     if elsewhere:
-        moved = jax.device_put([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
+        moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
         for k, x in zip(elsewhere, moved, strict=True):
             arrays[k] = x
     by_mesh: dict[Any, list[int]] = {}
@@ -110,7 +111,7 @@ def compute(
             by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
     found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
     for mesh, targets in by_mesh.items():
-        arguments = jax.device_put(list(args), NamedSharding(mesh, PartitionSpec()))
+        arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers = [i for i, _ in targets]
         out = [sharding for _, sharding in targets]
         arrays = jax.jit(lambda *xs, numbers=numbers: select(init, xs, numbers), out_shardings=out)(*arguments)
@@ -127,13 +128,13 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
       shardings: shardings of every copy of every leaf.
 
     Returns:
-      Bytes, by device.
+      Bytes, by device; those of other processes are left out.
     """
     held: dict[Device, int] = {}
     for aval, copies in zip(avals, shardings, strict=True):
         for sharding in copies:
             part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
-            for device in sharding.device_set:
+            for device in sharding.addressable_devices:
                 held[device] = held.get(device, 0) + array_bytes(part)
     return held
 

@@ -21,6 +21,11 @@ class Device(Protocol):
         """Such as "cpu", "gpu" or "tpu"."""
         ...
 
+    @property
+    def process_index(self) -> int:
+        """The number of the process that owns it."""
+        ...
+
 
 if TYPE_CHECKING:
     from msrl_jax.codecs import Codec
@@ -77,7 +82,7 @@ class Placement:
 
         Args:
           name: its name in plans and errors.
-          devices: the devices, in order.
+          devices: the devices, in order; those of one process are put side by side.
           split: the logical axes to split over the devices; an array that has several is split along the first of them.
           scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
           separate: logical axes of separate arrays, which have to divide beside any other axis.
@@ -90,6 +95,7 @@ class Placement:
         """
         if not len(devices):
             raise ValueError(f"placement {name!r} has no device; give it at least one")
+        devices = sorted(devices, key=lambda d: d.process_index)
         rules = tuple((logical, "devices") for logical in split)
         mesh = Mesh(np.asarray(devices, dtype=object), ("devices",))
         return cls(name, mesh, rules, "devices" if scatter else None, tuple(separate))

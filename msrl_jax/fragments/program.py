@@ -13,7 +13,7 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax._device_memory import array_bytes, is_planned
 from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
-from msrl_jax.fragments.divisibility import Fit, check_devices
+from msrl_jax.fragments.divisibility import Fit, check_devices, dealt
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.fused import lower_fused, lower_once
@@ -84,7 +84,8 @@ def compile(
       axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
         part; None replicates.
       groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 by default.
-      devices: devices that the policy may use; all of the default platform if not given.
+      devices: devices that the policy may use; all of the default platform, of all processes, if not given. A policy gets
+        those of several processes by turns.
 
     Returns:
       The program.
@@ -97,7 +98,8 @@ def compile(
     _check_jit_is_on()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    fit = Fit(policy, check_devices(jax.devices() if devices is None else devices), axis_leaves(state, specs), groups or {})
+    usable = dealt(check_devices(jax.devices() if devices is None else devices))
+    fit = Fit(policy, usable, axis_leaves(state, specs), groups or {})
     layout = fit.layout
     traced = trace(iteration, state)
     closed = traced.jaxpr
@@ -407,7 +409,8 @@ class Program(Generic[State]):
 
     def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
         """Raises if a codec lost values, according to the scalars of its check in each iteration."""
-        columns = zip(*jax.device_get(measured), strict=True)
+        scalars, tree = jax.tree.flatten(measured)
+        columns = zip(*jax.tree.unflatten(tree, read(scalars)), strict=True)
         for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 

@@ -178,10 +178,14 @@ def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]
       The devices.
 
     Raises:
-      ValueError: if the process has no such platform.
+      ValueError: if the process has no such platform, or several processes run the program: each would name its own devices.
     """
     if platform is None:
         return list(devices)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"env_platform={platform!r} is for a single process, but there are {jax.process_count()}; leave it out"
+        )
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError as error:

@@ -60,6 +60,16 @@ def _key_impl(leaf: Any) -> str:
     return found[0]
 
 
+def _by_itself() -> Any:
+    """Options with which Orbax reads and writes in this process without waiting for others."""
+    import orbax.checkpoint as ocp
+
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}")
+
+
 def _named(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
     named = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
     return named + [(f"{_REGISTER} {i}", leaf) for i, leaf in enumerate(registers)]
@@ -78,7 +88,7 @@ class CheckpointWriter:
         import orbax.checkpoint as ocp  # a slow import, and only runs that are saved need it
 
         self._folder, self._keep = path / CHECKPOINTS, keep
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         for folder in self._folder.glob("*") if self._folder.is_dir() else ():
@@ -115,8 +125,8 @@ class CheckpointWriter:
         entries = {}
         for name, leaf in _named(state, registers):
             data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-            if np.size(data):
-                entries[name] = data
+            if np.size(data):  # of several processes, only this one writes: its arrays are on the host
+                entries[name] = data if jax.process_count() == 1 else np.asarray(data)
         with _as_os_error(path):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
@@ -269,7 +279,7 @@ def load(
         if np.size(data):
             at = _of_key_data(place, len(data.shape)) if _is_key(leaf) else place
             wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=at)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
         try:
             saved: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
         except (OSError, ValueError, KeyError, AttributeError) as error:

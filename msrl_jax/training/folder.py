@@ -61,6 +61,7 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
         "platform": first.platform,
         "kind": first.device_kind,
         "count": len(devices),
+        "processes": len({d.process_index for d in devices}),
         "matmul_precision": getattr(jax.config, _PRECISION) or "default",
     }
 

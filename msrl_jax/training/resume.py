@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax import algorithms, data
 from msrl_jax.data.experience import at_rest, awake, without_experience
 from msrl_jax.fragments.program import Delayed, Program
-from msrl_jax.training import checkpoint, folder
+from msrl_jax.training import checkpoint, folder, processes
 from msrl_jax.training.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.folder import RunFolderError
@@ -274,6 +274,8 @@ def restore_state(saved: Checkpoint, setup: Setup, program: Program) -> Any:
             "run goes on from its newest parameters"
         )
     to = [*flat, *(register_places if same else [at[name] for name, _ in held])]
+    if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
+        to = None
     state, registers = checkpoint.load(saved, like, [leaf for _, leaf in held], to)
     state = agent.with_data(awake(state, agent.without_data(full)))
     return Delayed(state, registers) if same and registers else state
@@ -299,9 +301,13 @@ def continue_from(saved: Saved, run: Run) -> None:
       run: the run in progress, whose state is that of the checkpoint.
     """
     progress = {} if saved.checkpoint is None else saved.checkpoint.progress
-    for name in (folder.SUMMARY, folder.EVALUATION):
-        (saved.path / name).unlink(missing_ok=True)
-    run.rows = folder.rewind_rows(saved.path, progress.get("rows", 0))
+    if processes.is_first():
+        for name in (folder.SUMMARY, folder.EVALUATION):
+            (saved.path / name).unlink(missing_ok=True)
+        run.rows = folder.rewind_rows(saved.path, progress.get("rows", 0))
+    processes.gathered("")  # the others read what process 0 kept
+    if not processes.is_first():
+        run.rows = folder.read_rows(saved.path)
     if saved.checkpoint is None:
         return
     run.iteration = saved.checkpoint.iteration

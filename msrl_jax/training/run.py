@@ -10,6 +10,7 @@ import numpy as np
 
 from msrl_jax.data.experience import ExperienceWriter, without_experience
 from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.training import processes
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
 from msrl_jax.training.history import Row, first_non_finite, reduce_chunk
 from msrl_jax.training.members import initial_key
@@ -132,7 +133,8 @@ class Run:
         self.run_state, metrics = self.program.run(self.run_state, count, chunk=self._most, donate=True)
         jax.block_until_ready(self.run_state)
         self.iteration += count
-        self.pace.measured(count, time.perf_counter() - start - (self.program.compile_seconds - compiling))
+        seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
+        self.pace.measured(count, processes.agreed(seconds))
         return metrics
 
     def _to_boundary(self, iteration: int) -> int:

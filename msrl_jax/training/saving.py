@@ -1,4 +1,7 @@
-"""When a run is saved, and what happens if that fails: a run never ends because of its disk."""
+"""When a run is saved, and what happens if that fails: a run never ends because of its disk.
+
+If several processes run it, process 0 writes the whole state.
+"""
 
 import dataclasses
 import time
@@ -8,7 +11,7 @@ from typing import Any
 
 from msrl_jax._checks import whole
 from msrl_jax.data.experience import at_rest
-from msrl_jax.training import stopping
+from msrl_jax.training import processes, stopping
 from msrl_jax.training.checkpoint import CheckpointWriter
 from msrl_jax.training.folder import SaveWarning
 from msrl_jax.training.run import Run
@@ -67,7 +70,8 @@ class Saver:
           every: the time between checkpoints.
           keep: number of checkpoints to keep besides the best one.
         """
-        self._writer, self._every = CheckpointWriter(path, keep), every
+        self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
+        self._every = every
         self._saved_at, self._saved_step = time.monotonic(), 0
         self.seconds = 0.0
         self.error: OSError | None = None
@@ -81,7 +85,8 @@ class Saver:
         if self._every.steps is not None:
             return run.step // self._every.steps > self._saved_step // self._every.steps
         wait = max(AUTOMATIC, self.seconds / _SHARE) if self._every.seconds is None else self._every.seconds
-        return time.monotonic() - self._saved_at >= wait and not self._writer.busy
+        busy = self._writer is not None and self._writer.busy
+        return time.monotonic() - self._saved_at >= wait and not busy
 
     def save(self, run: Run) -> None:
         """Starts to write a checkpoint; warns if this one or the one before fails."""
@@ -89,8 +94,11 @@ class Saver:
         self._saved_at, self._saved_step = start, run.step
         agent = run.setup.behavior.agent
         state = agent.without_data(at_rest(run.program.unwrap(run.run_state)))
+        state, registers = processes.to_hosts((state, run.registers))
+        if self._writer is None:
+            return
         try:
-            self._writer.save(run.iteration, state, run.registers, progress_of(run), run.score())
+            self._writer.save(run.iteration, state, registers, progress_of(run), run.score())
             self.error = None
         except OSError as error:
             self.error = error
@@ -108,6 +116,8 @@ class Saver:
         """
         if not run.non_finite:
             self.save(run)
+        if self._writer is None:
+            return None
         try:
             self._writer.wait()
         except OSError as error:

@@ -95,5 +95,5 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
     try:
         yield requests
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, handler in before.items():  # None is a handler of compiled code, such as that of jax.distributed
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)

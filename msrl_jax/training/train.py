@@ -20,7 +20,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
-from msrl_jax.training import folder, stopping
+from msrl_jax.training import folder, processes, stopping
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
 from msrl_jax.training.history import stack_rows
 from msrl_jax.training.pace import Pace, chunk_length
@@ -72,6 +72,7 @@ class DivergedError(FloatingPointError):
         self.metric, self.iteration, self.member, self.result = metric, iteration, member, result
 
 
+@processes.in_words()
 def train(
     algo: str | None = None,
     env: str | Environment | None = None,
@@ -96,6 +97,9 @@ def train(
     **overrides: Any,
 ) -> Result:
     """Trains an agent.
+
+    If several processes run the program (`jax.distributed`), all of them call this with the same arguments. Process 0 shows
+    progress and writes files; a request to stop, on any process, stops all after the same chunk.
 
     Args:
       algo: name of an algorithm, such as `"ppo"`, the default.
@@ -127,7 +131,7 @@ def train(
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
         until its end, so they must fit there. Recording does not change the run.
-      callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
+      callbacks: called with a `Tick` after every chunk; the run stops if one returns True. Each process calls its own.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
       **overrides: fields of the algorithm's config.
 
@@ -139,21 +143,24 @@ def train(
       ValueError: before anything compiles, on an unknown name or field, or an invalid value.
       RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
       DivergedError: if a metric is nan or infinite; it carries the result so far.
+      ProcessError: if another process of the run ended.
     """
     started = time.perf_counter()
     limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
-    display, every, callbacks = choose_display(progress), interval(checkpoint_every), check_callbacks(callbacks)
+    display = choose_display(progress if processes.is_first() else False)
+    every, callbacks = interval(checkpoint_every), check_callbacks(callbacks)
     keep = whole("keep_checkpoints", keep_checkpoints)
     least = {"eval_episodes": 0, "eval_every": 1, "chunk": 1}
     ticks = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
     ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
     given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
     path, goes_on = _folder(out, resume)
-    if path is not None:
-        read_description(path) if goes_on else folder.check_free(path)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
         requests = stack.enter_context(stopping.stop_requests(limit))
+        setting_up.enter_context(processes.together("setting up the run"))
         if path is not None:
+            read_description(path) if goes_on else folder.check_free(path)
+        if path is not None and processes.is_first():
             stack.enter_context(folder.locked(path))
         saved = open_run(path) if path is not None and goes_on else None
         setup, distribution, total_steps = _resolve(given, config, overrides, saved)
@@ -172,8 +179,10 @@ def train(
         }
         saver, writer = None, None
         if path is not None:
-            saver, writer = Saver(path, every, keep), folder.RowWriter(path, description)
-            callbacks = (writer, *callbacks)
+            saver = Saver(path, every, keep)
+            writer = folder.RowWriter(path, description) if processes.is_first() else None
+            callbacks = (*([writer] if writer else []), *callbacks)
+        setting_up.close()
         title = f"{setup.algorithm.name} {setup.env_name}"
         show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
         state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
@@ -192,8 +201,9 @@ def train(
             writer.flush()  # from now on the folder is a run's
         try:
             status, reason = _loop(run, (show, *callbacks), requests, saver)
-        except Exception:  # such as that of a callback: what was done so far is kept
-            _keep(run, saver)
+        except Exception as error:  # such as that of a callback: what was done so far is kept
+            if not processes.is_loss(error):
+                _keep(run, saver)
             raise
         error = None if saver is None else saver.finish(run)
         if experience is not None:
@@ -201,7 +211,7 @@ def train(
         result = Result(
             history=stack_rows(run.rows),
             config=setup.config,
-            state=run.state(),
+            state=processes.to_hosts(run.state()),
             status=status,
             stop_reason=reason,
             compile_seconds=run.compile_seconds,
@@ -210,11 +220,12 @@ def train(
             evaluation=run.evaluation,
             description=description,
             behavior=setup.behavior,
-            registers=run.registers,
+            registers=processes.to_hosts(run.registers),
             folder=path,
         )
-        if path is not None:
+        if path is not None and processes.is_first():
             result = _finish(result, path, error)
+        processes.gathered("")  # no process ends while another one writes
     if run.non_finite:
         raise DivergedError(*run.non_finite, result)
     return result
@@ -277,7 +288,8 @@ def _already_done(saved: Saved, env: Any) -> Result:
     result = Result.load(saved.path, env=None if isinstance(env, str) else env)
     if result.status == "unfinished":
         result = dataclasses.replace(result, status="finished")
-        result.finish(saved.path)
+        if processes.is_first():
+            result.finish(saved.path)
     return result
 
 
@@ -388,20 +400,27 @@ def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopReques
     if saver is not None:
         saver.starts_from(first)
     while True:
-        if reason := requests.reason(run.last_seconds + (saver.seconds if saver else 0.0)):
+        reasons = processes.gathered(requests.reason(run.last_seconds + (saver.seconds if saver else 0.0)))
+        if reason := next(filter(None, reasons), ""):
             return "interrupted", reason
         run.advance()
         unit = run.setup.behavior.agent.unit
-        tick = Tick(run.step, run.iteration, run.total_steps, run.rows[-1], run.state, unit, first)
-        try:
-            stops = [_is_true(callback(tick)) for callback in callbacks]
-        except KeyboardInterrupt:
+        state = lambda: processes.to_hosts(run.state())  # noqa: E731
+        tick = Tick(run.step, run.iteration, run.total_steps, run.rows[-1], state, unit, first)
+        with processes.together("a callback"):
+            try:
+                stops = [_is_true(callback(tick)) for callback in callbacks]
+                answer = "stop" if any(stops) else ""
+            except KeyboardInterrupt:
+                answer = "SIGINT"
+        answers = processes.gathered(answer)
+        if "SIGINT" in answers:
             return "interrupted", "SIGINT"
         if run.non_finite:
             return "diverged", ""
         if run.iteration == run.iterations:
             return "finished", ""
-        if any(stops):
+        if any(answers):
             return "stopped", ""
-        if saver is not None and saver.is_due(run):
+        if saver is not None and processes.agreed(saver.is_due(run)):
             saver.save(run)
