@@ -83,8 +83,8 @@ def _explained(error: ValueError | RuntimeError, name: str, num_devices: int) ->
     if "limited ICI routing" in str(error):
         return ValueError(
             f"{name} runs on {num_devices} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
-            "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, or "
-            "chips with full routing, such as v6e or v5p"
+            "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, "
+            "or chips with full routing, such as v6e or v5p"
         )
     return error
 
