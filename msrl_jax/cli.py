@@ -355,7 +355,7 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
 
     measurements = bench(
         args.algo, args.env, args.policy, args.num_envs, args.unroll_length, repeats=args.repeats,
-        seconds=args.seconds, against=args.against, on_measurement=_note_measurement, **config,
+        seconds=args.seconds, against=args.against, on_stage=_note, on_measurement=_note, **config,
     )  # fmt: skip
     print(format_table(measurements))
     if args.json:
@@ -363,8 +363,8 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
     return 0
 
 
-def _note_measurement(measurement: Any) -> None:
-    print(f"{measurement}", file=sys.stderr, flush=True)
+def _note(what: Any) -> None:
+    print(f"{what}", file=sys.stderr, flush=True)
 
 
 def _list(args: List, config: dict[str, Any]) -> int:

@@ -76,12 +76,7 @@ class Fit:
         return tuple(d for d in self.devices if d not in self.layout.devices)
 
     def _check(self, placement: Placement, policy: str) -> None:
-        # Of the axes of environments, agents and members a placement must split the first that the state has; it keeps the
-        # others whole where they do not divide. Workers and shards belong to separate arrays.
-        first = next((axis for axis, _ in placement.rules if axis in self.leaves), None)
-        for axis, mesh_axis in placement.rules:
-            if axis not in self.leaves or axis not in (first, "worker", "shard"):
-                continue
+        for axis, mesh_axis in placement.must_divide(self.leaves):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]

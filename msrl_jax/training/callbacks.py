@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -45,6 +45,28 @@ def short_unit(unit: str) -> str:
 
 Callback: TypeAlias = Callable[[Tick], object]
 """Called once per chunk; the run ends if it returns True (of Python, NumPy or JAX)."""
+
+
+def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """Checks the callbacks of a run.
+
+    Args:
+      callbacks: a sequence of functions.
+
+    Returns:
+      The functions.
+
+    Raises:
+      TypeError: if it is no sequence, or one of them cannot be called.
+    """
+    if not isinstance(callbacks, Iterable):
+        given = f"[{callbacks!r}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
+        raise TypeError(f"callbacks={callbacks!r} is no sequence; write callbacks={given}")
+    callbacks = tuple(callbacks)
+    for i, callback in enumerate(callbacks):
+        if not callable(callback):
+            raise TypeError(f"callbacks[{i}]={callback!r} cannot be called; use a function of a Tick")
+    return callbacks
 
 
 def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:

@@ -154,7 +154,7 @@ class Result:
         steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
         lines = [
             f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
-            f"  {steps} in {s['wall_seconds']:.1f} s, {s['steps_per_second']:,.0f} {unit}/s",
+            f"  {steps} in {s['wall_seconds']:.1f} s; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s",
             f"  {self._parts()}",
         ]
         if "episode_return" in self.history:

@@ -68,7 +68,7 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
       ValueError: on a config of another type, on an unknown field (the message suggests the nearest one), and on a field that
         has no effect with the other fields.
     """
-    config = config or algorithm.config()
+    config = algorithm.config() if config is None else config
     if not isinstance(config, algorithm.config):
         raise ValueError(
             f"config is a {type(config).__name__}, but algorithm {algorithm.name!r} takes a {algorithm.config.__name__}"

@@ -163,6 +163,7 @@ def test_plots_draw_the_history(trained, members, tmp_path):
 def test_the_summary_says_what_ran(trained, members):
     text = repr(trained)
     assert "ppo on CartPole-v1" in text and "GPUOnly" in text and "seed 3" in text and "384 steps" in text
+    assert f"the median chunk trains {trained.steps_per_second:,.0f} steps/s" in text
     assert str(trained.folder) in text
     assert "seeds 3 to 5" in repr(members)
     summary = members.summary()
