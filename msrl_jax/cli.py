@@ -7,13 +7,16 @@ the commands, so that help is quick and devices can be configured before JAX sta
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,7 +27,7 @@ from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
 PROG = "msrl-jax"
-DIVERGED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+DIVERGED, BAD_INPUT, NOT_SAVED, OUT_OF_TIME, INTERRUPTED = 1, 2, 3, 75, 130
 
 
 PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
@@ -53,9 +56,14 @@ class Train(Where):
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
-      chunk: iterations between two updates of the progress display; chosen automatically if not given.
+      resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
+        devices may change, and more total_steps extend it.
+      chunk: iterations between two updates of the progress display; about a second if not given.
       eval_episodes: episodes per greedy evaluation; 0 never evaluates.
       eval_every: environment steps between evaluations; if not given, there is one evaluation at the end.
+      checkpoint_every: steps between checkpoints, or their time such as 10m; about a minute if not given.
+      keep_checkpoints: number of checkpoints to keep, besides the best one.
+      time_limit: time after which the run is saved and ends, such as 5h50m; the exit code is then 75.
       record: file for a data set of all environment steps, such as experience.npz
       tensorboard: also log to TensorBoard, in the run's folder.
       wandb: also log to Weights & Biases, in the project with this name.
@@ -70,14 +78,19 @@ class Train(Where):
     seed: int = 0
     seeds: int = 1
     out: Path | None = None
+    resume: bool = False
     chunk: int | None = None
     eval_episodes: int = 32
     eval_every: int | None = None
+    checkpoint_every: str | None = None
+    keep_checkpoints: int = 2
+    time_limit: str | None = None
     record: Path | None = None
     tensorboard: bool = False
     wandb: str | None = None
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     json: bool = False
+    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,24 +236,53 @@ def _default_folder(args: Train) -> Path:
 def _train(args: Train, config: dict[str, Any]) -> int:
     from msrl_jax import training
 
+    if args.resume and args.out is None:
+        raise UsageError("--resume needs --out, the folder of the run")
     out = args.out or _default_folder(args)
+    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes")
+    settings = {name: getattr(args, name) for name in names}
+    if args.resume:  # the folder knows what is not given
+        settings = {name: value for name, value in settings.items() if name in args.given}
     with contextlib.ExitStack() as stack:
         loggers: list[training.Callback] = []
         if args.tensorboard:
             loggers.append(stack.enter_context(contextlib.closing(training.TensorBoard(out))))
         if args.wandb:
-            settings = dataclasses.asdict(args) | config
-            wandb = training.WandB(project=args.wandb, name=out.name, config=settings)
+            about = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in ("given", "config")}
+            # The same folder is the same run there, so that a run that goes on appends to it.
+            number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+            wandb = training.WandB(
+                project=args.wandb, name=out.name, id=number, resume="allow", config=about | config
+            )  # fmt: skip
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
         result = training.train(
-            args.algo, args.env, policy=args.policy, total_steps=args.total_steps, seed=args.seed, seeds=args.seeds,
-            out=out, chunk=args.chunk, eval_episodes=args.eval_episodes, eval_every=args.eval_every, record=args.record,
-            callbacks=loggers, progress=False if args.progress == "none" else args.progress, **config,
+            **settings, out=out, resume=args.resume, chunk=args.chunk, eval_every=args.eval_every,
+            checkpoint_every=args.checkpoint_every, keep_checkpoints=args.keep_checkpoints,
+            time_limit=args.time_limit, record=args.record, callbacks=loggers,
+            progress=False if args.progress == "none" else args.progress, **config,
         )  # fmt: skip
     print(result)
     if args.json:
-        _print_json(result.summary() | {"folder": out})
-    return INTERRUPTED if result.interrupted else 0
+        _print_json(result.summary() | {"folder": result.folder})
+    return _exit_code(result, out)
+
+
+def _exit_code(result: Any, out: Path) -> int:
+    if result.folder != out:
+        return NOT_SAVED
+    if not result.interrupted:
+        return 0
+    return 128 + getattr(signal, result.stop_reason) if result.stop_reason.startswith("SIG") else OUT_OF_TIME
+
+
+def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
+    """Adds the algorithm of a run that goes on, because it decides which other flags there are."""
+    if command != "train" or "--resume" not in argv or _flags.values_of(argv, "--algo"):
+        return argv
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        config = Path(_flags.values_of(argv, "--out")[0]) / "config.json"
+        return [*argv, "--algo", json.loads(config.read_text())["algorithm"]]
+    return argv
 
 
 def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
@@ -337,16 +379,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       The exit code. 0 is success; 1, a run diverged; 2, bad input, with one line on stderr, or a command that only prints
-      cannot write its output; 130, Ctrl-C ended the run.
+      cannot write its output; 3, the run could not be saved in its folder; 75, the time limit ended the run; 128 and the
+      number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal ended it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    with _streams.lasting() as out:
+    with _streams.lasting() as out, _short_warnings():
         code = _run(argv)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0 and argv[0] not in ("train", "record"):
             code = _complain(f"cannot write to standard output: {out.error}")
         return code
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Shows the warnings of this package in one line on stderr."""
+    show = warnings.showwarning
+
+    def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if category.__module__.startswith("msrl_jax."):
+            print(f"{PROG}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        else:
+            show(message, category, *args, **kwargs)
+
+    warnings.showwarning = ours
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def _complain(message: object) -> int:
@@ -365,7 +426,7 @@ def _run(argv: list[str]) -> int:
     try:
         if name not in COMMANDS:
             raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
-        args, config = _flags.parse(f"{PROG} {name}", COMMANDS[name][0], rest)
+        args, config = _flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
         _use_cpu_devices(getattr(args, "cpu_devices", None))
         return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:

@@ -80,9 +80,9 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "(interrupted)" in out and "Traceback" not in err
+    assert "(interrupted: SIGINT)" in out and "Traceback" not in err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
-    assert (tmp_path / "run" / "checkpoint" / "state").is_dir()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*/run.json"))) == 1
 
 
 MISTAKES = [
@@ -97,7 +97,7 @@ MISTAKES = [
     (["train", "--total-steps", "5"], "less than the"),
     (["train", "--num-minibatches", "7"], "num_minibatches=7"),
     (["train", "extra"], "unexpected argument 'extra'"),
-    (["evaluate", "no/such/run"], "no complete run"),
+    (["evaluate", "no/such/run"], "there is no folder no/such/run"),
     (["explain", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
     (["bench", "--repeats", "0"], "repeats=0"),
     (["bench", "--seconds", "nan"], "seconds=nan"),

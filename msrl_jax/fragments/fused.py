@@ -1,45 +1,62 @@
 """Fused loops: if one placement holds every fragment, whole iterations are one program."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.executables import Executables, understood, whole
 from msrl_jax.fragments.instructions import Value
 
+_Loop: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
+"""Iterations done, the leaves of the state, and the rows of the metrics."""
+
 
 def lower_fused(
     iteration: Callable[..., Sequence[jax.Array]],
-    length: int,
+    most: int,
     leaves: Sequence[Value],
     shardings: Sequence[NamedSharding],
     metrics: Sequence[Value],
     executables: Executables,
 ) -> jax.stages.Compiled:
-    """Compiles a run of iterations as one program.
+    """Compiles a run of iterations as one program; their number is an argument.
+
+    So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program.
 
     Args:
       iteration: maps the leaves of the state to those of the next state and of the metrics.
-      length: number of iterations.
+      most: the largest number of iterations.
       leaves: the state's leaves. Their memory is reused.
       shardings: shardings of the leaves.
       metrics: the metrics' leaves.
       executables: the compiled programs so far; receives this one.
 
     Returns:
-      The program: it maps leaves to leaves, then metrics with a leading axis of length `length`.
+      The program: it maps the number of iterations (int32) and leaves to leaves, then metrics with a leading axis of length
+      `most`, of which only the rows of iterations that ran have a meaning.
     """
 
-    def iterations(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        def step(leaves: list[jax.Array], _: None) -> tuple[list[jax.Array], list[jax.Array]]:
-            results = list(iteration(*leaves))
-            return results[: len(leaves)], results[len(leaves) :]
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
 
-        after, rows = jax.lax.scan(step, list(leaves), None, length=length)
+    def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        def step(carry: _Loop) -> _Loop:
+            done, leaves, rows = carry
+            results = list(iteration(*leaves))
+            row = results[len(leaves) :]
+            rows = [put(held, x, done, 0) for held, x in zip(rows, row, strict=True)]
+            return done + 1, results[: len(leaves)], rows
+
+        empty = [jax.lax.empty((most, *v.aval.shape), v.aval.dtype) for v in metrics]
+        start = (jnp.zeros_like(count), list(leaves), empty)
+        _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
         return (*after, *rows)
 
-    return _fused(("iterations", length), iterations, leaves, shardings, metrics, executables, donate=True)
+    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole(leaves[0]) if leaves else None)
+    return _fused(("iterations", most), iterations, [count], leaves, shardings, metrics, executables, donate=True)
 
 
 def lower_once(
@@ -48,8 +65,10 @@ def lower_once(
     shardings: Sequence[NamedSharding],
     metrics: Sequence[Value],
     executables: Executables,
+    *,
+    donate: bool = False,
 ) -> jax.stages.Compiled:
-    """Compiles one iteration as one program that leaves the state as it is.
+    """Compiles one iteration as one program.
 
     Args:
       iteration: maps the leaves of the state to those of the next state and of the metrics.
@@ -57,6 +76,7 @@ def lower_once(
       shardings: shardings of the leaves.
       metrics: the metrics' leaves.
       executables: the compiled programs so far; receives this one.
+      donate: whether the program may reuse the memory of the leaves.
 
     Returns:
       The program: it maps leaves to leaves, then metrics.
@@ -65,12 +85,13 @@ def lower_once(
     def once(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(iteration(*leaves))
 
-    return _fused("one iteration", once, leaves, shardings, metrics, executables, donate=False)
+    return _fused("one iteration", once, [], leaves, shardings, metrics, executables, donate=donate)
 
 
 def _fused(
     key: Hashable,
     fn: Callable[..., tuple[jax.Array, ...]],
+    before: Sequence[jax.ShapeDtypeStruct],
     leaves: Sequence[Value],
     shardings: Sequence[NamedSharding],
     metrics: Sequence[Value],
@@ -78,12 +99,14 @@ def _fused(
     *,
     donate: bool,
 ) -> jax.stages.Compiled:
+    """Compiles a function of the arguments `before` and of the leaves."""
     args = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
         for v, s in zip(leaves, shardings, strict=True)
     ]
+    donated = range(len(before), len(before) + len(args)) if donate else ()
     for prescribed in ([None] * len(metrics), [whole(v) for v in metrics]):
-        compiled = executables.compile(key, fn, args, range(len(args)) if donate else (), [*shardings, *prescribed])
+        compiled = executables.compile(key, fn, [*before, *args], donated, [*shardings, *prescribed])
         made = compiled.output_shardings[len(leaves) :]
         if all(understood(s, v) for s, v in zip(made, metrics, strict=True)):
             return compiled

@@ -194,6 +194,17 @@ class Program(Generic[State]):
         labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
+    @property
+    def shardings(self) -> tuple[Any, tuple[NamedSharding, ...]]:
+        """Where the program keeps the state and the registers: a pytree like the state, and one sharding per register."""
+        first, count = [copies[0] for copies in self._shardings], self._tree.num_leaves
+        return jax.tree.unflatten(self._tree, first[:count]), tuple(first[count:])
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Bytes of the metrics of one iteration."""
+        return sum(v.nbytes for v in self.schedule.metrics)
+
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
@@ -263,8 +274,7 @@ class Program(Generic[State]):
             self._check_measured([measured])
         else:
             if self._once is None:
-                parts = (*self._first_copies(), self.schedule.metrics, self._executables)
-                self._once = self._executables.call(lower_once(self._fused, *parts))
+                self._once = self._executables.call(self._one_iteration(donate=False))
             flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
@@ -280,8 +290,8 @@ class Program(Generic[State]):
         Args:
           state: the state, placed or not.
           iterations: number of iterations.
-          chunk: iterations between two readings of the metrics, one program if the policy fuses the loop; by default at
-            most 100.
+          chunk: the largest number of iterations between two readings of the metrics, one program if the policy fuses the
+            loop; by default at most 100.
           donate: whether the state's memory may be reused; the state is invalid afterwards.
 
         Returns:
@@ -300,7 +310,7 @@ class Program(Generic[State]):
         leaves = self._fill(state, copy=not donate)
         parts = []
         for start in range(0, iterations, chunk):
-            leaves, metrics = self._chunk(leaves, min(chunk, iterations - start))
+            leaves, metrics = self._chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
         return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, join(parts))
 
@@ -311,7 +321,7 @@ class Program(Generic[State]):
           chunk: iterations between two readings of the metrics.
         """
         if self.is_fused:
-            self._scan(chunk)
+            self._fused_loop(chunk)
         else:
             self._ready()
 
@@ -319,14 +329,15 @@ class Program(Generic[State]):
         """The XLA programs, for cost analysis and inspection.
 
         Args:
-          chunk: iterations in one program, if the policy fuses the loop.
+          chunk: the largest number of iterations in one program, if the policy fuses the loop.
 
         Returns:
-          The one program of `chunk` iterations if the policy fuses the loop, else the programs of one iteration.
+          The one program of up to `chunk` iterations, whose first argument is their number, if the policy fuses the loop,
+          else the programs of one iteration.
         """
         self.warm_up(chunk)
         if self.is_fused:
-            return [self._scan(chunk)]
+            return [self._fused_loop(chunk)]
         runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
         return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
@@ -336,17 +347,20 @@ class Program(Generic[State]):
         Returns:
           The plan; print it, or take `to_dict()`.
         """
-        self.warm_up()
-        compiled = {r: self._scan(1) for r in self.instructions} if self.is_fused else self._executables.compiled
+        if self.is_fused:
+            compiled = {r: self._one_iteration(donate=True) for r in self.instructions}
+        else:
+            self.warm_up()
+            compiled = self._executables.compiled
         return explain(
             self.layout, self._costs, self.instructions, compiled, self._executables.shardings, self.is_fused, self._fit,
             unused_codecs(self.graph, self.layout),
         )  # fmt: skip
 
-    def _chunk(self, leaves: Leaves, length: int) -> tuple[Leaves, list[np.ndarray]]:
+    def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
-            flat = self._executables.call(self._scan(length))(*[copies[0] for copies in leaves])
-            return [(x,) for x in flat[: len(leaves)]], read(list(flat[len(leaves) :]))
+            flat = self._executables.call(self._fused_loop(most))(np.int32(length), *[copies[0] for copies in leaves])
+            return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
         execute = self._ready()
         rows: list[list[jax.Array]] = []
         measured: list[list[tuple[jax.Array, ...]]] = []
@@ -369,11 +383,17 @@ class Program(Generic[State]):
         for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
-    def _scan(self, length: int) -> jax.stages.Compiled:
-        """`length` iterations as one program."""
+    def _fused_loop(self, most: int) -> jax.stages.Compiled:
+        """Up to `most` iterations as one program."""
         assert self._fused is not None
         leaves, shardings = self._first_copies()
-        return lower_fused(self._fused, length, leaves, shardings, self.schedule.metrics, self._executables)
+        return lower_fused(self._fused, most, leaves, shardings, self.schedule.metrics, self._executables)
+
+    def _one_iteration(self, *, donate: bool) -> jax.stages.Compiled:
+        """One iteration as one program."""
+        assert self._fused is not None
+        leaves, shardings = self._first_copies()
+        return lower_once(self._fused, leaves, shardings, self.schedule.metrics, self._executables, donate=donate)
 
     def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
         """The canonical copy of each leaf of the state, and its sharding."""

@@ -213,8 +213,9 @@ def measure(
     if not others:
         return measurement
     jit_rate = statistics.median(others[0])
-    plain = plain_program(setup, program, 1)[0].cost_analysis() or {}
-    fused = (program.compiled(1)[0].cost_analysis() or {}) if program.is_fused else {}
+    # XLA counts the body of a loop once, and removes a loop of length 1.
+    plain = plain_program(setup, program, 2)[0].cost_analysis() or {}
+    fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
     return dataclasses.replace(
         measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate,
         flops=fused.get("flops"), jit_flops=plain.get("flops"),

@@ -21,6 +21,7 @@ class Tick:
       metrics: the chunk's row of the history: a float per metric, or an array `[M]` for a run of `M` seeds.
       get_state: returns the state of the run.
       unit: the unit of steps, `Agent.unit`.
+      resumed_from: the step at which this run went on from a checkpoint; 0 for a new run.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Tick:
     metrics: Mapping[str, float | np.ndarray]
     get_state: Callable[[], Any] = dataclasses.field(repr=False)
     unit: str = "environment steps"
+    resumed_from: int = 0
 
     @property
     def state(self) -> Any:
@@ -104,7 +106,9 @@ class TensorBoard:
 
     def __call__(self, tick: Tick) -> None:
         """Writes one tick."""
-        self._writer = self._writer or self._writer_type(self._folder)
+        if self._writer is None:  # what a killed run logged after its checkpoint is logged again
+            purge = tick.resumed_from + 1 if tick.resumed_from else None
+            self._writer = self._writer_type(self._folder, purge_step=purge)
         for name, value in scalars(tick.metrics).items():
             if np.isfinite(value):
                 self._writer.add_scalar(name, value, tick.step)

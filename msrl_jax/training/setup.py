@@ -2,12 +2,13 @@
 
 import ast
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from msrl_jax import algorithms, envs, policies
+from msrl_jax import algorithms, data, envs, policies
 from msrl_jax._checks import check_seed, whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms import Agent, Algorithm
@@ -95,6 +96,7 @@ class Setup:
       seeds: the number of members.
       behavior: the behavior of one member, with its agent.
       recorded: the agent with recorded environments, if the run is recorded.
+      dataset: the data set of the run, if it has one.
     """
 
     algorithm: Algorithm
@@ -105,6 +107,7 @@ class Setup:
     seeds: int
     behavior: Behavior
     recorded: Agent | None = None
+    dataset: data.Dataset | None = None
 
     @property
     def env_name(self) -> str:
@@ -137,10 +140,21 @@ class Setup:
             "seeds": self.seeds,
         }
 
+    @property
+    def data_source(self) -> dict[str, Any] | None:
+        """Absolute path and SHA-256 of the data set, if there is one; no path if it was given as an object."""
+        if self.dataset is None:
+            return None
+        path = self.config.data
+        if isinstance(path, data.Dataset):
+            return {"path": None, "sha256": self.dataset.fingerprint()}
+        known = os.path.exists(path)  # else the id of a data set in the library of its format
+        return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
+
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
         env: Any = RecordedEnvironment(self.env, steps)
-        return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config))
+        return dataclasses.replace(self, recorded=_build(self.algorithm, env, self.config, self.dataset))
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
@@ -173,6 +187,10 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
         return policies.get(policy)
     name, params = parse_spec(policy)
     return policies.get(name, **params)
+
+
+def _build(algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None) -> Agent:
+    return algorithm.build(env, config if dataset is None else dataclasses.replace(config, data=dataset))
 
 
 def resolve(
@@ -208,5 +226,6 @@ def resolve(
     if isinstance(env, str):
         name, params = parse_spec(env)
         env = envs.make(name, **params)
-    agent = algorithm.build(env, config)
-    return Setup(algorithm, env, env_spec, config, seed, seeds, Behavior(agent, env))
+    dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
+    behavior = Behavior(_build(algorithm, env, config, dataset), env)
+    return Setup(algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset)
