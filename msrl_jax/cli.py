@@ -148,6 +148,9 @@ class Explain(Where):
       algo: name of the algorithm; the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       policy: distribution policy, NAME or NAME:param=value,...
+      devices: plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared
+        in a table.
+      envs_per_device: environments for each of these devices, instead of num_envs.
       seeds: number of runs to train at once.
       json: print the plan as one line of JSON instead.
     """
@@ -155,6 +158,8 @@ class Explain(Where):
     algo: str = "ppo"
     env: str = "CartPole-v1"
     policy: str = "GPUOnly"
+    devices: tuple[str, ...] = ()
+    envs_per_device: int | None = None
     seeds: int = 1
     json: bool = False
 
@@ -314,15 +319,35 @@ def _record(args: Record, config: dict[str, Any]) -> int:
 
 
 def _explain(args: Explain, config: dict[str, Any]) -> int:
+    if args.devices and args.cpu_devices is not None:
+        raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{args.cpu_devices} is enough")
+    if args.envs_per_device is not None and not args.devices:
+        raise UsageError("--envs-per-device needs --devices")
+    if args.devices:
+        from msrl_jax.fragments.topologies import cpus_of
+
+        _use_cpu_devices(max(1, *map(cpus_of, args.devices)))
+    from msrl_jax.training.scaling import format_table, plans
     from msrl_jax.training.setup import resolve, resolve_policy
 
-    setup = resolve(args.algo, args.env, seeds=args.seeds, overrides=config)
-    plan = setup.compile(resolve_policy(args.policy)).explain()
-    if args.json:
-        _print_json(plan.to_dict())
+    if not args.devices:
+        setup = resolve(args.algo, args.env, seeds=args.seeds, overrides=config)
+        plan = setup.compile(resolve_policy(args.policy)).explain()
+        _show(args, plan.to_dict(), plan)
+        return 0
+    rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, seeds=args.seeds, **config)
+    if len(rows) == 1:
+        _show(args, rows[0].plan.to_dict(), rows[0].plan)
     else:
-        print(plan)
+        _show(args, [row.to_dict() for row in rows], format_table(rows))
     return 0
+
+
+def _show(args: Any, data: Any, text: object) -> None:
+    if args.json:
+        _print_json(data)
+    else:
+        print(text)
 
 
 def _bench(args: Bench, config: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
 from msrl_jax.training import folder, stopping
-from msrl_jax.training.callbacks import Callback, Tick, short_unit
+from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
 from msrl_jax.training.history import stack_rows
 from msrl_jax.training.pace import Pace, chunk_length
 from msrl_jax.training.progress import Progress, choose_display
@@ -142,7 +142,7 @@ def train(
     """
     started = time.perf_counter()
     limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
-    display, every = choose_display(progress), interval(checkpoint_every)
+    display, every, callbacks = choose_display(progress), interval(checkpoint_every), check_callbacks(callbacks)
     keep = whole("keep_checkpoints", keep_checkpoints)
     least = {"eval_episodes": 0, "eval_every": 1, "chunk": 1}
     ticks = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
