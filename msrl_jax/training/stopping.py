@@ -4,8 +4,8 @@ import contextlib
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
+from time import monotonic as now
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -42,7 +42,7 @@ class StopRequests:
     """Why a run has to stop, as far as it is known.
 
     Attributes:
-      deadline: time of `time.monotonic` at which the run has to be over; None if there is none.
+      deadline: time of `now` at which the run has to be over; None if there is none.
       signal: the name of the signal that came, if one did.
     """
 
@@ -60,7 +60,7 @@ class StopRequests:
         """
         if self.signal:
             return self.signal
-        late = self.deadline is not None and time.monotonic() + next_seconds > self.deadline
+        late = self.deadline is not None and now() + next_seconds > self.deadline
         return TIME_LIMIT if late else ""
 
     def on_signal(self, signum: int, frame: Any) -> None:
@@ -83,7 +83,7 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
     Yields:
       The requests.
     """
-    requests = StopRequests(None if limit is None else time.monotonic() + limit)
+    requests = StopRequests(None if limit is None else now() + limit)
     if threading.current_thread() is not threading.main_thread():
         yield requests
         return

@@ -88,7 +88,7 @@ def test_intervals():
 
 def test_the_time_limit_counts_the_next_chunk(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("msrl_jax.training.stopping.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("msrl_jax.training.stopping.now", lambda: clock[0])
     requests = StopRequests(deadline=110.0)
     assert requests.reason(9.0) == "" and requests.reason(10.5) == TIME_LIMIT
     clock[0] = 111.0

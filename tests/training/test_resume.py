@@ -399,14 +399,34 @@ def test_signals_and_the_time_limit_save_the_run(tmp_path):
     before = Result.load(path)
     assert before.stop_reason == "SIGTERM" and before.interrupted and before.history["iteration"][-1] > 0
 
-    process = cli(*common, "--time-limit", "6s", "--total-steps", "2e12", "--json", "--cpu-devices", 1)
+    process = cli(*common, "--time-limit", "1s", "--total-steps", "2e12", "--json", "--cpu-devices", 1)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, err
     summary = json.loads(out.splitlines()[-1])
     assert summary["stop_reason"] == "time limit" and summary["folder"] == str(path)
     after = Result.load(path)
-    assert after.history["iteration"][-1] > before.history["iteration"][-1]
+    assert after.history["iteration"][-1] == before.history["iteration"][-1], "a second is over before the run is compiled"
     np.testing.assert_array_equal(after.history["entropy"][: len(before.history["step"])], before.history["entropy"])
+
+
+def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
+    """By a clock that moves by an hour per chunk."""
+    clock = [0.0]
+    monkeypatch.setattr("msrl_jax.training.stopping.now", lambda: clock.append(clock.pop() + 1e-3) or clock[0])
+
+    def tick(tick):
+        clock[0] += 3600.0
+
+    part = train("ppo", tmp_path / "run", devices=1, callbacks=[tick], time_limit="5h50m", eval_every=None)
+    assert (part.status, part.stop_reason) == ("interrupted", "time limit") and part.interrupted
+    assert part.history["iteration"].tolist() == [3, 6, 9, 12, 15, 18], "the chunk that passes the limit is not known before"
+    at_once = msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], time_limit=1e-9, progress=False, callbacks=[tick])
+    assert at_once.history["iteration"][-1] == 18
+    none = train("ppo", tmp_path / "other", devices=1, time_limit=1e-9, eval_every=None)
+    assert none.history == {} and none.stop_reason == "time limit" and "time limit" in repr(none)
+    assert complete(tmp_path / "other")[0].iteration == 0
+    goes_on = msrl.train(resume=tmp_path / "other", devices=jax.devices()[:1], progress=False, callbacks=[stop_after(3)])
+    assert goes_on.history["iteration"].tolist() == [3]
 
 
 def test_bad_folders_are_one_line_on_the_command_line(copy):
