@@ -116,13 +116,10 @@ def launched(tmp_path):
     made = []
 
     def launch(folder, *argv):
-        log = (tmp_path / f"{len(made)}.log").open("w+")
-        made.append(
-            subprocess.Popen(
-                command(*RUN, "--processes", 2, "--out", folder, *argv), cwd=ROOT, env=environment(), stdout=log, stderr=log
-            )
-        )
-        return made[-1], lambda: Path(log.name).read_text()
+        log, run = tmp_path / f"{len(made)}.log", command(*RUN, "--processes", 2, "--out", folder, *argv)
+        with log.open("w") as file:
+            made.append(subprocess.Popen(run, cwd=ROOT, env=environment(), stdout=file, stderr=file))
+        return made[-1], log.read_text
 
     yield launch
     for launcher in made:
