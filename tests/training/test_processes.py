@@ -228,9 +228,14 @@ CASES = [f"ppo/{name}" for name in sorted(POLICIES)] + [
 ]
 
 
+@pytest.fixture(scope="module", params=[(4, 1), (2, 2)], ids=["4 x 1", "2 x 2"])
+def larger(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("larger")
+    run_cluster(folder, *request.param, CASES)
+    return folder, *request.param
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_policy_on_more_processes(tmp_path, case, count, devices):
-    run_cluster(tmp_path, count, devices, [case])
-    assert_equal_runs(tmp_path, count, devices, case)
+def test_every_policy_on_more_processes(larger, case):
+    assert_equal_runs(*larger, case)
