@@ -172,7 +172,8 @@ class RowWriter:
         """Writes what was not written so far; warns at the first failure of several."""
         try:
             self.write_config()
-            append_rows(self._path, self._waiting)
+            if self._waiting:
+                append_rows(self._path, self._waiting)
             self._waiting.clear()
             self._failed = False
         except OSError as error:
@@ -199,10 +200,10 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """
     table = io.StringIO()
     writer = csv.writer(table)
-    has_head = (path / TABLE).exists() and (path / TABLE).stat().st_size > 0
+    is_new = not (path / TABLE).exists() or not (path / TABLE).stat().st_size
     for row in rows:
         flat = scalars(row)
-        if not has_head and not table.tell():
+        if is_new and not table.tell():
             writer.writerow(flat)
         writer.writerow("" if math.isnan(x) else x for x in flat.values())
     _append(path / TABLE, table.getvalue())

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import as_path, whole
 from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
 from msrl_jax.data.files import check_new
 from msrl_jax.envs import Environment
@@ -154,7 +154,8 @@ def train(
     ticks = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
     ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
     given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
-    path, goes_on = _folder(out, resume)
+    out, record = (None if x is None else as_path(name, x) for name, x in (("out", out), ("record", record)))
+    path, goes_on = _folder(out, resume if isinstance(resume, bool) else as_path("resume", resume))
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
         requests = stack.enter_context(stopping.stop_requests(limit))
         setting_up.enter_context(processes.together("setting up the run"))

@@ -9,7 +9,7 @@ from msrl_jax import codecs
 from msrl_jax._checks import as_path
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 from msrl_jax.training.callbacks import check_callbacks
-from msrl_jax.training.setup import make_config, resolve_policy
+from msrl_jax.training.setup import make_config, resolve, resolve_policy
 
 SPECS = [
     (
@@ -35,7 +35,7 @@ def test_an_unreadable_value_is_refused(text):
 @pytest.mark.parametrize("name", [None, 3, ["ppo"]])
 def test_a_name_that_is_no_text_is_refused(name):
     with pytest.raises(TypeError, match=r"the name of the algorithm is .*choose from .*'ppo'"):
-        msrl.train(name)
+        resolve(name, "CartPole-v1")
     with pytest.raises(TypeError, match=r"the name of the environment is .*CartPole-v1"):
         msrl.envs.make(name)
 
