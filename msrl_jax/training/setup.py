@@ -18,6 +18,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.members import initial_key, population
+from msrl_jax.training.skipping import skipping
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -95,6 +96,8 @@ class Setup:
       seeds: the number of members.
       behavior: the behavior of one member, with its agent.
       recorded: the agent with recorded environments, if the run is recorded.
+      recorded_steps: the steps that these environments keep.
+      skips: whether the run drops updates that are not finite.
     """
 
     algorithm: Algorithm
@@ -105,6 +108,8 @@ class Setup:
     seeds: int
     behavior: Behavior
     recorded: Agent | None = None
+    recorded_steps: int | None = None
+    skips: bool = False
 
     @property
     def env_name(self) -> str:
@@ -115,6 +120,7 @@ class Setup:
     def agent(self) -> Agent:
         """The agent of the whole run: a population if there are several seeds."""
         agent = self.recorded or self.behavior.agent
+        agent = skipping(agent) if self.skips else agent
         return agent if self.seeds == 1 else population(agent)
 
     def initial_state(self) -> Any:
@@ -140,7 +146,7 @@ class Setup:
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
         env: Any = RecordedEnvironment(self.env, steps)
-        return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config))
+        return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config), recorded_steps=steps)
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
