@@ -5,6 +5,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _SEEDS = 2**32
@@ -53,6 +54,24 @@ def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
         raise ValueError(f"{name}={first}: a seed has 32 bits{last}; use 0 to {_SEEDS - seeds}")
     return first
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Checks and converts a path.
+
+    Args:
+      name: the argument's name, for messages.
+      value: text, or an object that stands for a path.
+
+    Returns:
+      The path.
+
+    Raises:
+      TypeError: if the value is neither.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}={value!r}: use a path as text or a pathlib.Path, or leave it out")
+    return Path(value)
 
 
 @contextlib.contextmanager

@@ -149,7 +149,7 @@ def scan_parts(eqn: JaxprEqn) -> Scan:
 
 
 def source_line(eqn: JaxprEqn) -> str | None:
-    """The line of Python that made an equation, outside of the libraries that trace and differentiate: `FILE:LINE (function)`."""
+    """The line of Python that made an equation, outside of JAX and its libraries: `FILE:LINE (function)`."""
     # JAX has no public name for an equation's traceback; without one there is no line.
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     for frame in getattr(traceback, "frames", ()):

@@ -123,7 +123,8 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
 
     Args:
       prog: name of the command in messages.
-      base: the dataclass of the command. If it has a field `algo`, the fields of the algorithms' configs are flags too.
+      base: the dataclass of the command. If it has a field `algo`, the fields of the algorithms' configs are flags too; a
+        field `given` receives the names of all fields that are on the command line.
       argv: the arguments.
 
     Returns:
@@ -150,6 +151,8 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
         near = near.replace("'", "'--", 1)
         raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
     given = _given(argv)
+    if "given" in own:
+        args = dataclasses.replace(args, given=frozenset(given))
     for name in own:
         if name in given and getattr(args, name) == ():
             raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")

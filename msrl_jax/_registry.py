@@ -41,8 +41,11 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
       The entry.
 
     Raises:
+      TypeError: if the name is no text.
       ValueError: if the name is unknown; suggests the nearest.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of the {kind} is {name!r}; choose from {', '.join(map(repr, sorted(table)))}")
     by_lower = {other.lower(): other for other in table}
     found = name if name in table else by_lower.get(name.lower())
     if found is None:

@@ -137,8 +137,8 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
     Raises:
       ValueError: if there are fewer than 2 frames, or no dimension.
     """
-    if frames < 2 or rank < 1:
-        raise ValueError(f"frame_stack({frames}, {rank}): a stack has at least 2 frames, and an observation 1 dimension")
+    if not isinstance(frames, int) or not isinstance(rank, int) or frames < 2 or rank < 1:
+        raise ValueError(f"frame_stack({frames!r}, {rank!r}): a stack has at least 2 frames, and an observation 1 dimension")
     return Codec(
         name=f"frame_stack({frames})" if rank == 3 else f"frame_stack({frames}, {rank})",
         encode=functools.partial(_frame_encode, frames=frames),
@@ -185,10 +185,13 @@ def get(codec: str | Codec) -> Codec:
       The codec.
 
     Raises:
+      TypeError: if it is neither a codec nor text.
       ValueError: on an unknown name.
     """
     if isinstance(codec, Codec):
         return codec
+    if not isinstance(codec, str):
+        raise TypeError(f"{codec!r} is no codec; use one of {', '.join(map(repr, CODECS))}, 'frame_stack(n)', or a Codec")
     if call := re.fullmatch(r"frame_stack\((\d+)(?:, *(\d+))?\)", codec):
         return frame_stack(*(int(n) for n in call.groups() if n))
     if codec not in CODECS:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
-from msrl_jax import algorithms
+from msrl_jax import algorithms, cli
 from msrl_jax._flags import parse
 from msrl_jax.algorithms import PPOConfig
 from msrl_jax.algorithms.configs.base import field_docs
-from msrl_jax.cli import Train, main
+from msrl_jax.cli import MOST_CPU_DEVICES, Train, main
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
@@ -79,9 +80,9 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "(interrupted)" in out and "Traceback" not in err
+    assert "(interrupted: SIGINT)" in out and "Traceback" not in err
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
-    assert (tmp_path / "run" / "checkpoint" / "state").is_dir()
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*/run.json"))) == 1
 
 
 MISTAKES = [
@@ -96,7 +97,7 @@ MISTAKES = [
     (["train", "--total-steps", "5"], "less than the"),
     (["train", "--num-minibatches", "7"], "num_minibatches=7"),
     (["train", "extra"], "unexpected argument 'extra'"),
-    (["evaluate", "no/such/run"], "no complete run"),
+    (["evaluate", "no/such/run"], "there is no folder no/such/run"),
     (["explain", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
     (["bench", "--repeats", "0"], "repeats=0"),
     (["bench", "--seconds", "nan"], "seconds=nan"),
@@ -112,6 +113,8 @@ MISTAKES = [
     (["train", "--env", "CartPole-v1:max_steps_in_episode=-5"], "max_steps_in_episode=-5: use an integer of at least 1"),
     (["train", "--progress", "loud"], "invalid choice 'loud'"),
     (["evaluate"], "PATH folder of a run"),
+    (["train", "--cpu-devices", "0"], "--cpu-devices 0: use 1 to 1024"),
+    (["train", "--cpu-devices", "1025"], "--cpu-devices 1025: use 1 to 1024"),
 ]
 
 
@@ -170,16 +173,26 @@ def test_explain_prints_the_plan(capsys, monkeypatch):
         assert max(map(len, lines)) <= columns and any(line.startswith("  learn") for line in lines)
 
 
-def test_bench_measures_a_grid(capsys):
+def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(jax.config, "update", asked.__setitem__)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=7")
+    monkeypatch.setitem(cli.COMMANDS, "train", (Train, lambda args, config: 0))
+    assert main(["train", "--cpu-devices", str(MOST_CPU_DEVICES)]) == 0
+    assert asked == {"jax_platforms": "cpu", "jax_num_cpu_devices": 1024}
+    assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last
+
+
+def test_bench_measures(capsys):
     small = [word for word in TINY if word not in ("--num-envs", "--unroll-length")][2:]
-    arguments = ["bench", "--num-envs", "8", "16", "--unroll-length", "8", "--seconds", "0.05", "--cpu-devices", "1"]
-    done = run(*arguments, "--json", *small)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
-    assert [(r["num_envs"], r["unroll_length"]) for r in rows] == [(8, 8), (16, 8)]
-    assert all(r["steps_per_second"] > 0 and r["compile_seconds"] > 0 and r["devices"] == 1 for r in rows)
-    updates = [r["updates_per_second"] / r["steps_per_second"] for r in rows]
-    assert updates == pytest.approx([2 / 64, 2 / 128])
+    arguments = ["bench", "--num-envs", "8", "--unroll-length", "8", "--seconds", "0.05", "--repeats", "1"]
+    assert main([*arguments, "--policy", "GPUOnly:num_devices=1", "--json", *small]) == 0
+    captured = capsys.readouterr()
+    assert [line.split()[0] for line in captured.err.splitlines()] == ["compiling", "measuring", "ppo"]
+    (row,) = json.loads(captured.out.splitlines()[-1])
+    assert (row["num_envs"], row["unroll_length"], row["devices"]) == (8, 8, 1)
+    assert row["steps_per_second"] > 0 and row["compile_seconds"] > 0
+    assert row["updates_per_second"] / row["steps_per_second"] == pytest.approx(2 / 64)
 
 
 def test_list_names_everything(capsys):

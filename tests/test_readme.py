@@ -57,18 +57,18 @@ def blocks(page, title, language):
 def run_sections(tmp_path, monkeypatch):
     """Runs the Python blocks of sections in an empty folder, each in a namespace of its own.
 
-    Runs are cut to 2 iterations unless `whole` is true. Returns the namespaces, one per block, and the output.
+    Runs are cut to `steps` steps, or updates; None runs them whole. Returns the namespaces, one per block, and the output.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
-    def run(page, *titles, whole=False):
+    def run(page, *titles, steps=4096):
         namespaces, output = [], io.StringIO()
         for title in titles:
             assert (page, title) in RUN_HERE
             for code in blocks(page, title, "python"):
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
-                code = code if whole else re.sub(r"total_steps=[\d_]+", "total_steps=4096", code)
+                code = code if steps is None else re.sub(r"total_steps=[\d_]+", f"total_steps={steps}", code)
                 namespaces.append({"__name__": "page"})
                 with contextlib.redirect_stdout(output):
                     exec(compile(code, f"{page}: {title}", "exec"), namespaces[-1])
@@ -166,7 +166,7 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
 
 
 def test_the_same_run_under_two_policies(run_sections):
-    _, output = run_sections(README, TOP, whole=True)  # the block itself compares the runs
+    _, output = run_sections(README, TOP, steps=None)  # the block itself compares the runs
 
     def curves(text):
         lines = re.findall(r"^(\w+) +\[([^]]*)\]$", text, re.MULTILINE)
@@ -209,9 +209,9 @@ def test_a_policy_of_ones_own(run_sections):
 
 def test_data(run_sections, tmp_path):
     titles = ("Recording", "Learning from data alone", "Learning from data and experience")
-    (recorded, offline, both), output = run_sections(DATA, *titles)
-    assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 4096
-    assert len(recorded["training"]) + len(recorded["validation"]) == 4096
+    (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
+    assert "Dataset(20,000 rows" in output and len(recorded["dataset"]) == 1024
+    assert len(recorded["training"]) + len(recorded["validation"]) == 1024
     assert np.isfinite(offline["offline"].history["validation_loss"]).all()
     assert both["result"].config.data == "medium.npz" and len(both["result"].state.data.items) == 6
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000

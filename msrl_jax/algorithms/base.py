@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from msrl_jax import _registry, envs
+from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.metrics import Mean
 
@@ -73,24 +74,33 @@ class Algorithm:
     build: Callable[[Environment, Any], Agent]
 
 
-def training_environment(
-    env: Environment, num_envs: int, *, normalize_observations: bool, normalize_rewards: bool, discount: float
-) -> VectorEnvironment:
-    """Makes the vector environment for training, with episode statistics and optional normalization.
+def counting_environment(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:
+    """Makes a vector environment with episode statistics.
 
     Args:
       env: one environment.
       num_envs: number of environments, `E`.
       normalize_observations: whether observations are standardized by running statistics.
-      normalize_rewards: whether rewards are divided by the running deviation of the discounted return.
-      discount: discount factor of that return per step.
+
+    Returns:
+      The vector environment.
+    """
+    vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
+    return envs.NormalizeObservation(vector) if normalize_observations else vector
+
+
+def training_environment(env: Environment, config: OnPolicyConfig) -> VectorEnvironment:
+    """Makes the vector environment of an on-policy algorithm, with episode statistics and optional normalization.
+
+    Args:
+      env: one environment.
+      config: the number of environments, what is normalized, and the discount factor of the normalized return.
 
     Returns:
       The vector environment. Its episode statistics count raw rewards.
     """
-    vector: VectorEnvironment = envs.EpisodeStatistics(envs.vectorize(env, num_envs))
-    observed = envs.NormalizeObservation(vector) if normalize_observations else vector
-    return envs.NormalizeReward(observed, discount) if normalize_rewards else observed
+    observed = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
+    return envs.NormalizeReward(observed, config.discount) if config.normalize_rewards else observed
 
 
 StateT = TypeVar("StateT")
@@ -146,6 +156,7 @@ def get(name: str) -> Algorithm:
       The registered algorithm.
 
     Raises:
+      TypeError: if the name is no text.
       ValueError: on an unknown name; the message suggests the nearest one.
     """
     return _registry.find("algorithm", ALGORITHMS, name)

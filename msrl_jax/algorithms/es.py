@@ -17,7 +17,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, counting_environment, logical_axes, register
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import LearningRateConfig
@@ -104,9 +104,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
       TypeError: if a space is not supported.
     """
     config.check_annealing()
-    venv = training_environment(
-        env, config.num_envs, normalize_observations=config.normalize_observations, normalize_rewards=False, discount=1.0
-    )
+    venv = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
     # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
     network = actor_critic(venv.observation_space, venv.action_space, config)

@@ -111,13 +111,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
       TypeError: if a space is not supported.
     """
     config.check_annealing()
-    venv = training_environment(
-        env,
-        config.num_envs,
-        normalize_observations=config.normalize_observations,
-        normalize_rewards=config.normalize_rewards,
-        discount=config.discount,
-    )
+    venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)

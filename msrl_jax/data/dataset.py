@@ -5,6 +5,7 @@ number of shards of a buffer.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -135,6 +136,15 @@ class Dataset:
         mean = float(returns.mean()) if len(returns) else float("nan")
         counts = {"rows": len(self), "episodes": len(returns), "cut_episodes": cut}
         return counts | {"mean_return": mean} | dict(self.about)
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of all fields with their dtypes and shapes, in hexadecimal digits."""
+        digest = hashlib.sha256()
+        for name in (*FIELDS, "cut"):
+            x = np.ascontiguousarray(getattr(self, name))
+            digest.update(f"{name} {_kind(x)}".encode())
+            digest.update(x.data)
+        return digest.hexdigest()
 
     def select(self, rows: np.ndarray | slice) -> "Dataset":
         """Takes rows.

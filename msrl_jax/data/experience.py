@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.data.dataset import Dataset
-from msrl_jax.data.files import PARTS, check_new, read_parts, save, write_part
+from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.envs import Box, Discrete, Environment, Space, TimeStep, VectorEnvironment, vectorize
 from msrl_jax.envs.base import ENV_AXIS, PyTree, env_name
 from msrl_jax.envs.spaces import struct
+from msrl_jax.fragments.processes import read
 from msrl_jax.metrics import Mean
 from msrl_jax.replay import Transition
 
@@ -170,6 +171,12 @@ class RecordedVectorEnvironment:
         return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
 
 
+def bytes_per_step(env: Environment) -> int:
+    """Bytes of a recorded step of one environment."""
+    item, action = struct(env.observation_space), struct(env.action_space)
+    return 2 * item.size * item.dtype.itemsize + action.size * action.dtype.itemsize + 4 + 2
+
+
 def _is_recorded(x: Any) -> bool:
     return isinstance(x, RecordedState)
 
@@ -179,30 +186,74 @@ def without_experience(state: Any) -> Any:
     return jax.tree.map(lambda x: x.env_state if _is_recorded(x) else x, state, is_leaf=_is_recorded)
 
 
+def at_rest(state: Any) -> Any:
+    """The state of a run whose recorded steps are on disk: what a checkpoint holds of it."""
+    rest = lambda x: x._replace(rows=(), position=()) if _is_recorded(x) else x  # noqa: E731
+    return jax.tree.map(rest, state, is_leaf=_is_recorded)
+
+
+def awake(state: Any, like: Any) -> Any:
+    """A state that can run, with an empty ring of steps.
+
+    Args:
+      state: the result of `at_rest`.
+      like: the types of the result; the ring may have another size than before.
+
+    Returns:
+      The state.
+    """
+
+    def wake(x: Any, kind: Any) -> Any:
+        if not _is_recorded(x):
+            return x
+        rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)
+        position = remainder(x.taken, kind.rows.reward.shape[-2])
+        return x._replace(rows=rows, position=position)
+
+    return jax.tree.map(wake, state, like, is_leaf=_is_recorded)
+
+
 class ExperienceWriter:
     """Writes the steps of a run to a file: first in parts, joined at the end.
 
     The parts are in a folder beside the file, and `load` reads such a folder too. So a killed run loses only its last chunk.
     """
 
-    def __init__(self, path: str | os.PathLike, about: Mapping[str, Any]):
+    def __init__(self, path: str | os.PathLike, about: Mapping[str, Any], done: Mapping[str, int] | None = None):
         """Checks the path; `add` creates the folder of the parts.
 
         Args:
           path: file of the data set, with a suffix that `save` knows.
           about: the origin of the rows, as in `Dataset.about`.
+          done: what `progress` returned when the run that goes on was saved; later parts are removed.
 
         Raises:
-          ValueError: if the file or its parts exist, or the suffix is unknown.
+          ValueError: if the file or its parts exist, or those to go on from do not, or the suffix is unknown.
         """
-        self._path, self._about, self._taken = Path(path), dict(about), 0
-        check_new(self._path)
+        self._path, self._about, self._taken, self._count = Path(path), dict(about), 0, 0
         self._parts = self._path.with_name(self._path.name + PARTS)
+        if done is not None:
+            check_suffix(self._path)
+            self._taken, self._count = done["steps"], done["parts"]
+            if not jax.process_index():
+                keep_parts(self._parts, self._count)
+            return
+        check_new(self._path)
         if self._parts.exists():
             raise ValueError(
                 f"{self._parts} holds a killed run's recording; keep it with msrl_jax.data.save(msrl_jax.data.load("
                 f"{str(self._parts)!r}), ...), and delete the folder"
             )
+
+    @property
+    def path(self) -> Path:
+        """The file of the data set."""
+        return self._path
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """How far the recording is, for a run that goes on later: steps of every environment, and parts."""
+        return {"steps": self._taken, "parts": self._count}
 
     def add(self, state: Any, steps: int) -> None:
         """Writes the steps of a chunk of iterations.
@@ -215,25 +266,37 @@ class ExperienceWriter:
           RuntimeError: if the environments took a different number of steps.
         """
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
-        rows, taken = jax.device_get((recorded.rows, recorded.taken))
+        leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
+        rows, taken = jax.tree.unflatten(tree, read(leaves))
         taken = taken.high.astype(np.uint64) * 2**32 + taken.low
         first, held = self._taken, rows.reward.shape[-2]
         self._taken += steps
         if (taken != self._taken).any():
             raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm says {steps}")
+        if jax.process_index():  # the first process writes
+            return
         if np.ndim(taken):  # members are further environments
             rows = jax.tree.map(lambda x: np.moveaxis(x, 0, 1).reshape(held, -1, *x.shape[3:]), rows)
         which = np.arange(first, first + steps) % held
         if not self._parts.exists():
             self._parts.mkdir(parents=True)
             (self._parts / "about.json").write_text(json.dumps(self._about))
-        write_part(self._parts, jax.tree.map(lambda x: x[which], rows))
+        write_part(self._parts, self._count, jax.tree.map(lambda x: x[which], rows))
+        self._count += 1
 
-    def finish(self) -> Dataset | None:
-        """Joins the parts into the file, and returns the data set, or None if there are no steps."""
-        if not self._parts.exists():
+    def finish(self, *, goes_on: bool = False) -> Dataset | None:
+        """Joins the parts into the file.
+
+        Args:
+          goes_on: whether the parts are kept, because the run may go on later.
+
+        Returns:
+          The data set, or None if there are no steps.
+        """
+        if jax.process_index() or not self._parts.exists():
             return None
         dataset = read_parts(self._parts)
         save(dataset, self._path)
-        shutil.rmtree(self._parts)
+        if not goes_on:
+            shutil.rmtree(self._parts)
         return dataset

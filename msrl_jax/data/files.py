@@ -89,13 +89,24 @@ def check_new(path: str | os.PathLike) -> None:
         raise ValueError(f"{path} exists already; name another file to record to, or delete it first")
 
 
-def write_part(folder: Path, rows: Transition) -> None:
-    """Adds steps `[T, E, ...]` to a folder of parts."""
-    number = len(list(folder.glob("part-*.npz")))
+def write_part(folder: Path, number: int, rows: Transition) -> None:
+    """Adds steps `[T, E, ...]` to a folder of parts, as part `number`."""
     path, beside = folder / f"part-{number:06d}.npz", folder / f".part-{number:06d}.npz"
     with writing(path):
         np.savez(beside, **rows._asdict())
         os.replace(beside, path)
+
+
+def keep_parts(folder: Path, count: int) -> None:
+    """Removes all parts but the first `count`; raises ValueError if there are fewer."""
+    paths = sorted(folder.glob("part-*.npz"))
+    if len(paths) < count:
+        raise ValueError(
+            f"{folder} has {len(paths)} of the {count} parts that the run has recorded so far; restore the folder, or record "
+            "the further steps to another file"
+        )
+    for path in paths[count:]:
+        path.unlink()
 
 
 def read_parts(folder: Path) -> Dataset:
@@ -105,9 +116,15 @@ def read_parts(folder: Path) -> Dataset:
         raise ValueError(f"{folder} is a folder without a data set; name a file, or the folder of a recorded run")
     parts = []
     for path in paths:
-        with np.load(path) as file:
-            parts.append([file[name] for name in FIELDS])
-    about = json.loads((folder / "about.json").read_text())
+        try:
+            with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
+                parts.append([file[name] for name in FIELDS])
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
+    try:
+        about = json.loads((folder / "about.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / 'about.json'} is missing or damaged ({error}); write {{}} to it") from error
     return from_lanes(Transition(*(np.concatenate(x) for x in zip(*parts, strict=True))), about)
 
 

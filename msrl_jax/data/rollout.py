@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import check_seed, whole
+from msrl_jax._device_memory import check_fits_host, tree_bytes
 from msrl_jax.data.dataset import Dataset, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.files import check_new, save
+from msrl_jax.data.spaces import check_rows_fit
 from msrl_jax.envs import Environment, vectorize
+from msrl_jax.fragments.memory import fitting
 from msrl_jax.replay import Transition
 
 _CHUNK = 1024
@@ -90,7 +93,8 @@ def record(
       The data set.
 
     Raises:
-      ValueError: if a number is out of range, if the file exists, or if its suffix names no format.
+      ValueError: if a number is out of range, if the file exists, if its suffix names no format, or if the rows or the
+        environments take more memory than there is.
       TypeError: if observations or actions are not arrays.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
@@ -102,6 +106,7 @@ def record(
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
     env = vectorize(behavior.env, num_envs)
+    check_rows_fit(behavior.env, steps, "Record fewer steps at once, with another seed and file each time")
     space, limit = RecordedEnvironment(behavior.env, chunk).action_space, 1.0 if epsilon is None else epsilon
 
     def choose(state: Any, obs: Any, carry: Any, key: jax.Array) -> tuple[jax.Array, Any]:
@@ -113,7 +118,6 @@ def record(
         at_random = jax.random.uniform(whether, (num_envs,)) < limit
         return jnp.where(at_random.reshape(-1, *[1] * (random.ndim - 1)), random, action), carry
 
-    @jax.jit
     def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Transition]:
         state, fresh = behavior.restore(leaves), behavior.initial_carry(num_envs)
 
@@ -129,13 +133,16 @@ def record(
 
         return jax.lax.scan(step, running, None, length=chunk)
 
+    play = fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
     leaves = behavior.take(result.member_state(member))
     key, env_key = jax.random.split(jax.random.key(seed))
+    envs = tree_bytes(jax.eval_shape(env.reset, env_key))
+    check_fits_host(envs, f"the state of num_envs={num_envs:,} environments", "Use fewer of them")
     running = (*env.reset(env_key), behavior.initial_carry(num_envs), key)
     parts = []
     for _ in range(math.ceil(length / chunk)):
-        running, rows = roll(leaves, running)
+        running, rows = play(leaves, running)
         parts.append(jax.device_get(rows))
     rows = jax.tree.map(lambda *x: np.concatenate(x)[:length], *parts)
     how = "sampled actions" if epsilon is None else f"greedy but for epsilon={epsilon:g}"

@@ -4,9 +4,11 @@ import dataclasses
 
 import numpy as np
 
+from msrl_jax._device_memory import array_bytes, check_fits_host
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Box, Discrete, Environment, Space
 from msrl_jax.envs.base import env_name
+from msrl_jax.envs.spaces import struct
 
 _TOLERANCE = 1e-4
 """How far numbers may be outside the bounds of a Box because of rounding, relative to the larger of the bound and 1."""
@@ -80,3 +82,16 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np
 
 def _rows(bad: np.ndarray) -> str:
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
+
+
+def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
+    """Raises ValueError if a data set of an environment's steps takes more memory than there is; it is joined in memory.
+
+    Args:
+      env: the environment, whose observations and actions are arrays.
+      rows: number of steps.
+      remedy: how to need less, for the message.
+    """
+    obs, action = struct(env.observation_space), struct(env.action_space)
+    row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 2  # the reward, and two flags
+    check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

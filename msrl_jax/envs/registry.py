@@ -39,8 +39,11 @@ def make(name: str, **params: Any) -> Environment:
       The environment.
 
     Raises:
+      TypeError: if the name is no text.
       ValueError: if there is no environment with that name, or it has no such parameter.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of the environment is {name!r}; write one such as 'CartPole-v1', envs.names() lists all")
     if name in _factories:
         return _factories[name](**params)
     if name not in names():

@@ -21,7 +21,8 @@
 (XLA's collectives), advice.py and idle_devices.py (warnings). Other modules: marker.py and implementations.py (`fragment`),
 graph.py and instructions.py (data of the passes), placement.py (sub-meshes and layouts), divisibility.py (whether a policy
 fits devices and sizes), executables.py and program_key.py (compiled programs, sharing of equal ones), given_state.py (checks
-of a state), memory.py (placing a state) and readings.py (metrics on the host).
+of a state), memory.py (placing a state, and whether states and programs fit), trip_counts.py (lengths of XLA's loops),
+topologies.py (devices that are not there) and readings.py (metrics on the host).
 """
 
 from msrl_jax.fragments.marker import fragment as fragment
@@ -29,3 +30,4 @@ from msrl_jax.fragments.plan import Plan as Plan
 from msrl_jax.fragments.program import Delayed as Delayed
 from msrl_jax.fragments.program import Program as Program
 from msrl_jax.fragments.program import compile as compile
+from msrl_jax.fragments.topologies import plan_devices as plan_devices

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msrl_jax.fragments.trip_counts import trip_count
+
 _KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
     *("collective-permute", "collective-broadcast"),
@@ -14,7 +16,6 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
 _MENTION = re.compile(rf"(?<![\w\-])(?:{'|'.join(_KINDS)})(?:-start)?\(")
 _WHILE = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
 _CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
@@ -84,9 +85,9 @@ def collectives(text: str) -> Found:
                 shape = _result(match[1]) if match[3] and match[2] != "all-reduce" else match[1]
                 yield Collective(match[2], _nbytes(shape), times, op[1] if op else "")
             if match := _WHILE.search(line):
-                trips = _TRIPS.search(line)
-                length, sure_inside = int(trips[1]) if trips else 1, sure and trips is not None
-                yield from visit(match[1], times * (length + 1 if trips else 1), sure_inside)
+                trips = trip_count(line, bodies[name], bodies.get(match[1], ()), bodies.get(match[2], ()))
+                length, sure_inside = 1 if trips is None else trips, sure and trips is not None
+                yield from visit(match[1], times * (1 if trips is None else length + 1), sure_inside)
                 yield from visit(match[2], times * length, sure_inside)
                 continue
             if " async-update(" in line or " async-done(" in line:

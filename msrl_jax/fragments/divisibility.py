@@ -1,5 +1,6 @@
 """Applies a policy to devices and sizes, and refuses sizes that it cannot split."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,25 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
     if twice:
         raise ValueError(f"devices names {twice[0]} twice; name every device once")
     return tuple(devices)
+
+
+def dealt(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Orders the devices of several processes by turns: the first of each process, then the second of each, and so on.
+
+    A policy that gives a part of them one number of devices for each process then takes equally many from each process, so
+    that parts exchange data within a process.
+
+    Args:
+      devices: the devices. Those of one process keep their order.
+
+    Returns:
+      The same devices.
+    """
+    hands: dict[int, list[Device]] = {}
+    for device in devices:
+        hands.setdefault(device.process_index, []).append(device)
+    turns = itertools.zip_longest(*hands.values())
+    return tuple(device for turn in turns for device in turn if device is not None)
 
 
 @dataclass(frozen=True)
@@ -76,12 +96,7 @@ class Fit:
         return tuple(d for d in self.devices if d not in self.layout.devices)
 
     def _check(self, placement: Placement, policy: str) -> None:
-        # Of the axes of environments, agents and members a placement must split the first that the state has; it keeps the
-        # others whole where they do not divide. Workers and shards belong to separate arrays.
-        first = next((axis for axis, _ in placement.rules if axis in self.leaves), None)
-        for axis, mesh_axis in placement.rules:
-            if axis not in self.leaves or axis not in (first, "worker", "shard"):
-                continue
+        for axis, mesh_axis in placement.must_divide(self.leaves):
             ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
             if self.sizes[axis] % ways:
                 fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]

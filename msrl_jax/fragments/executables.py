@@ -12,7 +12,7 @@ from msrl_jax.fragments.instructions import Instruction, Value
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
-_SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
 @dataclass(eq=False)
@@ -64,21 +64,27 @@ class Executables:
             jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
             try:
                 self._cache[key] = compiled = jitted.lower(*args).compile()
-            except ValueError as error:
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
                 raise _explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
-            if any(a.dtype.name in _SMALLER_THAN_A_BYTE for a in args):
+            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.seconds += time.perf_counter() - start
             self.count += 1
         return self._cache[key]
 
 
-def _explained(error: ValueError, name: str, num_devices: int) -> ValueError:
+def _explained(error: ValueError | RuntimeError, name: str, num_devices: int) -> ValueError | RuntimeError:
     """The compiler's error with a remedy, if one is known; else the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
             f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
             f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+        )
+    if "limited ICI routing" in str(error):
+        return ValueError(
+            f"{name} runs on {num_devices} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
+            "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, "
+            "or chips with full routing, such as v6e or v5p"
         )
     return error
 

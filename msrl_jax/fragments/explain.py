@@ -5,14 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 from jax.sharding import NamedSharding
 
+from msrl_jax._device_memory import device_memory
 from msrl_jax.fragments.advice import advise
 from msrl_jax.fragments.collectives import Found, collectives
 from msrl_jax.fragments.cost import FragmentCost
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.idle_devices import warn_of_idle
 from msrl_jax.fragments.instructions import Instruction, Loop, Move, Packed, Run, Value, walk
+from msrl_jax.fragments.memory import sharing_memory
 from msrl_jax.fragments.placement import Device, Edge, Layout
-from msrl_jax.fragments.plan import Crossing, FragmentPlan, LoopPlan, Plan, ProgramPlan
+from msrl_jax.fragments.plan import Crossing, FragmentPlan, LoopPlan, Plan, ProgramPlan, size
 
 
 def explain(
@@ -48,6 +50,7 @@ def explain(
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
     warnings = advise(layout, instructions, programs, shardings, unused)
+    warnings += _memory_warnings(steps, programs)
     if idle := warn_of_idle(fit):
         warnings.append(idle)
     if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
@@ -64,6 +67,20 @@ def explain(
         {p.name: _names(p.devices) for p in layout.placements}, _names(fit.idle),
         layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
     )  # fmt: skip
+
+
+def _memory_warnings(steps: Sequence[tuple[Instruction, int]], programs: Sequence[ProgramPlan]) -> Iterable[str]:
+    """Of programs that would be refused: those that take more memory than their devices have."""
+    for i, program in zip([i for i, _ in steps if isinstance(i, Run)], programs, strict=True):
+        for devices in sharing_memory(i.placement.devices):
+            taken, limit = program.memory_bytes * len(devices), device_memory(devices)
+            if limit is not None and taken > limit:
+                yield (
+                    f"program {program.name!r} @ {program.placement} takes {size(taken)} of {_names(devices)[0]}"
+                    f"{', ...' * (len(devices) > 1)}, which {'have' if len(devices) > 1 else 'has'} {size(limit)}: a run is "
+                    "refused. Fewer environments, shorter unrolls or more devices take less"
+                )
+                break
 
 
 def _names(devices: Iterable[Device]) -> tuple[str, ...]:

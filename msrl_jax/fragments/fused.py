@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,9 @@ from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.executables import Executables, understood, whole
 from msrl_jax.fragments.instructions import Value
+
+_Loop: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
+"""Iterations done, the leaves of the state, and the rows of the metrics."""
 
 
 def lower_fused(
@@ -39,7 +43,7 @@ def lower_fused(
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
 
     def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-        def step(carry: tuple[jax.Array, list[jax.Array], list[jax.Array]]):
+        def step(carry: _Loop) -> _Loop:
             done, leaves, rows = carry
             results = list(iteration(*leaves))
             row = results[len(leaves) :]

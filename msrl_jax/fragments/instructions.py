@@ -166,6 +166,11 @@ class Move:
         """Whether the placements have a device in common; a transfer could then share the source's memory."""
         return not set(self.sources[0].placement.devices).isdisjoint(self.results[0].placement.devices)
 
+    @property
+    def processes(self) -> set[int]:
+        """The processes that own a device of a placement."""
+        return {d.process_index for v in (self.sources[0], self.results[0]) for d in v.placement.devices}
+
     def __str__(self) -> str:
         pairs = ", ".join(f"{s} -> {r}" for s, r in zip(self.sources, self.results, strict=True))
         return f"{'copy' if self.is_copy else 'move'} {pairs}"

@@ -86,7 +86,6 @@ def _settle(
             i = replace(i, donated=_donated(i, live, owned))
             consumed = {i.inputs[k] for k in i.donated} | {b for b, _ in i.writes}
         dead = {v for v in [*i.reads(), *i.makes()] if v in owned and v not in live and v not in consumed}
-        dead -= {v for c in before for v in c.makes()}
         if dead:
             done.append(Free(tuple(sorted(dead, key=lambda v: v.index))))
         done.append(i)

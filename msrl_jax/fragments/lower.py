@@ -78,7 +78,7 @@ class _Lowering:
                 i = self.loop(i, done, fixed)
             done.append(i)
         for i in done:
-            if isinstance(i, Move) and i.shares_devices:
+            if isinstance(i, Move) and (i.is_copy or (i.shares_devices and len(i.processes) == 1)):
                 self.copy(i)
             elif isinstance(i, Alloc):
                 self.alloc(i)

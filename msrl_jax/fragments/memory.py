@@ -1,15 +1,17 @@
-"""Places or computes a state where a program keeps it, and counts its memory."""
+"""Places or computes a state where a program keeps it, and refuses states and programs that memory cannot hold."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr, Var, jaxpr_as_fun
+from msrl_jax._compat import ClosedJaxpr, Jaxpr, ShapedArray, Var, jaxpr_as_fun, sub_jaxprs
 from msrl_jax._device_memory import array_bytes, device_memory
+from msrl_jax.fragments.marker import is_fragment
 from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.processes import is_global, transfer
 
 Leaves = list[tuple[jax.Array, ...]]
 """The leaves of a state, each with its copies on the placements that keep one."""
@@ -35,14 +37,14 @@ def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], cop
     for i, s in targets:
         x = flat[i]
         # A transfer may share memory with its source if they share a device, and one array may be several leaves.
-        on_host = not isinstance(x, jax.Array)
+        on_host = not is_global(x)
         shared = on_host or bool(x.sharding.device_set & s.device_set)
         fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
         seen.add(id(x))
     arrays = [flat[i] for i, _ in targets]
-    elsewhere = [k for k, (_, s) in enumerate(targets) if not isinstance(arrays[k], jax.Array) or arrays[k].sharding != s]
+    elsewhere = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
     if elsewhere:
-        moved = jax.device_put([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
+        moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
         for k, x in zip(elsewhere, moved, strict=True):
             arrays[k] = x
     by_mesh: dict[Any, list[int]] = {}
@@ -109,7 +111,7 @@ def compute(
             by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
     found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
     for mesh, targets in by_mesh.items():
-        arguments = jax.device_put(list(args), NamedSharding(mesh, PartitionSpec()))
+        arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers = [i for i, _ in targets]
         out = [sharding for _, sharding in targets]
         arrays = jax.jit(lambda *xs, numbers=numbers: select(init, xs, numbers), out_shardings=out)(*arguments)
@@ -126,13 +128,13 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
       shardings: shardings of every copy of every leaf.
 
     Returns:
-      Bytes, by device.
+      Bytes, by device; those of other processes are left out.
     """
     held: dict[Device, int] = {}
     for aval, copies in zip(avals, shardings, strict=True):
         for sharding in copies:
             part = jax.ShapeDtypeStruct(sharding.shard_shape(aval.shape), aval.dtype)
-            for device in sharding.device_set:
+            for device in sharding.addressable_devices:
                 held[device] = held.get(device, 0) + array_bytes(part)
     return held
 
@@ -144,12 +146,85 @@ def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
       held: bytes by device.
       largest: which leaf is the largest, for the message.
     """
-    hosts = [d for d in held if d.platform == "cpu"]  # they share one memory
-    for devices in (hosts, *([d] for d in held if d.platform != "cpu")):
-        taken = sum(held[d] for d in devices)
-        if devices and taken > (limit := device_memory(devices)):
+    for devices in sharing_memory(held):
+        taken, limit = sum(held[d] for d in devices), device_memory(devices)
+        if limit is not None and taken > limit:
             raise ValueError(
                 f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
-                f"{largest}. Use a smaller capacity, fewer seeds, shorter chunks of a recorded run, or a policy that splits "
-                "that leaf over more devices"
+                f"{largest}. Use a smaller capacity, fewer environments or seeds, shorter chunks of a recorded run, or a "
+                "policy that splits that leaf over more devices"
+            )
+
+
+def sharing_memory(devices: Iterable[Device]) -> list[list[Device]]:
+    """Devices by the memory that they have: the CPU devices of this process share that of the host."""
+    devices = list(devices)
+    host = [d for d in devices if d.platform == "cpu" and getattr(d, "process_index", 0) == jax.process_index()]
+    return [*([host] if host else []), *([d] for d in devices if d.platform != "cpu")]
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """The bytes that a program takes on each of its devices: arguments, results and temporary arrays."""
+    memory = compiled.memory_analysis()
+    kept = sum(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp"))
+    return kept - getattr(memory, "alias_size_in_bytes", 0)
+
+
+def largest_array(jaxpr: Jaxpr) -> str:
+    """Names the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
+
+    def visit(jaxpr: Jaxpr, fragment: str) -> Iterator[tuple[int, str]]:
+        for eqn in jaxpr.eqns:
+            for sub in sub_jaxprs(eqn):
+                yield from visit(sub, f" in {eqn.params['name']!r}" if is_fragment(eqn) else fragment)
+            for made in (v.aval for v in eqn.outvars):
+                if isinstance(made, ShapedArray):
+                    yield array_bytes(made), f"{made.dtype}{list(made.shape)} of {eqn.primitive.name}{fragment}"
+
+    nbytes, name = max(visit(jaxpr, ""), key=lambda found: found[0], default=(0, "none"))
+    return f"{name} ({nbytes:,} bytes)"
+
+
+def fitting(fn: jax.stages.Wrapped, what: str, remedy: str) -> Callable[..., Any]:
+    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have.
+
+    Args:
+      fn: the jitted function.
+      what: its program in words, for the message.
+      remedy: how to make it smaller.
+
+    Returns:
+      The function, of arrays.
+    """
+    programs: dict[Any, jax.stages.Compiled] = {}
+
+    def call(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        key = tree, tuple((jax.typeof(x), x.sharding) for x in leaves)
+        if key not in programs:
+            compiled = fn.lower(*args).compile()
+            check_program_fits(compiled, what, remedy)
+            programs[key] = compiled
+        return programs[key](*args)
+
+    return call
+
+
+def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:
+    """Raises ValueError if a program takes more memory than its devices have in all, whatever else they hold.
+
+    Args:
+      compiled: the program.
+      what: the program in words, for the message.
+      remedy: how to make it smaller.
+    """
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    taken = program_bytes(compiled)
+    for devices in sharing_memory({d: None for s in shardings for d in s.device_set}):
+        limit = device_memory(devices)
+        if limit is not None and taken * len(devices) > limit:
+            names = ", ".join(map(str, devices))
+            raise ValueError(
+                f"{what} takes {taken * len(devices):,} bytes of {names}, which {'have' if len(devices) > 1 else 'has'} "
+                f"{limit:,} in all. {remedy}"
             )

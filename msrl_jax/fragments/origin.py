@@ -22,6 +22,7 @@ from msrl_jax._compat import (
     JaxprEqn,
     Literal,
     Var,
+    aval,
     call_body,
     cond_p,
     drop_unused,
@@ -197,16 +198,16 @@ class _Walk:
     def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
         """Evaluates an equation as a whole: compiled if it holds code, such as a fragment or a loop."""
         if id(eqn) not in self._compiled:
-            inputs = [Var(a.aval) for a in eqn.invars]
             outputs = [Var(v.aval) for v in eqn.outvars]
-            alone = make_jaxpr_of([eqn.replace(invars=inputs, outvars=outputs)], inputs, outputs, "equation")
+            free = [Var(a.aval) for a in eqn.invars]
+            alone = make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation")
             run = jaxpr_as_fun(alone)
             self._compiled[id(eqn)] = eqn, jax.jit(run) if any(True for _ in sub_jaxprs(eqn)) else run
         return self._compiled[id(eqn)][1]
 
 
 def _read(env: Mapping[Var, Dyed], atom: Atom) -> Dyed:
-    return Dyed(jnp.asarray(atom.val, atom.aval.dtype), None) if isinstance(atom, Literal) else env[atom]
+    return Dyed(jnp.asarray(atom.val, aval(atom).dtype), None) if isinstance(atom, Literal) else env[atom]
 
 
 def _bound(jaxpr: Jaxpr, consts: Consts, ins: Sequence[Dyed]) -> dict[Var, Dyed]:

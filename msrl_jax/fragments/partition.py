@@ -74,7 +74,7 @@ def _partition(region: Region, registers: Mapping[Var, list[Placement]], default
     free = _free(region, registers)
     places, homes = _place(region, registers, loops, free, default)
     homes = [list({p.mesh: p for p in reversed(at)}.values())[::-1] for at in homes]
-    groups = _sink(region, _group(region, places), homes)
+    groups = _sink(_group(region, places))
     made_at: dict[Var, list[Placement]] = dict(zip(region.carry, homes, strict=True))
     for node in region.nodes:
         for i, var in enumerate(node.eqn.outvars):
@@ -299,16 +299,17 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     return groups
 
 
-def _sink(region: Region, groups: list[Group], homes: list[list[Placement]]) -> list[Group]:
-    """Merges a glue program into a later program of its placement if no other program reads it."""
-    carried = {a: at for a, at in zip(region.next_carry, homes, strict=True) if isinstance(a, Var)}
+def _sink(groups: list[Group]) -> list[Group]:
+    """Merges a glue program into a later program of its placement if no other program reads it.
+
+    A result that is carried to the next repetition delays nobody: where it is carried, it is also made.
+    """
     for group in list(groups):
         if group.placement is None or not group.is_pure_glue:
             continue
         made = {v for n in group.nodes for v in n.eqn.outvars}
-        elsewhere = any(v in carried and set(carried[v]) != {group.placement} for v in made)
         readers = [g for g in groups if g is not group and _reads(g, made, [o for o in groups if o is not group])]
-        if len(readers) == 1 and readers[0].placement == group.placement and not elsewhere:
+        if len(readers) == 1 and readers[0].placement == group.placement:
             into = readers[0]
             into.nodes[:0] = group.nodes
             into.waits_for |= group.waits_for

@@ -1,6 +1,6 @@
 """Where fragments run: a placement is a named sub-mesh with rules for logical axes; a layout maps roles to placements."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -21,6 +21,11 @@ class Device(Protocol):
         """Such as "cpu", "gpu" or "tpu"."""
         ...
 
+    @property
+    def process_index(self) -> int:
+        """The number of the process that owns it."""
+        ...
+
 
 if TYPE_CHECKING:
     from msrl_jax.codecs import Codec
@@ -29,6 +34,9 @@ Rules = tuple[tuple[str, str], ...]
 
 AXES = ("env", "worker", "shard", "agent", "member")
 """The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
+
+SEPARATE = ("worker", "shard")
+"""Those that stand in separate arrays: every worker has its networks, every shard its rows, whatever else is split."""
 
 
 # A role that a layout does not list takes the placement of a role that feeds or reads it.
@@ -51,12 +59,14 @@ class Placement:
       rules: pairs (logical axis, mesh axis); the first rule that fits a dimension wins. Axes without a rule stay whole.
       scatter: a mesh axis for arrays that no rule splits: they are split over it along their largest dimension that divides.
         None replicates them. With it a parameter server keeps one shard of every tensor on each device.
+      separate: logical axes of separate arrays, which are split beside any other axis; see `must_divide`.
     """
 
     name: str
     mesh: Mesh
     rules: Rules = (("env", "devices"),)
     scatter: str | None = None
+    separate: tuple[str, ...] = SEPARATE
 
     @classmethod
     def over(
@@ -66,14 +76,16 @@ class Placement:
         *,
         split: Sequence[str] = AXES,
         scatter: bool = False,
+        separate: Sequence[str] = SEPARATE,
     ) -> "Placement":
         """Makes a placement on a one-dimensional mesh with the axis "devices".
 
         Args:
           name: its name in plans and errors.
-          devices: the devices, in order.
+          devices: the devices, in order; those of one process are put side by side.
           split: the logical axes to split over the devices; an array that has several is split along the first of them.
           scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
+          separate: logical axes of separate arrays, which have to divide beside any other axis.
 
         Returns:
           The placement.
@@ -83,8 +95,10 @@ class Placement:
         """
         if not len(devices):
             raise ValueError(f"placement {name!r} has no device; give it at least one")
+        devices = sorted(devices, key=lambda d: d.process_index)
         rules = tuple((logical, "devices") for logical in split)
-        return cls(name, Mesh(np.asarray(devices, dtype=object), ("devices",)), rules, "devices" if scatter else None)
+        mesh = Mesh(np.asarray(devices, dtype=object), ("devices",))
+        return cls(name, mesh, rules, "devices" if scatter else None, tuple(separate))
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -94,6 +108,18 @@ class Placement:
     def split(self, axis: str) -> int:
         """The number of devices over which the rules split a logical axis."""
         return next((self.mesh.shape[m] for logical, m in self.rules if logical == axis), 1)
+
+    def must_divide(self, axes: Container[str]) -> Rules:
+        """The rules that a state must follow to the letter; under the others, axes that do not divide stay whole.
+
+        Args:
+          axes: the logical axes of the state.
+
+        Returns:
+          The rule of the first of these axes, over which the work is divided, and those of `separate` axes.
+        """
+        given = [rule for rule in self.rules if rule[0] in axes]
+        return tuple(rule for rule in given if rule[0] in (given[0][0], *self.separate))
 
     def sharding(self, logical: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
         """The sharding of an array: split where a rule applies and the dimension divides, else whole.

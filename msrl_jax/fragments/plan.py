@@ -40,6 +40,16 @@ class ProgramPlan:
     collectives: tuple[Collective, ...]
     collectives_known: bool = True
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the program takes on each device while it runs."""
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes - self.donated_bytes
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes of the results of its collectives on each device, per iteration."""
+        return sum(c.nbytes * c.times for c in self.collectives) * self.runs
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -121,9 +131,29 @@ class Plan:
         """Programs that the host dispatches per iteration."""
         return sum(p.runs for p in self.programs)
 
+    @property
+    def bytes_arriving(self) -> dict[str, int]:
+        """Bytes that transfers bring to each device of a placement per iteration."""
+        return {
+            name: sum(c.nbytes * c.times for c in self.crossings if c.destination == name) // len(devices)
+            for name, devices in self.placements.items()
+        }
+
+    @property
+    def bytes_of_collectives(self) -> dict[str, int]:
+        """Bytes of the results of collectives on each device of a placement per iteration."""
+        return {name: sum(p.collective_bytes for p in self.programs if p.placement == name) for name in self.placements}
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that the largest program takes on each device of a placement."""
+        return {
+            name: max((p.memory_bytes for p in self.programs if p.placement == name), default=0) for name in self.placements
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain Python data, ready for JSON."""
-        totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches")
+        totals = ("bytes_crossing", "unpacked_bytes_crossing", "dispatches", "bytes_arriving", "bytes_of_collectives", "memory")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:
@@ -190,9 +220,14 @@ def _crossing_rows(crossings: Sequence[Crossing]) -> list[list[str]]:
     return rows
 
 
+def _some(devices: Sequence[str]) -> str:
+    """The names of devices, of the first and the last one if they are many."""
+    return ", ".join(devices) if len(devices) <= 16 else f"{devices[0]}, ..., {devices[-1]} ({len(devices)} devices)"
+
+
 def _table(plan: Plan) -> str:
-    where = "; ".join(f"{name} = {', '.join(devices)}" for name, devices in plan.placements.items())
-    where += f"; idle = {', '.join(plan.idle)}" if plan.idle else ""
+    where = "; ".join(f"{name} = {_some(devices)}" for name, devices in plan.placements.items())
+    where += f"; idle = {_some(plan.idle)}" if plan.idle else ""
     how = "one program for a whole run of iterations" if plan.fused else f"{plan.dispatches} dispatches per iteration"
     stale = f", staleness {plan.staleness}" if plan.staleness else ""
     lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]

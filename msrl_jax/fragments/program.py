@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax._device_memory import array_bytes
+from msrl_jax._device_memory import array_bytes, is_planned
 from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import FragmentCost, fragment_costs
-from msrl_jax.fragments.divisibility import Fit, check_devices
+from msrl_jax.fragments.divisibility import Fit, check_devices, dealt
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.fused import lower_fused, lower_once
@@ -22,7 +22,18 @@ from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
 from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.lower import lower
-from msrl_jax.fragments.memory import LARGE, Leaves, check_state_fits, compute, constants, put, select, state_bytes
+from msrl_jax.fragments.memory import (
+    LARGE,
+    Leaves,
+    check_program_fits,
+    check_state_fits,
+    compute,
+    constants,
+    largest_array,
+    put,
+    select,
+    state_bytes,
+)
 from msrl_jax.fragments.own_meshes import check_meshes
 from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack, unused_codecs
 from msrl_jax.fragments.parameter_owners import check_owners
@@ -73,7 +84,8 @@ def compile(
       axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
         part; None replicates.
       groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 by default.
-      devices: devices that the policy may use; all of the default platform if not given.
+      devices: devices that the policy may use; all of the default platform, of all processes, if not given. A policy gets
+        those of several processes by turns.
 
     Returns:
       The program.
@@ -86,7 +98,8 @@ def compile(
     _check_jit_is_on()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    fit = Fit(policy, check_devices(jax.devices() if devices is None else devices), axis_leaves(state, specs), groups or {})
+    usable = dealt(check_devices(jax.devices() if devices is None else devices))
+    fit = Fit(policy, usable, axis_leaves(state, specs), groups or {})
     layout = fit.layout
     traced = trace(iteration, state)
     closed = traced.jaxpr
@@ -147,6 +160,8 @@ class Program(Generic[State]):
         self._executables = Executables(seconds=seconds)
         self._given = GivenState(tree, [copies[0] for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
+        self._is_lowered = False
+        self._fitting: set[jax.stages.Compiled] = set()
         self._once: Callable[..., Sequence[jax.Array]] | None = None
         self._shardings = [
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
@@ -161,6 +176,7 @@ class Program(Generic[State]):
                 "the program was compiled under jax.enable_x64, but runs without it; run it under the setting that it was "
                 "compiled under, or compile it again"
             )
+        self._check_present()
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -199,12 +215,31 @@ class Program(Generic[State]):
         labels = (self.graph.labels[self.graph.region.carry[i]] for i in self.graph.delayed)
         return {label.removeprefix("state"): self.layout.staleness for label in labels}
 
+    @property
+    def shardings(self) -> tuple[Any, tuple[NamedSharding, ...]]:
+        """Where the program keeps the state and the registers: a pytree like the state, and one sharding per register."""
+        first, count = [copies[0] for copies in self._shardings], self._tree.num_leaves
+        return jax.tree.unflatten(self._tree, first[:count]), tuple(first[count:])
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Bytes of the metrics of one iteration."""
+        return sum(v.nbytes for v in self.schedule.metrics)
+
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
         largest = max(range(len(avals)), key=lambda i: array_bytes(avals[i]))
         aval, label = avals[largest], self.schedule.inputs[largest][0].label
         check_state_fits(state_bytes(avals, self._shardings), f"{label}, {aval.dtype}{list(aval.shape)}")
+
+    def _check_present(self) -> None:
+        if missing := [d for d in self.devices if is_planned(d)]:
+            raise RuntimeError(
+                f"the program was compiled for {len(missing)} devices that are not there ({missing[0]}, ...), such as those of "
+                "plan_devices, so it can be explained, but no state can be placed and nothing runs. Compile it for devices "
+                "of this machine (jax.devices()) to run it"
+            )
 
     def place(self, state: State | Delayed) -> Any:
         """Copies a state to where the program keeps it.
@@ -215,6 +250,7 @@ class Program(Generic[State]):
         Returns:
           The state, on the program's devices; a `Delayed` (state and registers) if the policy has staleness.
         """
+        self._check_present()
         return self._wrap(self._fill(state, copy=True))
 
     def initialize(self, init: Callable[..., State], *args: Any) -> Any:
@@ -227,6 +263,7 @@ class Program(Generic[State]):
         Returns:
           The placed state, as `place` returns it.
         """
+        self._check_present()
         num_leaves = self._tree.num_leaves
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
         self._given.check_tree(jax.tree.structure(shapes))
@@ -268,7 +305,9 @@ class Program(Generic[State]):
             self._check_measured([measured])
         else:
             if self._once is None:
-                self._once = self._executables.call(self._one_iteration(donate=False))
+                once = self._one_iteration(donate=False)
+                self._check_fits(once, "of one iteration")
+                self._once = self._executables.call(once)
             flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
@@ -317,7 +356,7 @@ class Program(Generic[State]):
         if self.is_fused:
             self._fused_loop(chunk)
         else:
-            self._ready()
+            self._lower()
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
         """The XLA programs, for cost analysis and inspection.
@@ -326,7 +365,8 @@ class Program(Generic[State]):
           chunk: the largest number of iterations in one program, if the policy fuses the loop.
 
         Returns:
-          The one program of up to `chunk` iterations, whose first argument is their number, if the policy fuses the loop, else the programs of one iteration.
+          The one program of up to `chunk` iterations, whose first argument is their number, if the policy fuses the loop,
+          else the programs of one iteration.
         """
         self.warm_up(chunk)
         if self.is_fused:
@@ -352,7 +392,9 @@ class Program(Generic[State]):
 
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
-            flat = self._executables.call(self._fused_loop(most))(np.int32(length), *[copies[0] for copies in leaves])
+            loop = self._fused_loop(most)
+            self._check_fits(loop, f"of up to {most} iterations")
+            flat = self._executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
             return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
         execute = self._ready()
         rows: list[list[jax.Array]] = []
@@ -372,7 +414,8 @@ class Program(Generic[State]):
 
     def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
         """Raises if a codec lost values, according to the scalars of its check in each iteration."""
-        columns = zip(*jax.device_get(measured), strict=True)
+        scalars, tree = jax.tree.flatten(measured)
+        columns = zip(*jax.tree.unflatten(tree, read(scalars)), strict=True)
         for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
@@ -392,11 +435,29 @@ class Program(Generic[State]):
         """The canonical copy of each leaf of the state, and its sharding."""
         return [copies[0] for copies in self.schedule.inputs], [copies[0] for copies in self._shardings]
 
+    def _lower(self) -> None:
+        if not self._is_lowered:
+            self.schedule = lower(self.schedule, self.graph.axes, self._executables)
+            self._is_lowered = True
+
     def _ready(self) -> Executor:
         if self._executor is None:
-            self.schedule = lower(self.schedule, self.graph.axes, self._executables)
+            self._lower()
+            for i, _ in walk(self.schedule.body):
+                if isinstance(i, Run):
+                    self._check_fits(self._executables.compiled[i], f"{i.name!r} @ {i.placement.name}")
             self._executor = Executor(self.schedule, self._executables)
         return self._executor
+
+    def _check_fits(self, compiled: jax.stages.Compiled, name: str) -> None:
+        if compiled not in self._fitting:
+            array = largest_array(self._traced.jaxpr.jaxpr)
+            check_program_fits(
+                compiled, f"program {name}",
+                f"The largest array of an iteration, before it is split, is {array}. Use fewer environments or seeds, shorter "
+                "unrolls or chunks, smaller networks or minibatches, or a policy that splits the program over more devices",
+            )  # fmt: skip
+            self._fitting.add(compiled)
 
     def _fill(self, state: State | Delayed, *, copy: bool) -> Leaves:
         """The copies of every leaf where the program keeps them; in new memory if `copy`."""

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax.fragments.processes import read as read
+
 
 def stack(rows: Sequence[Sequence[jax.Array]]) -> list[Any]:
     """Reads the metrics of single iterations.
@@ -17,14 +19,9 @@ def stack(rows: Sequence[Sequence[jax.Array]]) -> list[Any]:
     Returns:
       One array for each leaf, with a leading axis of iterations: a NumPy array, or typed keys.
     """
-    return [_together(np.stack, jnp.stack, column) for column in zip(*map(read, rows), strict=True)]
-
-
-def read(arrays: Sequence[jax.Array]) -> list[Any]:
-    """Reads arrays from devices. JAX cannot assemble split arrays without elements: they are made on the host."""
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
-    full = [x if x.size or key else np.zeros(x.shape, x.dtype) for x, key in zip(arrays, is_key, strict=True)]
-    return jax.device_get(full)
+    width = len(rows[0])
+    found = read([x for row in rows for x in row])  # at once: several processes exchange what they read
+    return [_together(np.stack, jnp.stack, found[k::width]) for k in range(width)]
 
 
 def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:

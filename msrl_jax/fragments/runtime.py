@@ -1,5 +1,10 @@
-"""The runtime: executes an instruction list, one asynchronous dispatch per instruction."""
+"""The runtime: executes an instruction list, one asynchronous dispatch per instruction.
 
+If several processes run the program, each executes the whole list. Programs on devices of other processes give it arrays
+without parts of its own.
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +14,7 @@ from jax.sharding import Mesh
 
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.processes import absent, crossing, must_wait, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
@@ -33,9 +39,8 @@ class Executor:
         )
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
-        self._constants = [
-            (v.index, jax.device_put(data, executables.shardings[v])) for v, data in schedule.constants.items()
-        ]
+        constants = transfer(list(schedule.constants.values()), [executables.shardings[v] for v in schedule.constants])
+        self._constants = [(v.index, array) for v, array in zip(schedule.constants, constants, strict=True)]
         self._steps = [self._step(i) for i in schedule.body]
 
     def __call__(
@@ -89,11 +94,12 @@ class Executor:
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return step
         launched = self._launched.setdefault(mesh, [0])
+        ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
 
         def paced(slots: Slots) -> None:
             step(slots)
             launched[0] += 1
-            if launched[0] % _CPU_PROGRAMS_AHEAD == 0:
+            if launched[0] % ahead == 0:
                 jax.block_until_ready([slots[k] for k in outs])
 
         return paced
@@ -103,12 +109,30 @@ class Executor:
         if i.is_copy:
             return self._call(i, i.sources, i.results)
         shardings = [self._executables.shardings[v] for v in i.results]
+        if len(i.processes) > 1:
+            return self._cross(i, ins, outs)
+        if jax.process_index() not in i.processes:
+            elsewhere = [absent(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
+            return _set(outs, elsewhere)
         copied = self._executables.compiled.get(i)
         copy = self._executables.call(copied) if copied else None
 
         def step(slots: Slots) -> None:
             arrays = jax.device_put([slots[k] for k in ins], shardings)
             for o, x in zip(outs, copy(*arrays) if copy else arrays, strict=True):
+                slots[o] = x
+
+        return step
+
+    def _cross(self, i: Move, ins: Sequence[int], outs: Sequence[int]) -> Step:
+        kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
+        ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
+        start = time.perf_counter()
+        cross = crossing(kinds, *ends)
+        self._executables.seconds += time.perf_counter() - start
+
+        def step(slots: Slots) -> None:
+            for o, x in zip(outs, cross([slots[k] for k in ins]), strict=True):
                 slots[o] = x
 
         return step
@@ -149,8 +173,16 @@ class Executor:
         known = self._rows.setdefault(sharding, [])
         if len(known) < length:
             more = [np.int32(t) for t in range(len(known), length)]
-            known += jax.device_put(more, [sharding] * len(more))
+            known += transfer(more, [sharding] * len(more))
         return known
+
+
+def _set(indices: Sequence[int], arrays: Sequence[jax.Array]) -> Step:
+    def step(slots: Slots) -> None:
+        for k, x in zip(indices, arrays, strict=True):
+            slots[k] = x
+
+    return step
 
 
 def _free(indices: Sequence[int]) -> Step:

@@ -147,6 +147,26 @@ def edges(
     return (*given(lower, upper, up), *given(upper, lower, down))
 
 
+def check_codecs(policy: object, *fields: str) -> None:
+    """Checks the types of the codecs of a policy.
+
+    Args:
+      policy: the policy.
+      *fields: names of its fields that hold a `CodecChoice`.
+
+    Raises:
+      TypeError: if one holds anything else.
+    """
+    for name in fields:
+        choice = getattr(policy, name)
+        given = choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
+        if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in given.items()):
+            raise TypeError(
+                f"{type(policy).__name__}: {name}={choice!r} is no codec; use the name of one (such as 'bfloat16'; "
+                "codecs.names() lists them), a Codec, a mapping from parts of values' names to these, or None"
+            )
+
+
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
     """The devices of a platform, or the given devices if no platform is named.
 
@@ -158,10 +178,14 @@ def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]
       The devices.
 
     Raises:
-      ValueError: if the process has no such platform.
+      ValueError: if the process has no such platform, or several processes run the program: each would name its own devices.
     """
     if platform is None:
         return list(devices)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"env_platform={platform!r} is for a single process, but there are {jax.process_count()}; leave it out"
+        )
     try:
         return jax.local_devices(backend=platform)
     except RuntimeError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from msrl_jax.policies.base import BUFFERING, CodecChoice, Device, Layout, Placement, described, edges, take
+from msrl_jax.policies.base import BUFFERING, CodecChoice, Device, Layout, Placement, check_codecs, described, edges, take
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Central:
     shards: int = 1
     gradient_codec: CodecChoice = None
     parameter_codec: CodecChoice = None
+
+    def __post_init__(self):
+        check_codecs(self, "gradient_codec", "parameter_codec")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places the server on separate devices."""

@@ -12,6 +12,7 @@ from msrl_jax.policies.base import (
     Device,
     Layout,
     Placement,
+    check_codecs,
     described,
     edges,
     on_platform,
@@ -49,6 +50,7 @@ class SingleLearnerCoarse:
 
     def __post_init__(self):
         check_staleness(self.staleness)
+        check_codecs(self, "trajectory_codec", "parameter_codec")
         if self.buffers not in (None, "actors") and not (isinstance(self.buffers, int) and self.buffers >= 1):
             raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
 
@@ -87,6 +89,9 @@ class SingleLearnerFine:
     learners: int = 1
     env_platform: str | None = None
     observation_codec: CodecChoice = None
+
+    def __post_init__(self):
+        check_codecs(self, "observation_codec")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
         """Places environments apart from the networks."""

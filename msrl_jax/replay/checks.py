@@ -3,9 +3,7 @@
 import math
 import numbers
 
-import jax
-
-from msrl_jax._device_memory import device_memory
+from msrl_jax._device_memory import device_memory, own_devices
 
 
 def check_integers(**arguments: int) -> None:
@@ -31,10 +29,10 @@ def check_memory(nbytes: int, parts: int, what: str, capacity: int) -> None:
       what: the buffer in words, for the message.
       capacity: the buffer's capacity, to suggest one that fits.
     """
-    local = jax.local_devices()
+    local = own_devices()
     devices = local[: math.gcd(parts, len(local))]
     limit = device_memory(devices)
-    if nbytes > limit:
+    if limit is not None and nbytes > limit:
         raise ValueError(
             f"{what} takes {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that it can be split over "
             f"have {limit:,} bytes; use capacity={limit * capacity // nbytes} or less, smaller dtypes (storage={{...}}), or "

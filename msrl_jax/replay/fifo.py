@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax._device_memory import own_devices
 from msrl_jax.replay.base import add_saturating
 from msrl_jax.replay.checks import check_integers, check_memory
 
@@ -106,7 +107,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
     axes = P(None, "env") if axes is None else axes
     batch_axes = jax.tree.map(lambda a: P(None, *(a or ())), axes, is_leaf=lambda a: a is None or isinstance(a, P))
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
-    check_memory(nbytes, len(jax.local_devices()), f"a queue of capacity={capacity} batches", capacity)
+    check_memory(nbytes, len(own_devices()), f"a queue of capacity={capacity} batches", capacity)
     return Fifo(
         init=init,
         insert=insert,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device
+from msrl_jax.training import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +103,10 @@ class Behavior:
           The leaves, for `restore`.
         """
         leaves = [leaf for leaf, needed in zip(jax.tree.leaves(state), self._needed, strict=True) if needed]
+        leaves = processes.to_hosts(leaves)
         if device is None:
-            device = leaves[0].addressable_shards[0].device if leaves else jax.local_devices()[0]
+            at_hand = bool(leaves) and processes.count() == 1
+            device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]
         return jax.device_put(leaves, device)
 
     def restore(self, leaves: list[jax.Array]) -> Any:

@@ -68,7 +68,7 @@ class Measurement:
 
     def __str__(self) -> str:
         where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
-        what = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
+        what = _setting(self.algorithm, self.env, self)
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
         rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
         return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}"
@@ -175,6 +175,7 @@ def measure(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
+    on_stage: Callable[[str], None] | None = None,
 ) -> Measurement:
     """Measures one setting.
 
@@ -186,16 +187,20 @@ def measure(
       against: "jit" compares with the same iteration in a plain `jax.jit(jax.lax.scan(...))`, with the same initial state,
         devices and metrics.
       devices: the devices for the policy; all if None.
+      on_stage: called with a line of text before the setting is compiled, and before it is timed.
 
     Returns:
       The measurement.
     """
+    note = on_stage or (lambda line: None)
     program = setup.compile(policy, devices)
+    note(f"compiling {_setting(setup.algorithm.name, setup.env_name, setup.config)}, {spec(policy)} ...")
     chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds
     runners = [program_runner(setup, program, chunk)]
     if against == "jit":
         runners.append(plain_runner(setup, program, chunk))
+    note(f"measuring {repeats} runs of about {seconds:g} s{' and as many of jax.jit' if against else ''} ...")
     runs, *others = interleave(runners, seconds, repeats)
     where, agent = describe_devices(program.devices), setup.behavior.agent
     rate = statistics.median(runs)
@@ -208,8 +213,9 @@ def measure(
     if not others:
         return measurement
     jit_rate = statistics.median(others[0])
-    plain = plain_program(setup, program, 1)[0].cost_analysis() or {}
-    fused = (program.compiled(1)[0].cost_analysis() or {}) if program.is_fused else {}
+    # XLA counts the body of a loop once, and removes a loop of length 1.
+    plain = plain_program(setup, program, 2)[0].cost_analysis() or {}
+    fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
     return dataclasses.replace(
         measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate,
         flops=fused.get("flops"), jit_flops=plain.get("flops"),
@@ -228,6 +234,7 @@ def bench(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
+    on_stage: Callable[[str], None] | None = None,
     on_measurement: Callable[[Measurement], None] | None = None,
     **overrides: Any,
 ) -> list[Measurement]:
@@ -243,6 +250,7 @@ def bench(
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
+      on_stage: called with a line of text before a setting is compiled, and before it is timed.
       on_measurement: called with each measurement as soon as it is done.
       **overrides: other fields of the algorithms' configs.
 
@@ -274,7 +282,9 @@ def bench(
         setup.compile(policy, devices)
     measurements = []
     for setup, policy in grid:
-        measurements.append(measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices))
+        measurements.append(
+            measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, on_stage=on_stage)
+        )
         if on_measurement is not None:
             on_measurement(measurements[-1])
     return measurements
@@ -297,6 +307,11 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             row += [_quotient(m.bytes, m.jit_bytes)]
         rows.append(row)
     return "\n".join(table(header, rows))
+
+
+def _setting(algorithm: str, env: str, sizes: Any) -> str:
+    """An algorithm, an environment, and the sizes of a measurement or a config."""
+    return f"{algorithm} {env}, {sizes.num_envs} envs x {sizes.unroll_length} steps"
 
 
 def _rate(per_second: float) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ class Tick:
       metrics: the chunk's row of the history: a float per metric, or an array `[M]` for a run of `M` seeds.
       get_state: returns the state of the run.
       unit: the unit of steps, `Agent.unit`.
+      resumed_from: the step at which this run went on from a checkpoint; 0 for a new run.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Tick:
     metrics: Mapping[str, float | np.ndarray]
     get_state: Callable[[], Any] = dataclasses.field(repr=False)
     unit: str = "environment steps"
+    resumed_from: int = 0
 
     @property
     def state(self) -> Any:
@@ -43,6 +45,28 @@ def short_unit(unit: str) -> str:
 
 Callback: TypeAlias = Callable[[Tick], object]
 """Called once per chunk; the run ends if it returns True (of Python, NumPy or JAX)."""
+
+
+def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """Checks the callbacks of a run.
+
+    Args:
+      callbacks: a sequence of functions.
+
+    Returns:
+      The functions.
+
+    Raises:
+      TypeError: if it is no sequence, or one of them cannot be called.
+    """
+    if not isinstance(callbacks, Iterable):
+        given = f"[{callbacks!r}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
+        raise TypeError(f"callbacks={callbacks!r} is no sequence; write callbacks={given}")
+    callbacks = tuple(callbacks)
+    for i, callback in enumerate(callbacks):
+        if not callable(callback):
+            raise TypeError(f"callbacks[{i}]={callback!r} cannot be called; use a function of a Tick")
+    return callbacks
 
 
 def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
@@ -82,7 +106,9 @@ class TensorBoard:
 
     def __call__(self, tick: Tick) -> None:
         """Writes one tick."""
-        self._writer = self._writer or self._writer_type(self._folder)
+        if self._writer is None:  # what a killed run logged after its checkpoint is logged again
+            purge = tick.resumed_from + 1 if tick.resumed_from else None
+            self._writer = self._writer_type(self._folder, purge_step=purge)
         for name, value in scalars(tick.metrics).items():
             if np.isfinite(value):
                 self._writer.add_scalar(name, value, tick.step)

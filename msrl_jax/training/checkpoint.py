@@ -1,8 +1,19 @@
-"""The state of a run on disk: an Orbax checkpoint whose entries are named by pytree path.
+"""Checkpoints: the whole state of a run on disk, written in the background while training goes on.
 
-A typed PRNG key is stored as its key data. Shardings are not stored: `load_state` reads every checkpoint onto one device.
+    checkpoints/000000001200/            after 1,200 iterations: Orbax, whose entries are named by pytree path
+    checkpoints/000000001200/run.json    the host's part of the state, and the SHA-256 of every other file
+
+`run.json` is written last, beside and renamed. A folder without it is incomplete; a file that differs from its sum is damaged.
+A typed PRNG key is stored as its key data. Shardings are not stored: a checkpoint can be read onto any devices.
 """
 
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +21,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import writing
-from msrl_jax.fragments.placement import Device
+from msrl_jax.training.folder import CHECKPOINTS, RunFolderError, write_json
+
+SEAL = "run.json"
+_DIGITS = 12
+_REGISTER = "register"
+
+
+class CheckpointError(RunFolderError):
+    """A checkpoint is missing, incomplete or damaged, or belongs to another run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk.
+
+    Attributes:
+      path: its folder.
+      iteration: number of training iterations done.
+      progress: the host's part of the state, as plain data.
+      score: the run's measure of success at that time, if it has one; more is better.
+    """
+
+    path: Path
+    iteration: int
+    progress: Mapping[str, Any]
+    score: float | None
 
 
 def _is_key(leaf: Any) -> bool:
@@ -25,71 +60,262 @@ def _key_impl(leaf: Any) -> str:
     return found[0]
 
 
-def save_state(path: Path, state: Any) -> None:
-    """Writes a pytree of arrays; a crash while writing leaves nothing at `path`.
+def _by_itself() -> Any:
+    """Options with which Orbax reads and writes in this process without waiting for others."""
+    import orbax.checkpoint as ocp
+
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}")
+
+
+def _named(state: Any, registers: Sequence[Any]) -> list[tuple[str, Any]]:
+    named = [(f"state{jax.tree_util.keystr(keypath)}", leaf) for keypath, leaf in jax.tree.leaves_with_path(state)]
+    return named + [(f"{_REGISTER} {i}", leaf) for i, leaf in enumerate(registers)]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run, and keeps the newest ones and the best one."""
+
+    def __init__(self, path: Path, keep: int):
+        """Removes what a killed run left incomplete; no other process may write to the folder.
+
+        Args:
+          path: the folder of the run.
+          keep: number of checkpoints to keep, besides the best one.
+        """
+        import orbax.checkpoint as ocp  # a slow import, and only runs that are saved need it
+
+        self._folder, self._keep = path / CHECKPOINTS, keep
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+        for folder in self._folder.glob("*") if self._folder.is_dir() else ():
+            if not (folder / SEAL).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._pending is not None and not self._pending.done()
+
+    def save(
+        self, iteration: int, state: Any, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
+    ) -> None:
+        """Starts to write a checkpoint; waits for the one before.
+
+        Args:
+          iteration: number of training iterations done.
+          state: pytree of arrays and typed PRNG keys; it is copied before this returns.
+          registers: further arrays.
+          progress: the host's part of the state, as plain data.
+          score: the run's measure of success; more is better.
+
+        Raises:
+          OSError: if the checkpoint before could not be written.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        path = self._folder / f"{iteration:0{_DIGITS}}"
+        if (path / SEAL).exists():
+            return
+        shutil.rmtree(path, ignore_errors=True)
+        entries = {}
+        for name, leaf in _named(state, registers):
+            data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+            if np.size(data):  # of several processes, only this one writes: its arrays are on the host
+                entries[name] = data if jax.process_count() == 1 else np.asarray(data)
+        with _as_os_error(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
+        seal = {"iteration": iteration, "score": score, "progress": dict(progress)}
+        self._pending = self._worker.submit(self._finish, path, seal)
+
+    def _finish(self, path: Path, seal: dict[str, Any]) -> None:
+        try:
+            with _as_os_error(path):
+                self._checkpointer.wait_until_finished()
+                self._checkpointer.check_for_errors()
+                write_json(path / SEAL, seal | {"files": _sums(path)}, indent=None)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        self._prune()
+
+    def _prune(self) -> None:
+        found = complete(self._folder.parent)
+        scored = [c for c in found if c.score is not None]
+        best = max(scored, key=lambda c: (c.score, c.iteration)) if scored else None
+        for old in found[self._keep :]:
+            if old != best:
+                (old.path / SEAL).unlink(missing_ok=True)  # from now on it is incomplete
+                shutil.rmtree(old.path, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk.
+
+        Raises:
+          OSError: if it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Ends the background work; a checkpoint that is being written is finished."""
+        self._worker.shutdown()
+        self._checkpointer.close()
+
+
+def _sums(path: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint but the seal."""
+    sums = {}
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name not in (SEAL, f".{SEAL}.partial")):
+        with file.open("rb") as stream:
+            sums[file.relative_to(path).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return sums
+
+
+@contextlib.contextmanager
+def _as_os_error(path: Path) -> Iterator[None]:
+    """Turns errors of the storage library into an OSError that names the checkpoint."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
+
+
+def complete(path: Path) -> list[Checkpoint]:
+    """Finds the complete checkpoints of a run.
 
     Args:
-      path: a folder that does not exist yet.
-      state: pytree of arrays and typed PRNG keys.
-    """
-    import orbax.checkpoint as ocp  # a slow import, and only runs that are saved need it
-
-    entries = {}
-    for keypath, leaf in jax.tree.leaves_with_path(state):
-        data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-        if np.size(data):
-            entries[jax.tree_util.keystr(keypath)] = data
-    with writing(path), ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), entries)
-
-
-def load_state(path: Path, like: Any, device: Device | None = None) -> Any:
-    """Reads a checkpoint of `save_state`.
-
-    Args:
-      path: the checkpoint's folder.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and dtypes of the saved pytree.
-      device: the device for the arrays; the default device if None.
+      path: the folder of the run.
 
     Returns:
-      The saved pytree.
+      The checkpoints, the newest first. `verify` tells whether one is damaged.
+    """
+    found = []
+    for seal in sorted((path / CHECKPOINTS).glob(f"*/{SEAL}"), reverse=True):
+        try:
+            data = json.loads(seal.read_text())
+            found.append(Checkpoint(seal.parent, data["iteration"], data["progress"], data["score"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append(Checkpoint(seal.parent, -1, {}, None))
+    return found
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointError if a file of a checkpoint is missing, or is not what was written."""
+    again = "delete its folder to go on from the checkpoint before"
+    try:
+        wanted = json.loads((checkpoint.path / SEAL).read_text())["files"]
+        have = _sums(checkpoint.path)
+        wrong = sorted(name for name in wanted if have.get(name) != wanted[name])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {checkpoint.path} is damaged: {SEAL} cannot be read ({error}); {again}"
+        ) from error
+    if wrong:
+        what = "is missing" if wrong[0] not in have else "is not what was written"
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {wrong[0]} {what}; {again}")
+
+
+def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
+    """Finds the newest checkpoint that is whole.
+
+    Args:
+      path: the folder of the run.
+      note: called with a sentence about each damaged checkpoint that is passed over.
+
+    Returns:
+      The checkpoint; None if there is none at all.
 
     Raises:
-      ValueError: if the entries of the checkpoint and of `like` differ; the message names the first difference.
+      CheckpointError: if there are checkpoints, but each is damaged.
+    """
+    found = complete(path)
+    problems = []
+    for checkpoint in found:
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            note(f"{problem.partition(';')[0]}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
+        return checkpoint
+    if problems:
+        raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0].partition(';')[0]}")
+    return None
+
+
+def load(
+    checkpoint: Checkpoint, like: Any, registers: Sequence[Any] = (), shardings: Sequence[Any] | None = None
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Reads a checkpoint onto any devices.
+
+    Args:
+      checkpoint: the checkpoint.
+      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and dtypes of the saved state.
+      registers: the same for the further arrays.
+      shardings: a sharding for each leaf of `like` and each register; one device for all if None.
+
+    Returns:
+      The state and the registers.
+
+    Raises:
+      CheckpointError: if the entries of the checkpoint and the wanted ones differ; the message names the first difference.
     """
     import orbax.checkpoint as ocp
 
-    sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
-    leaves, tree = jax.tree.flatten_with_path(like)
+    named = _named(like, registers)
+    places = [jax.sharding.SingleDeviceSharding(jax.local_devices()[0])] * len(named) if shardings is None else shardings
     wanted = {}
-    for keypath, leaf in leaves:
+    for (name, leaf), place in zip(named, places, strict=True):
         data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
         if np.size(data):
-            wanted[jax.tree_util.keystr(keypath)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-    with ocp.StandardCheckpointer() as checkpointer:
-        _check_entries(path, checkpointer.metadata(path.absolute()).item_metadata.tree, wanted)
-        entries = checkpointer.restore(path.absolute(), wanted)
+            at = _of_key_data(place, len(data.shape)) if _is_key(leaf) else place
+            wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=at)
+    with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
+        try:
+            saved: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
+        _check_entries(checkpoint.path, saved, wanted)
+        entries = checkpointer.restore(checkpoint.path.absolute(), wanted)
 
-    def restored(keypath, leaf):
-        data = entries.get(jax.tree_util.keystr(keypath))
+    def restored(name: str, leaf: Any, place: Any) -> jax.Array:
+        data = entries.get(name)
         if data is None:
-            return jnp.zeros(leaf.shape, leaf.dtype)
+            return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), place)
         return jax.random.wrap_key_data(data, impl=_key_impl(leaf)) if _is_key(leaf) else data
 
-    return jax.tree.unflatten(tree, [restored(*item) for item in leaves])
+    leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)]
+    tree = jax.tree.structure(like)
+    return jax.tree.unflatten(tree, leaves[: tree.num_leaves]), tuple(leaves[tree.num_leaves :])
 
 
-def _check_entries(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _of_key_data(place: Any, rank: int) -> Any:
+    """The sharding of the data of typed keys, which have one more dimension than the keys."""
+    if isinstance(place, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*place.spec[: rank - 1]))
+    return place
+
+
+def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for name in sorted(saved.keys() | wanted.keys()):
         if name not in saved or name not in wanted:
             where = "only in the checkpoint" if name in saved else "not in the checkpoint"
-            raise ValueError(
-                f"the checkpoint {path} does not fit: state{name} is {where}; was it written by another version, or "
-                "from another environment or config?"
+            raise CheckpointError(
+                f"the checkpoint {path} does not fit: {name} is {where}; was it written by another version, or from another "
+                "environment or config?"
             )
         have, want = saved[name], wanted[name]
         if tuple(have.shape) != want.shape or have.dtype != want.dtype:
-            raise ValueError(
-                f"the checkpoint {path} does not fit: state{name} is {have.dtype}{list(have.shape)} there and "
+            raise CheckpointError(
+                f"the checkpoint {path} does not fit: {name} is {have.dtype}{list(have.shape)} there and "
                 f"{want.dtype}{list(want.shape)} here; was it written from another environment or config?"
             )

@@ -10,6 +10,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import vectorize
+from msrl_jax.fragments.memory import fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
 
@@ -91,7 +92,8 @@ def make_evaluator(
       once, and does not change the observation statistics in `state`.
 
     Raises:
-      ValueError: if `episodes` or `max_steps` is below 1.
+      ValueError: if `episodes` or `max_steps` is below 1, and from the function, before it runs, if the episodes take more
+        memory than the device has.
     """
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps, most=2**31 - 1)
     env = vectorize(behavior.env, episodes)
@@ -121,7 +123,10 @@ def make_evaluator(
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         return end.returns, end.lengths, ~end.running
 
-    compiled = jax.jit(jax.vmap(play) if members else play)
+    compiled = fitting(
+        jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
+        "Play fewer episodes; several evaluations with other seeds play as many in less memory",
+    )  # fmt: skip
 
     def evaluate(state: Any, key: jax.Array) -> Evaluation:
         return Evaluation(*jax.device_get(compiled(behavior.take(state), key)))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import writing
+from msrl_jax._compat import aval
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
 from msrl_jax.fragments.trace import trace
@@ -101,7 +102,7 @@ def save(path: Path, failure: Failure, description: Mapping[str, Any], record: i
     beside = path.with_name(f".{path.name}.partial")
     with writing(path):
         with beside.open("wb") as file:
-            np.savez(file, **{_ABOUT: np.array(json.dumps(to_json(about)))} | _numbered(arrays))
+            np.savez(file, allow_pickle=False, **_numbered(arrays), about=np.array(json.dumps(to_json(about))))
         os.replace(beside, path)
     return path
 
@@ -148,7 +149,7 @@ def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data
         )
     if overrides.get("data") is not None:
         if data is None:
-            raise ValueError(f"{path} is of a run that learned from data; give them again: msrl_jax.replay_step(path, data=...)")
+            raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
         overrides["data"] = data
     setup = resolve(
         run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], overrides=overrides
@@ -157,7 +158,7 @@ def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data
         setup = setup.record(about["record"])
     closed = trace(setup.agent.iteration, jax.eval_shape(setup.initial_state)).jaxpr
     eqn, eqns = find_fragment(closed, origin["fragment"], origin["number"])
-    if eqn is None or [(v.aval.shape, v.aval.dtype) for v in eqn.invars] != [(x.shape, x.dtype) for x in operands]:
+    if eqn is None or [(aval(v).shape, aval(v).dtype) for v in eqn.invars] != [(x.shape, x.dtype) for x in operands]:
         raise ValueError(
             f"{path} does not fit: fragment {origin['fragment']!r} takes other operands here; was the file written by another "
             "version, or for another environment?"

@@ -1,23 +1,28 @@
-"""A run on disk: a folder of plain files beside one checkpoint.
+"""A run on disk: a folder of plain files beside checkpoints.
 
     config.json      the settings: algorithm, environment, policy, seed, every config field, versions, devices
     metrics.jsonl    one row per chunk; metrics.csv holds the same
-    checkpoint/      the whole state of the run (Orbax), and the registers of stale parameters if the policy has any
+    checkpoints/     the whole state of the run at several times, see `checkpoint`
     summary.json     the outcome of the run
     evaluation.json  every episode of the last evaluation, if there was one
+    lock             held by the process that writes to the folder
 
-Rows are written during the run, and the config with the first row, so that a run that fails to compile leaves the folder free
-for the next run. The rest is written at the end.
+Rows and checkpoints are written during the run, and the config with the first of them, so that a run that fails to compile
+leaves the folder free for the next run. The rest is written at the end.
 """
 
+import contextlib
 import csv
 import dataclasses
+import fcntl
 import importlib.metadata
+import io
 import json
 import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +35,18 @@ from msrl_jax.training.callbacks import Tick, scalars
 from msrl_jax.training.history import Row
 
 CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
-STATE, REGISTERS = "checkpoint/state", "checkpoint/registers"
-SUMMARY, EVALUATION = "summary.json", "evaluation.json"
+SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
+CHECKPOINTS = "checkpoints"
 _PRECISION = "jax_default_matmul_precision"
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
+
+
+class RunFolderError(ValueError):
+    """A folder holds no run, a damaged one, another one than expected, or one that another process writes to."""
+
+
+class SaveWarning(UserWarning):
+    """Something could not be saved; the run goes on."""
 
 
 def versions() -> dict[str, str]:
@@ -48,6 +61,7 @@ def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
         "platform": first.platform,
         "kind": first.device_kind,
         "count": len(devices),
+        "processes": len({d.process_index for d in devices}),
         "matmul_precision": getattr(jax.config, _PRECISION) or "default",
     }
 
@@ -78,52 +92,201 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises ValueError if `path` holds a run, or is a file."""
+    """Raises RunFolderError if `path` holds a run, or is a file."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; name a folder for the run")
-    if taken := [name for name in (CONFIG, ROWS, SUMMARY, STATE) if (path / name).exists()]:
-        raise ValueError(f"the folder {path} already holds a run ({taken[0]}); name another one, or delete it first")
+        raise RunFolderError(f"{path} is a file; name a folder for the run")
+    if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINTS) if (path / name).exists()]:
+        raise RunFolderError(
+            f"the folder {path} already holds a run ({taken[0]}); go on with it (resume=True, or --resume), name another "
+            "folder, or delete it first"
+        )
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process.
+
+    Args:
+      path: the folder.
+
+    Raises:
+      RunFolderError: if another process has the lock.
+      OSError: if the folder cannot be written.
+    """
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"{path} is a file; name a folder for the run")
+    new = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    lock = path / LOCK
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, new)  # a run that wrote nothing leaves no trace
+        with writing(lock):
+            file = stack.enter_context(lock.open("a+"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or os.stat(lock).st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # its owner has just removed it, and a third process may have made another one
+        except BlockingIOError:
+            file.seek(0)
+            raise RunFolderError(
+                f"another process writes to the run in {path} ({file.read().strip() or 'unknown'}); wait for its end, stop it, "
+                "or name another folder"
+            ) from None
+        stack.callback(lock.unlink, missing_ok=True)
+        with writing(lock):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+        yield
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 class RowWriter:
-    """A callback that appends every tick to `metrics.jsonl` and `metrics.csv`; a killed run keeps all logged rows."""
+    """A callback that appends every tick to `metrics.jsonl` and `metrics.csv`; a killed run keeps all logged rows.
+
+    If a file cannot be written, the run goes on: the rows are kept, and written with a later one.
+    """
 
     def __init__(self, path: Path, description: Mapping[str, Any]):
-        """Creates the folder.
+        """Writes nothing yet.
 
         Args:
-          path: the folder; it may exist, but must not hold a run.
+          path: the folder, which exists.
           description: the content of `config.json`.
         """
-        check_free(path)
-        path.mkdir(parents=True, exist_ok=True)
         self._path, self._description = path, description
+        self._config_written, self._failed = False, False
+        self._waiting: list[Row] = []
 
     def __call__(self, tick: Tick) -> None:
         """Appends one tick."""
-        self.append(dict(tick.metrics))
+        self._waiting.append(dict(tick.metrics))
+        self.flush()
 
-    def append(self, row: Row) -> None:
-        """Appends one row of the history."""
-        if not (self._path / CONFIG).exists():
+    def flush(self) -> None:
+        """Writes what was not written so far; warns at the first failure of several."""
+        try:
+            self.write_config()
+            if self._waiting:
+                append_rows(self._path, self._waiting)
+            self._waiting.clear()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", SaveWarning, stacklevel=2)
+            self._failed = True
+
+    def write_config(self) -> None:
+        """Writes `config.json`, once."""
+        if not self._config_written:
             write_json(self._path / CONFIG, self._description)
-        with writing(self._path / ROWS), (self._path / ROWS).open("a") as file:
-            file.write(json.dumps(to_json(row)) + "\n")
-        table = self._path / TABLE
-        is_new = not table.exists()
-        with writing(table), table.open("a", newline="") as file:
-            flat = scalars(row)
-            writer = csv.writer(file)
-            if is_new:
-                writer.writerow(flat)
-            writer.writerow("" if math.isnan(x) else x for x in flat.values())
+            self._config_written = True
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Reads the rows of `metrics.jsonl` in a run's folder."""
-    return [
-        {name: _from_json(value) for name, value in json.loads(line).items()} for line in (path / ROWS).read_text().splitlines()
-    ]
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows of the history to both files of a folder; a file that cannot take them all keeps its size.
+
+    Args:
+      path: the folder.
+      rows: the rows.
+
+    Raises:
+      OSError: if a file cannot be written.
+    """
+    table = io.StringIO()
+    writer = csv.writer(table)
+    is_new = not (path / TABLE).exists() or not (path / TABLE).stat().st_size
+    for row in rows:
+        flat = scalars(row)
+        if is_new and not table.tell():
+            writer.writerow(flat)
+        writer.writerow("" if math.isnan(x) else x for x in flat.values())
+    _append(path / TABLE, table.getvalue())
+    try:
+        _append(path / ROWS, "".join(json.dumps(to_json(row)) + "\n" for row in rows))
+    except OSError:
+        _drop_last(path / TABLE, len(table.getvalue().encode()))
+        raise
+
+
+def _append(path: Path, text: str) -> None:
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with writing(path), path.open("a", newline="") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def _drop_last(path: Path, count: int) -> None:
+    with contextlib.suppress(OSError):
+        os.truncate(path, max(0, path.stat().st_size - count))
+
+
+def rewind_rows(path: Path, count: int) -> list[Row]:
+    """Removes the rows of a killed run that are newer than its checkpoint.
+
+    Args:
+      path: the folder.
+      count: number of rows to keep.
+
+    Returns:
+      The kept rows.
+
+    Raises:
+      RunFolderError: if there are fewer rows, or one of them is damaged.
+    """
+    rows = read_rows(path, count)
+    for name, lines in ((ROWS, count), (TABLE, count + 1)):
+        file, beside = path / name, path / f".{name}.partial"
+        kept = file.read_bytes().splitlines(keepends=True)[:lines] if file.exists() else []
+        if count and (len(kept) < lines or not kept[-1].endswith(b"\n")):
+            raise _too_few(file, count)
+        with writing(file):
+            beside.write_bytes(b"".join(kept))
+            os.replace(beside, file)
+    return rows
+
+
+def _too_few(file: Path, count: int) -> RunFolderError:
+    return RunFolderError(
+        f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
+    )
+
+
+def read_rows(path: Path, count: int) -> list[Row]:
+    """Reads the rows of `metrics.jsonl` in a run's folder.
+
+    Args:
+      path: the folder.
+      count: number of rows to read; a killed run may have written more, and the last one may be cut off.
+
+    Returns:
+      The rows.
+
+    Raises:
+      RunFolderError: if there are fewer rows, or one of them is damaged; the message names it.
+    """
+    file = path / ROWS
+    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    rows = []
+    for number, line in enumerate(lines[:count], 1):
+        try:
+            rows.append({name: _from_json(value) for name, value in json.loads(line).items()})
+        except (ValueError, AttributeError):
+            raise RunFolderError(
+                f"line {number} of {file} is damaged; restore the file, or start a new run"
+            ) from None
+    if len(rows) < count:
+        raise _too_few(file, count)
+    return rows
 
 
 def _from_json(value: Any) -> float | np.ndarray:
@@ -132,12 +295,26 @@ def _from_json(value: Any) -> float | np.ndarray:
     return math.nan if value is None else value
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *fields: str) -> dict[str, Any]:
     """Reads a JSON file of a run's folder.
 
+    Args:
+      path: the file.
+      *fields: names that it has to hold.
+
+    Returns:
+      Its content.
+
     Raises:
-      ValueError: if the file is missing; the message names it.
+      RunFolderError: if the file is missing or damaged; the message names it.
     """
     if not path.exists():
-        raise ValueError(f"{path.parent} holds no complete run: {path.name} is missing")
-    return json.loads(path.read_text())
+        raise RunFolderError(f"{path.parent} holds no run: {path.name} is missing")
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}); restore the file, or start a new run") from None
+    lacking = [name for name in fields if not isinstance(content, dict) or name not in content]
+    if lacking:
+        raise RunFolderError(f"{path} lacks {lacking[0]!r}: it is damaged, or another version wrote it; start a new run")
+    return content

@@ -3,14 +3,15 @@
 import dataclasses
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
 import numpy as np
 
 from msrl_jax._device_memory import array_bytes
+from msrl_jax._spelling import suggestion
 from msrl_jax.fragments.program import Program
 from msrl_jax.training import failure
 from msrl_jax.training.failure import Failure
@@ -71,6 +72,40 @@ class Finding:
         return f"{text}: {self.failure}{replay}"
 
 
+def check_guard(guard: str, record: object) -> GuardPolicy:
+    """Checks what a run does about numbers that are not finite; raises ValueError on another word, or with `record`."""
+    words = get_args(GuardPolicy)
+    if guard not in words:
+        raise ValueError(f"guard={guard!r}{suggestion(guard, words)}; use one of {', '.join(words)}")
+    if guard == "rollback" and record is not None:
+        raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+    return cast(GuardPolicy, guard)
+
+
+class DivergedError(FloatingPointError):
+    """A number of a run was nan or infinite.
+
+    Attributes:
+      metric: name of the metric that was not finite; None if only a part of the state was.
+      iteration: the first such iteration, counted from 1.
+      member: number of the member; None for a run of one seed, or if it is not known.
+      fragment: name of the fragment that made the first nan or infinity; None if it is not known.
+      path: pytree path of that fragment's result, or of the part of the state.
+      replay: the file for `msrl_jax.replay_step`; None if there is none.
+      finding: all that is known.
+      result: the run up to the end of that chunk.
+    """
+
+    def __init__(self, finding: Finding, result: Any):
+        super().__init__(
+            f"{finding.describe(result.description['seed'])}. The history so far is in the error's `result`"
+        )
+        self.finding, self.result = finding, result
+        self.metric, self.iteration, self.member = finding.metric, finding.iteration, finding.member
+        self.fragment = finding.failure.origin.fragment if finding.failure else None
+        self.path, self.replay = finding.path, finding.replay
+
+
 CAUSES = (
     "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan"
 )
@@ -102,7 +137,7 @@ class Guard:
         self._first_bad = self._watch.bad(state)
         self._kept: tuple[Any, int] | None = None
         self._kept_at = time.monotonic()
-        self._begin, self._chunk = iteration, 1
+        self._begin = iteration
         self._streak: np.ndarray = np.zeros(setup.seeds, np.int64)
 
     def check(self, run_state: Any, metrics: HostMetrics, iteration: int) -> Finding | None:
@@ -117,9 +152,8 @@ class Guard:
           What is not finite, or None. With `guard="skip"`, only what dropped updates cannot repair.
         """
         length = len(jax.tree.leaves(metrics)[0]) if jax.tree.leaves(metrics) else 1
-        self._chunk = max(self._chunk, length)
         if self._policy == "skip":
-            return self._check_skipped(np.asarray(metrics[SKIPPED]), iteration)
+            return self._check_skipped(run_state, np.asarray(metrics[SKIPPED]), iteration)
         if found := first_non_finite(metrics):
             metric, within, member = found
             return Finding(metric, None, iteration - length + within + 1, member)
@@ -128,14 +162,15 @@ class Guard:
         self._keep(run_state, iteration)
         return None
 
-    def _check_skipped(self, skipped: np.ndarray, iteration: int) -> Finding | None:
+    def _check_skipped(self, run_state: Any, skipped: np.ndarray, iteration: int) -> Finding | None:
         rows = skipped.reshape(len(skipped), -1) > 0
-        updates = np.flatnonzero
         for member in range(rows.shape[1]):
-            fine = updates(~rows[:, member])
+            fine = np.flatnonzero(~rows[:, member])
             self._streak[member] = len(rows) - 1 - fine[-1] if len(fine) else self._streak[member] + len(rows)
         worst = int(self._streak.argmax())
         if self._streak[worst] < MOST_SKIPPED:
+            if not rows.any():
+                self._keep(run_state, iteration)
             return None
         first = iteration - int(self._streak[worst]) + 1
         return Finding(SKIPPED, None, first, worst if self._setup.seeds > 1 else None)
@@ -149,14 +184,23 @@ class Guard:
             self._kept = self._program.place(run_state), iteration
 
     def locate(
-        self, finding: Finding, description: Mapping[str, Any], out: Path | None, *, seconds_per_iteration: float = 0.0
+        self,
+        finding: Finding,
+        run: Callable[[Any, int], tuple[Any, Any]],
+        description: Mapping[str, Any],
+        out: Path | None,
+        *,
+        checkpoint: Callable[[], tuple[Any, int] | None] = lambda: None,
+        seconds_per_iteration: float = 0.0,
     ) -> Finding:
         """Finds where the first nan or infinity came from, and writes the file for `replay_step`.
 
         Args:
           finding: what `check` returned.
+          run: `(state, iterations) -> (state, metrics)`; the given state stays valid.
           description: the content of the run's `config.json`.
           out: the folder of the run; a new temporary folder if None.
+          checkpoint: reads the newest checkpoint and its iteration, if there is one.
           seconds_per_iteration: time of an iteration.
 
         Returns:
@@ -164,8 +208,10 @@ class Guard:
         """
         if self._kept is None and self._begin == 0 and self._first_bad:
             return self._at_start(finding)
-        state, begin = self._earlier()
+        state, begin = self.earlier(checkpoint)
         iterations = finding.iteration - begin
+        if iterations < 1:
+            return self._unknown(finding, "There is no finite state from before that iteration.")
         if self._program.traced.jaxpr.effects:
             return self._unknown(finding, "The loop calls the host, so it was not run again to find the cause.")
         if not self._can_read:
@@ -173,10 +219,9 @@ class Guard:
         if (seconds := iterations * seconds_per_iteration) > LOCATE_SECONDS:
             return self._unknown(
                 finding,
-                f"The last kept state is {iterations} iterations earlier, and to run them again takes about {seconds:.0f} s, so "
+                f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so "
                 "the cause was not looked for.",
             )
-        run = lambda state, n: self._program.run(state, n, chunk=self._chunk)  # noqa: E731
         try:
             found = locate(self._program, run, state, iterations, self._watch)
         except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
@@ -195,12 +240,15 @@ class Guard:
         if origin.fragment is None:
             return finding
         path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if out is None else out) / failure.FILE
-        recorded = self._setup.recorded_steps
-        return dataclasses.replace(finding, replay=failure.save(path, blamed, description, recorded))
+        try:
+            saved = failure.save(path, blamed, description, self._setup.recorded_steps)
+        except OSError as error:
+            return dataclasses.replace(finding, note=f"The step could not be written: {error}")
+        return dataclasses.replace(finding, replay=saved)
 
-    def _earlier(self) -> tuple[Any, int]:
-        """The last good state, and its iteration."""
-        return self._kept or (self._setup.start(self._program), 0)
+    def earlier(self, checkpoint: Callable[[], tuple[Any, int] | None]) -> tuple[Any, int]:
+        """The last good state, and its iteration: the copy, or a checkpoint, or the initial state."""
+        return self._kept or checkpoint() or (self._setup.start(self._program), 0)
 
     def _at_start(self, finding: Finding) -> Finding:
         leaf = self._first_bad[0]

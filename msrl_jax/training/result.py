@@ -15,19 +15,19 @@ import numpy as np
 from msrl_jax._checks import check_seed
 from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import Environment
-from msrl_jax.training import checkpoint, folder
+from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import decimals, last_mean, stack_rows
 from msrl_jax.training.plot import plot_history
+from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.setup import resolve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")
-Status = Literal["finished", "stopped", "interrupted", "diverged"]
+Status = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +40,8 @@ class Result:
         `eval_length` (nan for chunks without evaluation). shape=[C] or [C, M]
       config: the algorithm's config.
       state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are several seeds.
-      status: "finished"; "stopped" by a callback; "interrupted" by Ctrl-C; "diverged" if a metric was not finite.
+      status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
+        finite; "unfinished" for the folder of a run that is in progress or was killed.
       compile_seconds: time for tracing and compiling the training program.
       wall_seconds: total time of the run, without saving.
       evaluation: the last evaluation, if there was one.
@@ -49,6 +50,7 @@ class Result:
       registers: the parameters on their way to the actors at the end, if the policy has staleness. A program continues from
         `msrl.Delayed(result.state, result.registers)`.
       folder: the run's folder, if it has one.
+      stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; else empty.
       timings: other parts of `wall_seconds`: `setup_seconds` (building the agent, planning, the initial state),
         `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
         callbacks and metrics.
@@ -66,6 +68,7 @@ class Result:
     registers: tuple[jax.Array, ...] = ()
     folder: Path | None = None
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    stop_reason: str = ""
 
     @property
     def actor(self) -> Behavior:
@@ -75,7 +78,7 @@ class Result:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the run."""
+        """Whether a signal (such as Ctrl-C) or the time limit ended the run."""
         return self.status == "interrupted"
 
     @property
@@ -86,7 +89,7 @@ class Result:
     @property
     def steps_per_second(self) -> float:
         """Environment steps per second of all members: the median over all chunks but the first, if there are several."""
-        rates = self.history["steps_per_second"]
+        rates = self.history.get("steps_per_second", ())
         return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
 
     @property
@@ -131,6 +134,7 @@ class Result:
             "platform": self.description["devices"]["platform"],
             "total_steps": int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0,
             "status": self.status,
+            **({"stop_reason": self.stop_reason} if self.stop_reason else {}),
             **{name: float(np.mean(x)) for name, x in returns.items()},
             **per_seed,
             "steps_per_second": self.steps_per_second,
@@ -143,13 +147,14 @@ class Result:
         s = self.summary()
         seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
         devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
+        why_ended = f"{s['status']}: {self.stop_reason}" if self.stop_reason else s["status"]
         unit, asked = short_unit(self.behavior.agent.unit), self.description["total_steps"]
         partly = self.status == "finished" and s["total_steps"] < asked
         why = f" of {asked:,} asked for (whole iterations of {self.behavior.agent.steps_per_iteration:,})" * partly
         steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
         lines = [
-            f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({s['status']})",
-            f"  {steps} in {s['wall_seconds']:.1f} s, {s['steps_per_second']:,.0f} {unit}/s",
+            f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
+            f"  {steps} in {s['wall_seconds']:.1f} s; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s",
             f"  {self._parts()}",
         ]
         if "episode_return" in self.history:
@@ -332,85 +337,89 @@ class Result:
             raise ValueError(f"{path} exists and is not an empty folder; name another one, or delete it first")
         beside = path.with_name(f".{path.name}.partial")
         shutil.rmtree(beside, ignore_errors=True)
-        writer = folder.RowWriter(beside, self.description)
-        for i in range(len(self.history.get("step", ()))):
-            writer.append({name: column[i] for name, column in self.history.items()})
+        beside.mkdir(parents=True)
+        folder.write_json(beside / folder.CONFIG, self.description)
+        count = len(self.history.get("step", ()))
+        folder.append_rows(beside, [{name: column[i] for name, column in self.history.items()} for i in range(count)])
+        writer = checkpoint.CheckpointWriter(beside, keep=1)
+        iteration = int(self.history["iteration"][-1]) if count else 0
+        progress = {
+            "rows": count, "evaluation": self.evaluation, "registers": self.description.get("registers", {}),
+            "recorded": None, "wall_seconds": self.wall_seconds, "compile_seconds": self.compile_seconds,
+            **{name: self.timings.get(name, 0.0) for name in TIMINGS},
+        }  # fmt: skip
+        try:
+            writer.save(iteration, self.behavior.agent.without_data(self.state), self.registers, progress, None)
+            writer.wait()
+        finally:
+            writer.close()
         self.finish(beside)
         os.replace(beside, path)
         return path
 
     def finish(self, path: Path) -> None:
-        """Adds the checkpoint, the evaluation and the summary to the folder of the run."""
-        checkpoint.save_state(path / folder.STATE, self.behavior.agent.without_data(self.state))
-        if self.registers:
-            checkpoint.save_state(path / folder.REGISTERS, self.registers)
+        """Adds the evaluation and the summary to the folder of the run."""
         if self.evaluation is not None:
             folder.write_json(path / folder.EVALUATION, self.evaluation, indent=None)
         folder.write_json(path / folder.SUMMARY, self.summary())
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, env: Environment | None = None) -> "Result":
-        """Reads a run from its folder.
+    def load(
+        cls,
+        path: str | os.PathLike,
+        *,
+        env: Environment | None = None,
+        checkpoint: Literal["newest", "best"] | int = "newest",
+    ) -> "Result":
+        """Reads a run from its folder, also while it is in progress or after it was killed.
 
         Args:
           path: a folder that `save`, `train(out=...)` or the command line wrote.
           env: the environment, if `train` got an environment object.
+          checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
+            of iterations.
 
         Returns:
-          The result of the run, with its state on the default device. A run that learned from data is loaded without the data
-          (`config.data` is None; `description["config"]` describes them); it can act and be evaluated as before.
+          The result of the run up to the checkpoint, with its state on the default device. A run that learned from data is
+          loaded without the data (`config.data` is None; `description["config"]` describes them); it can act and be evaluated
+          as before.
 
         Raises:
-          ValueError: if the folder holds no complete run, or a run that this version cannot read.
+          RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
         """
         path = Path(path)
-        description = folder.read_json(path / folder.CONFIG)
-        summary = folder.read_json(path / folder.SUMMARY)
+        description = resume.read_description(path)
         if env is None and description["env_spec"] is None:
-            raise ValueError(
+            raise folder.RunFolderError(
                 f"the run in {path} was trained on an environment object ({description['env']}); give it again: "
                 "Result.load(path, env=...)"
             )
-        tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in description["config"].items()}
-        for name in ("data", "data_fraction"):  # a run is loaded without its data
-            tuples.pop(name, None)
         setup = resolve(
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
-            seeds=description["seeds"], overrides=tuples,
+            seeds=description["seeds"], config=resume.config_of(description),
         )  # fmt: skip
-        rows = folder.read_rows(path)
-        evaluation = None
-        if (path / folder.EVALUATION).exists():
-            dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
-            episodes = folder.read_json(path / folder.EVALUATION)
-            evaluation = Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()})
-        state = checkpoint.load_state(path / folder.STATE, jax.eval_shape(setup.initial_state))
+        saved = resume.choose(path, checkpoint)
+        state, registers = resume.load_agent(saved, setup)
+        progress = saved.progress
+        rows = folder.read_rows(path, progress["rows"])
+        summary: dict[str, Any] = {}
+        if (path / folder.SUMMARY).exists() and checkpoint == "newest":
+            summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds")
         return cls(
             history=stack_rows(rows),
             config=setup.config,
             state=state,
-            status=summary["status"],
-            compile_seconds=summary["compile_seconds"],
-            wall_seconds=summary["wall_seconds"],
-            timings={name: summary[name] for name in TIMINGS if name in summary},
-            evaluation=evaluation,
+            status=summary.get("status", "unfinished"),
+            stop_reason=summary.get("stop_reason", ""),
+            compile_seconds=summary.get("compile_seconds", progress["compile_seconds"]),
+            wall_seconds=summary.get("wall_seconds", progress["wall_seconds"]),
+            timings={name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
+            evaluation=resume.read_evaluation(progress["evaluation"]),
             description=description,
             behavior=setup.behavior,
-            registers=_load_registers(path, description.get("registers", {}), state),
+            registers=registers,
             folder=path,
         )
-
-
-def _load_registers(path: Path, depths: Mapping[str, int], state: Any) -> tuple[jax.Array, ...]:
-    """Reads the registers of stale parameters; `depths` gives their number for each leaf of the state that has any."""
-    if bool(depths) != (path / folder.REGISTERS).exists():
-        raise ValueError(
-            f"the registers of stale parameters in {path / folder.REGISTERS} are not those that {folder.CONFIG} lists "
-            f"({list(depths) or 'none'}); was the run written by another version, or is a part of it missing?"
-        )
-    leaves = {jax.tree_util.keystr(keypath): leaf for keypath, leaf in jax.tree.leaves_with_path(state)}
-    like = tuple(leaves[name] for name, depth in depths.items() for _ in range(depth))
-    return checkpoint.load_state(path / folder.REGISTERS, like) if like else ()
 
 
 def _spread(values: np.ndarray) -> str:

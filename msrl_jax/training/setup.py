@@ -2,16 +2,18 @@
 
 import ast
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from msrl_jax import algorithms, envs, policies
+from msrl_jax import algorithms, data, envs, policies
 from msrl_jax._checks import check_seed, whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
+from msrl_jax.data.spaces import check_rows_fit
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -67,7 +69,7 @@ def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) ->
       ValueError: on a config of another type, on an unknown field (the message suggests the nearest one), and on a field that
         has no effect with the other fields.
     """
-    config = config or algorithm.config()
+    config = algorithm.config() if config is None else config
     if not isinstance(config, algorithm.config):
         raise ValueError(
             f"config is a {type(config).__name__}, but algorithm {algorithm.name!r} takes a {algorithm.config.__name__}"
@@ -98,6 +100,7 @@ class Setup:
       recorded: the agent with recorded environments, if the run is recorded.
       recorded_steps: the steps that these environments keep.
       skips: whether the run drops updates that are not finite.
+      dataset: the data set of the run, if it has one.
     """
 
     algorithm: Algorithm
@@ -110,6 +113,7 @@ class Setup:
     recorded: Agent | None = None
     recorded_steps: int | None = None
     skips: bool = False
+    dataset: data.Dataset | None = None
 
     @property
     def env_name(self) -> str:
@@ -143,10 +147,23 @@ class Setup:
             "seeds": self.seeds,
         }
 
+    @property
+    def data_source(self) -> dict[str, Any] | None:
+        """Absolute path and SHA-256 of the data set, if there is one; no path if it was given as an object."""
+        if self.dataset is None:
+            return None
+        path = self.config.data
+        if isinstance(path, data.Dataset):
+            return {"path": None, "sha256": self.dataset.fingerprint()}
+        known = os.path.exists(path)  # else the id of a data set in the library of its format
+        return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
+
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
         env: Any = RecordedEnvironment(self.env, steps)
-        return dataclasses.replace(self, recorded=self.algorithm.build(env, self.config), recorded_steps=steps)
+        check_rows_fit(self.env, self.config.total_steps * self.seeds, "Record a shorter run, or fewer seeds")
+        recorded = _build(self.algorithm, env, self.config, self.dataset)
+        return dataclasses.replace(self, recorded=recorded, recorded_steps=steps)
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
@@ -179,6 +196,10 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
         return policies.get(policy)
     name, params = parse_spec(policy)
     return policies.get(name, **params)
+
+
+def _build(algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None) -> Agent:
+    return algorithm.build(env, config if dataset is None else dataclasses.replace(config, data=dataset))
 
 
 def resolve(
@@ -214,5 +235,6 @@ def resolve(
     if isinstance(env, str):
         name, params = parse_spec(env)
         env = envs.make(name, **params)
-    agent = algorithm.build(env, config)
-    return Setup(algorithm, env, env_spec, config, seed, seeds, Behavior(agent, env))
+    dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
+    behavior = Behavior(_build(algorithm, env, config, dataset), env)
+    return Setup(algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset)

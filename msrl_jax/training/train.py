@@ -2,192 +2,77 @@
 
 import contextlib
 import dataclasses
-import math
 import os
-import signal
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from msrl_jax._checks import whole
-from msrl_jax.data.experience import ExperienceWriter, without_experience
+from msrl_jax._checks import as_path, whole
+from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
+from msrl_jax.data.files import check_new
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
-from msrl_jax.training import folder
-from msrl_jax.training.callbacks import Callback, Tick, short_unit
-from msrl_jax.training.evaluate import Evaluation, make_evaluator
-from msrl_jax.training.history import Row, first_non_finite, reduce_chunk, stack_rows
-from msrl_jax.training.members import initial_key
+from msrl_jax.training import checkpoint, folder, processes, stopping
+from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
+from msrl_jax.training.guard import DivergedError, Guard, GuardPolicy, check_guard
+from msrl_jax.training.history import stack_rows
+from msrl_jax.training.pace import Pace, chunk_length
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
+from msrl_jax.training.resume import (
+    Saved,
+    config_of,
+    continue_from,
+    find_dataset,
+    holds_run,
+    open_run,
+    read_description,
+    restore_state,
+    same_settings,
+    warn_of_schedules,
+)
+from msrl_jax.training.run import Run, make_evaluation
+from msrl_jax.training.saving import Saver, interval
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
-TICKS = 50
-"""The approximate number of chunks of a run; every chunk ends with a tick."""
+DEFAULTS = {"algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1}
+"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
+
+EVALUATIONS = {"eval_episodes": 32}
+"""The same for evaluations and ticks."""
+
+_RING_BYTES = 2**26
+"""Largest size of the steps of a chunk on the devices, if a run is recorded and `chunk` is not given."""
 
 
-class DivergedError(FloatingPointError):
-    """A metric was nan or infinite.
-
-    Attributes:
-      metric: name of the metric.
-      iteration: the first such iteration, counted from 1.
-      member: number of the member; None for a run of one seed.
-      result: the run up to the end of that chunk.
-    """
-
-    def __init__(self, metric: str, iteration: int, member: int | None, result: Result):
-        who = "" if member is None else f" of member {member} (seed {result.description['seed'] + member})"
-        super().__init__(
-            f"{metric!r}{who} is not finite in iteration {iteration}; the history so far is in the error's "
-            "`result`. Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, "
-            "an environment that returns nan"
-        )
-        self.metric, self.iteration, self.member, self.result = metric, iteration, member, result
-
-
-def chunk_length(iterations: int, ticks: int = TICKS) -> int:
-    """Chooses the number of iterations of a chunk.
-
-    Args:
-      iterations: iterations of the whole run.
-      ticks: wanted number of chunks.
-
-    Returns:
-      The divisor of `iterations` that gives the number of chunks closest to `ticks`, between 2/5 and twice `ticks`, so that
-      one program runs every chunk. If there is none, a length with a shorter last chunk.
-    """
-    if iterations <= ticks:
-        return 1
-    lengths = range(math.ceil(iterations / (2 * ticks)), iterations * 5 // (2 * ticks) + 1)
-    divisors = [length for length in lengths if iterations % length == 0]
-    return min(divisors, key=lambda n: abs(iterations / n - ticks)) if divisors else round(iterations / ticks)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a flag, so that the current chunk finishes; a second Ctrl-C raises KeyboardInterrupt.
-
-    Yields:
-      A function that tells whether Ctrl-C was pressed; always False outside of the main thread, which gets no Ctrl-C.
-    """
-    pressed = False
-
-    def on_interrupt(signum, frame):
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@dataclasses.dataclass
-class _Run:
-    """The host's view of a run in progress."""
-
-    setup: Setup
-    program: Program
-    run_state: Any
-    evaluate: Callable[[Any], Evaluation] | None
-    eval_every: int | None
-    started: float
-    experience: ExperienceWriter | None = None
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    iteration: int = 0
-    evaluation: Evaluation | None = None
-    non_finite: tuple[str, int, int | None] | None = None
-    train_seconds: float = 0.0
-    evaluation_seconds: float = 0.0
-
-    @property
-    def steps_per_iteration(self) -> int:
-        return self.setup.behavior.agent.steps_per_iteration
-
-    @property
-    def step(self) -> int:
-        return self.iteration * self.steps_per_iteration
-
-    def state(self) -> Any:
-        return without_experience(self.program.unwrap(self.run_state))
-
-    def advance(self, iterations: int) -> None:
-        """Runs a chunk and adds a row to the history."""
-        compiling, start = self.program.compile_seconds, time.perf_counter()
-        self.run_state, metrics = self.program.run(self.run_state, iterations, chunk=iterations, donate=True)
-        jax.block_until_ready(self.run_state)
-        seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
-        self.iteration += iterations
-        self.train_seconds += seconds
-        if self.experience is not None:
-            steps = iterations * self.steps_per_iteration // self.setup.behavior.agent.env.num_envs
-            self.experience.add(self.program.unwrap(self.run_state), steps)
-        if bad := first_non_finite(metrics):
-            metric, within, member = bad
-            self.non_finite = metric, self.iteration - iterations + within + 1, member
-        self.rows.append({
-            "step": self.step,
-            "iteration": self.iteration,
-            "seconds": time.perf_counter() - self.started,
-            "steps_per_second": iterations * self.steps_per_iteration * self.setup.seeds / seconds,
-            **reduce_chunk(metrics),
-        })  # fmt: skip
-        if self.evaluate is not None:
-            unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan
-            self.rows[-1] |= {"eval_return": unknown, "eval_length": unknown}
-            before = self.step - iterations * self.steps_per_iteration
-            if self.eval_every is not None and self.step // self.eval_every > before // self.eval_every:
-                self.evaluate_now()
-
-    def evaluate_now(self) -> None:
-        """Evaluates, unless it has evaluated since the last chunk or a metric is not finite."""
-        if self.evaluate is None or self.non_finite or not np.isnan(self.rows[-1]["eval_return"]).all():
-            return
-        start = time.perf_counter()
-        self.evaluation = self.evaluate(self.state())
-        self.evaluation_seconds += time.perf_counter() - start
-        self.rows[-1] |= {"eval_return": self.evaluation.mean_return, "eval_length": self.evaluation.mean_length}
-
-
-def _evaluator(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] | None:
-    """Evaluates every member with the same keys every time, so that differences come from the policy."""
-    if episodes == 0:
-        return None
-    play = make_evaluator(setup.behavior, episodes, members=setup.seeds > 1)
-    keys = initial_key(setup.seed, setup.seeds)
-    fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
-    keys = jax.vmap(fold)(keys) if setup.seeds > 1 else fold(keys)
-    return lambda state: play(state, keys)
-
-
+@processes.in_words()
 def train(
-    algo: str = "ppo",
-    env: str | Environment = "CartPole-v1",
+    algo: str | None = None,
+    env: str | Environment | None = None,
     *,
-    policy: str | DistributionPolicy = "GPUOnly",
-    total_steps: int = 500_000,
-    seed: int = 0,
-    seeds: int = 1,
+    policy: str | DistributionPolicy | None = None,
+    total_steps: int | None = None,
+    seed: int | None = None,
+    seeds: int | None = None,
     config: Any = None,
     devices: Sequence[Device] | None = None,
     out: str | os.PathLike | None = None,
+    resume: bool | str | os.PathLike = False,
     chunk: int | None = None,
-    eval_episodes: int = 32,
+    eval_episodes: int | None = None,
     eval_every: int | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    time_limit: float | str | None = None,
+    guard: GuardPolicy | None = None,
     record: str | os.PathLike | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
@@ -195,118 +80,309 @@ def train(
 ) -> Result:
     """Trains an agent.
 
+    If several processes run the program (`jax.distributed`), all of them call this with the same arguments. Process 0 shows
+    progress and writes files; a request to stop, on any process, stops all after the same chunk.
+
     Args:
-      algo: name of an algorithm, such as `"ppo"`.
-      env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`).
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`). It decides where the parts run
-        and does not change the computation.
-      total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations.
-      seed: the seed of all randomness, from 0 to `2**32 - seeds`.
-      seeds: number of independent runs to train at once, vectorized. Run `i` equals a single run with the seed `seed + i`, up
-        to float tolerance.
+      algo: name of an algorithm, such as `"ppo"`, the default.
+      env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
+        default `"CartPole-v1"`.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`. It
+        decides where the parts run and does not change the computation.
+      total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
+        default 500,000.
+      seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
+      seeds: number of independent runs to train at once, vectorized; by default 1. Run `i` equals a single run with the seed
+        `seed + i`, up to float tolerance.
       config: the algorithm's config; its defaults if None. The run sets its `total_steps`.
       devices: the devices to use; all if None.
-      out: folder of the run (config, metrics during the run, checkpoint, summary); None writes nothing.
-      chunk: iterations between two ticks; None chooses a number that gives 20 to 100 ticks.
-      eval_episodes: number of greedy episodes per evaluation; 0 never evaluates.
+      out: folder of the run (config, metrics and checkpoints during the run, summary at its end); None writes nothing.
+      resume: the folder of a run to go on with, exactly where its newest checkpoint is. What is not given comes from the
+        folder. What decides what the run computes must be equal if it is given again; policy, devices, `chunk` and
+        evaluations may differ, and more `total_steps` extend the run. True goes on with the run in `out`, or starts it
+        there if there is none.
+      chunk: iterations between two ticks. None chooses about a second, and at least about 50 ticks in a run; chunks then
+        also end where evaluations and checkpoints are due.
+      eval_episodes: number of greedy episodes per evaluation, by default 32; 0 never evaluates.
       eval_every: environment steps between evaluations; each happens at the first tick at or after a multiple of it. A
         finished run always ends with an evaluation.
+      checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
+        or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
+      keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
+        best training return).
+      time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
+      guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
+        updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
+        numbers, at most 5 times.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
         until its end, so they must fit there. Recording does not change the run.
-      callbacks: called with a `Tick` after every chunk; the run stops if one returns True.
+      callbacks: called with a `Tick` after every chunk; the run stops if one returns True. Each process calls its own.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
       **overrides: fields of the algorithm's config.
 
     Returns:
-      The result. Ctrl-C ends the run after the current chunk, and the result so far has `interrupted` True; a second Ctrl-C
-      raises KeyboardInterrupt at once.
+      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the run after the current chunk; it is saved, and the result
+      so far has `interrupted` True. A second signal ends the process at once.
 
     Raises:
       ValueError: before anything compiles, on an unknown name or field, or an invalid value.
-      DivergedError: if a metric is nan or infinite; it carries the result so far.
+      RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
+      DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
+      ProcessError: if another process of the run ended.
     """
     started = time.perf_counter()
-    display, distribution = choose_display(progress), resolve_policy(policy)
-    total_steps, eval_episodes = whole("total_steps", total_steps), whole("eval_episodes", eval_episodes, least=0)
-    chunk = None if chunk is None else whole("chunk", chunk)
-    eval_every = None if eval_every is None else whole("eval_every", eval_every)
-    if out is not None:
-        folder.check_free(Path(out))
-    setup = resolve(algo, env, seed=seed, seeds=seeds, config=config, overrides=overrides | {"total_steps": total_steps})
-    per_iteration = setup.behavior.agent.steps_per_iteration
+    limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
+    display = choose_display(progress if processes.is_first() else False)
+    every, callbacks = interval(checkpoint_every), check_callbacks(callbacks)
+    keep = whole("keep_checkpoints", keep_checkpoints)
+    least = {"eval_episodes": 0, "eval_every": 1, "chunk": 1}
+    ticks = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
+    ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
+    given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
+    out, record = (None if x is None else as_path(name, x) for name, x in (("out", out), ("record", record)))
+    path, goes_on = _folder(out, resume if isinstance(resume, bool) else as_path("resume", resume))
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
+        requests = stack.enter_context(stopping.stop_requests(limit))
+        setting_up.enter_context(processes.together("setting up the run"))
+        if path is not None:
+            read_description(path) if goes_on else folder.check_free(path)
+        if path is not None and processes.is_first():
+            stack.enter_context(folder.locked(path))
+        saved = open_run(path) if path is not None and goes_on else None
+        setup, distribution, total_steps = _resolve(given, config, overrides, saved)
+        guard = check_guard(guard or (saved.description.get("guard", "halt") if saved else "halt"), record)
+        setup = dataclasses.replace(setup, skips=guard == "skip")
+        kept = EVALUATIONS if saved is None else saved.description
+        ticks = {name: kept.get(name) if x is None else x for name, x in ticks.items()}
+        chunk, eval_every = ticks["chunk"], ticks["eval_every"]
+        per_iteration = setup.behavior.agent.steps_per_iteration
+        iterations = _whole_iterations(total_steps, per_iteration, saved)
+        if saved is not None and saved.checkpoint is not None and saved.iteration == iterations:
+            return _already_done(saved, env)
+        setup, experience, most = _recorded(setup, record, chunk, iterations, distribution, saved)
+        program = setup.compile(distribution, devices)
+        description = _describe(setup, program, distribution, total_steps, saved) | {
+            **ticks,
+            "guard": guard,
+            "record": None if experience is None else os.path.abspath(experience.path),
+        }
+        saver, writer = None, None
+        if path is not None:
+            saver = Saver(path, every, keep)
+            writer = folder.RowWriter(path, description) if processes.is_first() else None
+            callbacks = (*([writer] if writer else []), *callbacks)
+        setting_up.close()
+        title = f"{setup.algorithm.name} {setup.env_name}"
+        show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
+        state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
+        jax.block_until_ready(state)
+        boundaries = () if chunk else tuple(n for n in (eval_every, every.steps) if n)
+        pace, evaluation = Pace(most, fixed=chunk is not None), make_evaluation(setup, ticks["eval_episodes"] or 0)
+        watched = Guard(setup, program, state, policy=guard, iteration=saved.iteration if saved else 0)
+        run = Run(setup, program, state, iterations, pace, evaluation, eval_every, boundaries, experience, watched, started)
+        del state  # the run donates its memory
+        run.seconds["setup_seconds"] = time.perf_counter() - started - program.compile_seconds
+        if saved is not None:
+            continue_from(saved, run)
+            warn_of_schedules(saved, setup.config, total_steps, run.step)
+        if run.iteration < iterations:
+            run.compile()
+        if writer is not None:
+            writer.flush()  # from now on the folder is a run's
+        try:
+            status, reason = _loop(run, (show, *callbacks), requests, saver)
+        except Exception as error:  # such as that of a callback: what was done so far is kept
+            if not processes.is_loss(error):
+                _keep(run, saver)
+            raise
+        error = None if saver is None else saver.finish(run)
+        if experience is not None:
+            experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
+        result = Result(
+            history=stack_rows(run.rows),
+            config=setup.config,
+            state=processes.to_hosts(run.state()),
+            status=status,
+            stop_reason=reason,
+            compile_seconds=run.compile_seconds,
+            wall_seconds=time.perf_counter() - run.started,
+            timings=run.seconds,
+            evaluation=run.evaluation,
+            description=description,
+            behavior=setup.behavior,
+            registers=processes.to_hosts(run.registers),
+            folder=path,
+        )
+        if path is not None and processes.is_first():
+            result = _finish(result, path, error)
+        processes.gathered("")  # no process ends while another one writes
+    if run.non_finite:
+        finding = run.guard.locate(
+            run.non_finite, run.again, description, path, checkpoint=lambda: _newest(path, run),
+            seconds_per_iteration=run.seconds["train_seconds"] / run.iteration,
+        )  # fmt: skip
+        raise DivergedError(finding, result)
+    return result
+
+
+def _folder(out: str | os.PathLike | None, resume: bool | str | os.PathLike) -> tuple[Path | None, bool]:
+    """The folder of the run, and whether the run in it goes on."""
+    path = None if out is None else Path(out)
+    if isinstance(resume, bool):
+        if resume and path is None:
+            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
+        return path, resume and path is not None and holds_run(path)
+    where = Path(resume)
+    if path is not None and path.absolute() != where.absolute():
+        raise ValueError(f"out={str(path)!r} and resume={str(where)!r} are two folders; a run goes on in its own")
+    return where, True
+
+
+def _resolve(
+    given: dict[str, Any], config: Any, overrides: dict[str, Any], saved: Saved | None
+) -> tuple[Setup, DistributionPolicy, int]:
+    """The run that the arguments and the folder describe, its policy, and its number of steps."""
+    was: Mapping[str, Any] = {}
+    if saved is not None:
+        was = saved.description
+        same_settings(saved, given, config, overrides)
+        fallback = {name: was[name] for name in ("policy", "total_steps", "seed", "seeds")}
+        fallback |= {"algo": was["algorithm"], "env": was["env_spec"]}
+        dataset = find_dataset(saved, overrides.get("data", getattr(config, "data", None)))
+        config, overrides = config_of(was, dataset), {}
+    else:
+        fallback = DEFAULTS
+    settings = {name: fallback[name] if value is None else value for name, value in given.items()}
+    total_steps = whole("total_steps", settings["total_steps"])
+    distribution = resolve_policy(settings["policy"])
+    setup = resolve(
+        settings["algo"], settings["env"], seed=settings["seed"], seeds=settings["seeds"], config=config,
+        overrides=overrides | {"total_steps": total_steps},
+    )  # fmt: skip
+    return setup, distribution, total_steps
+
+
+def _whole_iterations(total_steps: int, per_iteration: int, saved: Saved | None) -> int:
     iterations = total_steps // per_iteration
     if not iterations:
         raise ValueError(
             f"total_steps={total_steps} is less than the {per_iteration} steps of one iteration; use at least "
             f"{per_iteration}, or fewer environments or shorter unrolls"
         )
-    if chunk is None:
-        chunk = chunk_length(iterations)
-        if eval_every is not None and eval_episodes:
-            chunk = min(chunk, max(1, eval_every // per_iteration))
+    if saved is not None and saved.iteration > iterations:
+        raise ValueError(
+            f"total_steps={total_steps}: the run in {saved.path} has done {saved.iteration * per_iteration} steps already; "
+            "give more to extend it"
+        )
+    return iterations
 
-    chunk = min(chunk, iterations)
-    experience = None
-    if record is not None:
-        if setup.behavior.agent.unit != "environment steps":
-            raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
-        experience = ExperienceWriter(record, setup.about() | {"policy": spec(distribution)})
-        setup = setup.record(chunk * per_iteration // setup.behavior.agent.env.num_envs)
-    program = setup.compile(distribution, devices)
-    description = {
+
+def _newest(path: Path | None, run: Run) -> tuple[Any, int] | None:
+    """The state and the iteration of the newest checkpoint of a run."""
+    found = None if path is None else checkpoint.newest(path, lambda text: None)
+    return None if found is None else (restore_state(found, run.setup, run.program), found.iteration)
+
+
+def _already_done(saved: Saved, env: Any) -> Result:
+    """The result of a run that has done all its steps, and may have been killed before its summary."""
+    result = Result.load(saved.path, env=None if isinstance(env, str) else env)
+    if result.status == "unfinished":
+        result = dataclasses.replace(result, status="finished")
+        if processes.is_first():
+            result.finish(saved.path)
+    return result
+
+
+def _recorded(
+    setup: Setup,
+    record: str | os.PathLike | None,
+    chunk: int | None,
+    iterations: int,
+    distribution: DistributionPolicy,
+    saved: Saved | None,
+) -> tuple[Setup, ExperienceWriter | None, int]:
+    """The run with recorded environments if it is recorded, and the largest number of iterations of a chunk."""
+    most = min(chunk or chunk_length(iterations), iterations)
+    done: dict[str, int] | None = None
+    if saved is not None:
+        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
+        if done is None and record is not None:
+            raise ValueError(
+                f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out"
+            )
+        was = saved.description["record"]
+        if record is None:
+            record = was
+        elif was is None or os.path.abspath(record) != was:
+            check_new(record)  # the further steps go to a file of their own
+            done = None if done is None else done | {"parts": 0}
+    if record is None:
+        return setup, None, most
+    agent = setup.behavior.agent
+    if agent.unit != "environment steps":
+        raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
+    steps = agent.steps_per_iteration // agent.env.num_envs
+    if chunk is None:
+        most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.seeds)))
+    experience = ExperienceWriter(record, setup.about() | {"policy": spec(distribution)}, done)
+    return setup.record(most * steps), experience, most
+
+
+def _describe(
+    setup: Setup, program: Program, distribution: DistributionPolicy, total_steps: int, saved: Saved | None
+) -> dict[str, Any]:
+    """The content of `config.json`."""
+    now = {
         "algorithm": setup.algorithm.name,
         "env": setup.env_name,
         "env_spec": setup.env_spec,
         "policy": spec(distribution),
-        "seed": seed,
-        "seeds": seeds,
+        "seed": setup.seed,
+        "seeds": setup.seeds,
         "total_steps": total_steps,
-        "chunk": chunk,
-        "eval_episodes": eval_episodes,
-        "eval_every": eval_every,
         "config": folder.to_json(setup.config),
+        "data": setup.data_source,
         "versions": folder.versions(),
         "devices": folder.describe_devices(program.devices),
         "registers": program.registers,
+        "resumed": [],
     }
-    path = None if out is None else Path(out)
-    if path is not None:
-        callbacks = (folder.RowWriter(path, description), *callbacks)
-    title = f"{setup.algorithm.name} {setup.env_name}"
-    unit = short_unit(setup.behavior.agent.unit)
-    with display(title, iterations * per_iteration, unit) as show, _interruptible() as interrupted:
-        run_state = jax.block_until_ready(setup.start(program))
-        setup_seconds = time.perf_counter() - started - program.compile_seconds
-        run = _Run(setup, program, run_state, _evaluator(setup, eval_episodes), eval_every, started, experience)
-        del run_state  # the run donates its memory
+    if saved is not None:
+        was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
+        now["resumed"] = [*saved.description.get("resumed", []), {"iteration": saved.iteration, "before": was}]
+    return now
+
+
+def _keep(run: Run, saver: Saver | None) -> None:
+    """Saves a run that ends with an error, as far as it can be saved."""
+    try:
+        if saver is not None:
+            saver.finish(run)
+        if run.experience is not None:
+            run.experience.finish(goes_on=saver is not None)
+    except Exception as problem:  # the error that ended the run is more important
+        warnings.warn(f"the run ends with an error, and could not be saved: {problem}", folder.SaveWarning, stacklevel=3)
+
+
+def _finish(result: Result, path: Path, error: OSError | None) -> Result:
+    """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
+    if error is None:
         try:
-            status = _loop(run, iterations, chunk, (show, *callbacks), interrupted)
-        finally:
-            if experience is not None:
-                experience.finish()
-    result = Result(
-        history=stack_rows(run.rows),
-        config=setup.config,
-        state=run.state(),
-        status=status,
-        compile_seconds=program.compile_seconds,
-        wall_seconds=time.perf_counter() - started,
-        timings={
-            "setup_seconds": setup_seconds,
-            "train_seconds": run.train_seconds,
-            "evaluation_seconds": run.evaluation_seconds,
-        },
-        evaluation=run.evaluation,
-        description=description,
-        behavior=setup.behavior,
-        registers=run.run_state.registers if isinstance(run.run_state, Delayed) else (),
-        folder=path,
-    )
-    if path is not None:
-        result.finish(path)
-    if run.non_finite:
-        raise DivergedError(*run.non_finite, result)
-    return result
+            result.finish(path)
+            return result
+        except OSError as problem:
+            error = problem
+    other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
+    try:
+        result.save(other)
+    except OSError as problem:
+        warnings.warn(
+            f"the run could be saved neither in {path} ({error}) nor in {other} ({problem}); only the result in memory has it",
+            folder.SaveWarning, stacklevel=3,
+        )  # fmt: skip
+        return dataclasses.replace(result, folder=None)
+    warnings.warn(f"the run could not be saved in {path} ({error}); it is saved in {other}", folder.SaveWarning, stacklevel=3)
+    return dataclasses.replace(result, folder=other)
 
 
 def _is_true(answer: Any) -> bool:
@@ -314,23 +390,37 @@ def _is_true(answer: Any) -> bool:
     return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
 
 
-def _loop(run: _Run, iterations: int, chunk: int, callbacks: Sequence[Callback], interrupted: Callable[[], bool]) -> Status:
-    """Runs chunk after chunk; a KeyboardInterrupt from a callback ends the run like Ctrl-C."""
+def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopRequests, saver: Saver | None) -> tuple[Status, str]:
+    """Runs chunk after chunk; a KeyboardInterrupt from a callback ends the run like Ctrl-C.
+
+    Returns:
+      The status, and why the run was interrupted.
+    """
+    first = run.step
+    if saver is not None:
+        saver.starts_from(first)
     while True:
-        run.advance(min(chunk, iterations - run.iteration))
-        if run.iteration == iterations:
-            run.evaluate_now()
-        total = iterations * run.steps_per_iteration
-        tick = Tick(run.step, run.iteration, total, run.rows[-1], run.state, run.setup.behavior.agent.unit)
-        try:
-            stops = [_is_true(callback(tick)) for callback in callbacks]
-        except KeyboardInterrupt:
-            return "interrupted"
+        reasons = processes.gathered(requests.reason(run.last_seconds + (saver.seconds if saver else 0.0)))
+        if reason := next(filter(None, reasons), ""):
+            return "interrupted", reason
+        run.advance()
+        unit = run.setup.behavior.agent.unit
+        state = lambda: processes.to_hosts(run.state())  # noqa: E731
+        tick = Tick(run.step, run.iteration, run.total_steps, run.rows[-1], state, unit, first)
+        with processes.together("a callback"):
+            try:
+                stops = [_is_true(callback(tick)) for callback in callbacks]
+                answer = "stop" if any(stops) else ""
+            except KeyboardInterrupt:
+                answer = "SIGINT"
+        answers = processes.gathered(answer)
+        if "SIGINT" in answers:
+            return "interrupted", "SIGINT"
         if run.non_finite:
-            return "diverged"
-        if run.iteration == iterations:
-            return "finished"
-        if interrupted():
-            return "interrupted"
-        if any(stops):
-            return "stopped"
+            return "diverged", ""
+        if run.iteration == run.iterations:
+            return "finished", ""
+        if any(answers):
+            return "stopped", ""
+        if saver is not None and processes.agreed(saver.is_due(run)):
+            saver.save(run)

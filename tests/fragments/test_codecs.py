@@ -195,6 +195,22 @@ def test_values_that_a_codec_cannot_hold_stop_the_run(policy, name, scale, messa
         program.run(state, 2)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_range_of_values_lost_in_a_loop_is_theirs_alone(sign):
+    env_step = msrl.fragment(role="env")(lambda x, action: x + 0 * action)
+    act = msrl.fragment(role="actor")(lambda w, x: w * x)
+
+    def iteration(state):
+        x, _ = jax.lax.scan(lambda x, _: (env_step(x, act(state["w"], x)), None), state["x"], None, length=2)
+        return {**state, "x": x}, {}
+
+    state = {"w": jnp.float32(1), "x": sign * jnp.linspace(0.5, 1.5, 8)}
+    policy = Packed(SingleLearnerFine(envs=1), Edge("envs", "learners", "uint8"))
+    program = msrl.compile(iteration, state, policy=policy, axes={"w": P(), "x": P("env")})
+    with pytest.raises(ValueError, match=re.escape("[0.5, 1.5]" if sign > 0 else "[-1.5, -0.5]")):
+        program.run(state, 1)
+
+
 @pytest.mark.parametrize(("choice", "packed"), [({"act": "bfloat16"}, {"act()[0]"}), ({"x": "bfloat16"}, {"state.x"})])
 def test_a_codec_for_a_name_packs_no_other_values(choice, packed):
     policy = SingleLearnerCoarse(trajectory_codec=choice)

@@ -101,6 +101,24 @@ def test_workers_and_shards_divide_as_the_first_axis_of_a_placement_does(axis):
         _ = it.layout
 
 
+class Markets:
+    """A custom policy with a logical axis of its own."""
+
+    def __init__(self, *separate):
+        self.separate = separate
+
+    def layout(self, devices, sizes):
+        placement = msrl.policies.Placement.over("all", devices, split=("env", "market"), separate=self.separate)
+        return msrl.policies.Layout({"env": placement, "learner": placement}, policy="Markets")
+
+
+def test_a_policy_says_which_of_its_axes_are_separate():
+    leaves = {"env": [("state.obs", 8)], "market": [("state.prices", 6)]}
+    assert len(Fit(Markets(), tuple(jax.devices()[:4]), leaves).layout.devices) == 4
+    with pytest.raises(ValueError, match="the size of axis 'market'=6 cannot be split over the 4 devices of placement 'all'"):
+        _ = Fit(Markets("market"), tuple(jax.devices()[:4]), leaves).layout
+
+
 def test_sizes_of_an_axis_have_a_common_divisor_that_counts_whole_groups():
     it = Fit(GPUOnly(), tuple(jax.devices()), {"env": [("state.obs", 12), ("state.rows", 8)]}, {"env": 2})
     assert it.sizes == {"env": 2}

@@ -41,6 +41,11 @@ def crossings(program):
     return {(c.value, c.source, c.destination, c.times) for c in program.explain().crossings}
 
 
+def placements_of(program):
+    """The placements that keep a copy of each leaf of the state."""
+    return {copies[0].label: [v.placement.name for v in copies] for copies in program.schedule.inputs}
+
+
 def test_gpu_only_is_one_program_without_transfers(programs):
     program = programs["GPUOnly"]
     assert runs(program) == [("act+env_step+learn", "all", 1)]
@@ -186,12 +191,43 @@ def test_free_values_are_computed_where_they_are_needed():
         return {"w": fit(state["w"], x, epsilon), "x": x, "step": state["step"] + 1}, {"epsilon": epsilon}
 
     state = {"w": jnp.float32(0), "x": jnp.zeros(8), "step": jnp.int32(0)}
-    program = msrl.compile(
-        iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes={"w": P(), "x": P("env"), "step": P()}
-    )
+    axes = {"w": P(), "x": P("env"), "step": P()}
+    program = msrl.compile(iteration, state, policy=msrl.policies.SingleLearnerCoarse(), axes=axes)
     moved = {v.label for i in program.instructions if isinstance(i, Move) for v in i.results}
     assert moved == {"explore()"}
-    assert_close(program.run(state, 3), run_plain(iteration, state, 3))
+    assert placements_of(program)["state['step']"] == ["actors", "learners"]  # kept at both, given back from the first reader
+    side_by_side = msrl.compile(iteration, state, policy=msrl.policies.MultiLearner(), axes=axes)
+    assert placements_of(side_by_side)["state['step']"] == ["actors"]  # two placements on one mesh keep one copy
+    after, metrics = program.run(state, 3)
+    assert after["step"].devices() == set(program.layout.placement("actor", "explore").devices)
+    assert_close((after, metrics), run_plain(iteration, state, 3))
+
+
+def test_rows_that_pass_through_a_loop_are_stored_by_programs_that_run_anyway():
+    """A carried value as it enters, a row that a program of the loop reads, and a row that none reads."""
+    push = msrl.fragment(role="env", name="push")(lambda x, row: x + row)
+    fit = msrl.fragment(role="learner", name="fit")(lambda w, x: w + x.mean())
+
+    @msrl.fragment(role="learner")
+    def both(w, x, row, unread):  # `lax.scan` does not see that it returns rows
+        x = push(x, row)
+        return fit(w, x), x, row, unread
+
+    def iteration(state):
+        def step(carry, rows):
+            w, x, row, unread = both(*carry, *rows)
+            return (w, x), (row, unread, carry[0])
+
+        start, rows = (state["w"], state["x"]), jnp.ones((3, 8)) * state["x"]
+        (w, x), (rows, unread, ws) = jax.lax.scan(step, start, (rows, jnp.arange(3.0) * state["w"]))
+        return {"w": w, "x": push(x, rows.sum(0))}, {"unread": unread, "w": ws}
+
+    state = {"w": jnp.float32(1), "x": jnp.arange(8.0)}
+    program = msrl.compile(iteration, state, policy=msrl.policies.SingleLearnerFine(), axes={"w": P(), "x": P("env")})
+    (loop,) = [i for i in program.instructions if isinstance(i, Loop)]
+    stored = [(i.name, i.placement.name, len(i.writes)) for i in loop.body if isinstance(i, Run)]
+    assert stored == [("push", "envs", 1), ("fit", "learners", 2)]
+    assert_close(program.run(state, 2), run_plain(iteration, state, 2))
 
 
 def test_a_fragment_used_twice_is_compiled_once():

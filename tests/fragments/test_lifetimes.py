@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.instructions import Free, Loop, Run
+from msrl_jax.fragments.instructions import Free, Loop, Run, Schedule, Value
+from msrl_jax.fragments.lifetimes import settle
 
 from . import random_loops, toy
 from .conftest import POLICIES
@@ -118,3 +119,14 @@ def test_a_loop_starts_from_memory_of_its_own(case):
     axes = P(), P("env")
     for name in POLICIES:
         assert_owned(iteration, (jnp.float32(0.5), jnp.arange(8.0)), msrl.policies.get(name), axes)
+
+
+def test_what_a_program_reads_twice_is_not_given_away():
+    place = msrl.policies.Placement.over("all", jax.devices()[:1])
+    kind = jax.core.ShapedArray((4,), np.dtype(np.float32))
+    x, once, y, z = (Value(i, kind, place, "") for i in range(4))
+    program = jax.make_jaxpr(lambda a, b, c: (a + b, c))(*[jnp.zeros(4)] * 3)
+    run = Run("add", place, program, (x, x, once), (y, z))
+    settled = settle(Schedule(((x,), (once,)), (run,), ((y,), (z,)), ()))
+    assert [i.donated for i in settled.body if isinstance(i, Run)] == [(2,)]
+    follow(settled.body, [x, once], set(), [y, z], [])

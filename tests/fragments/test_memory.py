@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax.fragments.memory import LARGE
+from msrl_jax.fragments.memory import LARGE, put
 
 ROWS = 2 * LARGE // 4 // 8  # of eight float32 environments each: twice what counts as large
 
@@ -95,3 +95,11 @@ def test_seeds_count():
     """One buffer fits the host's memory, a thousand do not."""
     with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes of .* its largest leaf is state\.replay"):
         msrl.train("dqn", "CartPole-v1", capacity=2_000_000_000 // 64, seeds=1000, total_steps=1000, eval_episodes=0)
+
+
+def test_one_array_in_two_leaves_gets_memory_for_each(devices):
+    at = jax.sharding.NamedSharding(jax.sharding.Mesh(devices[:1], ("d",)), P())
+    x = jax.device_put(jnp.arange(4.0), at)
+    ((a,), (b,)) = put([x, x], [(at,), (at,)], copy=False)
+    assert a is x and b.unsafe_buffer_pointer() != a.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(a, b)

@@ -28,9 +28,25 @@ def test_runs_are_interleaved_and_the_order_alternates():
 
 
 @pytest.fixture(scope="module")
-def measurements(tiny, one_device):
-    config = {k: v for k, v in tiny.items() if k not in ("num_envs", "unroll_length")}
-    return bench(num_envs=(8,), unroll_lengths=(8,), seconds=0.05, against="jit", devices=one_device, **config)
+def measurements(measured):
+    return measured[0]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny, one_device):
+    """The measurements, and the lines before them."""
+    config, lines = {k: v for k, v in tiny.items() if k not in ("num_envs", "unroll_length")}, []
+    options = {"num_envs": (8,), "unroll_lengths": (8,), "seconds": 0.05, "against": "jit", "devices": one_device}
+    return bench(**options, on_stage=lines.append, on_measurement=lines.append, **config), lines
+
+
+def test_a_line_says_what_compiles_and_what_is_timed(measured):
+    (measurement,), lines = measured
+    assert lines == [
+        "compiling ppo CartPole-v1, 8 envs x 8 steps, GPUOnly ...",
+        "measuring 3 runs of about 0.05 s and as many of jax.jit ...",
+        measurement,
+    ]
 
 
 def test_a_measurement_is_the_median_of_its_runs(measurements):
@@ -83,6 +99,16 @@ def test_every_algorithm_has_its_own_defaults(env, algos, planned):
     for algo in algos:
         default = algorithms.get(algo).config
         assert (planned[algo].num_envs, planned[algo].unroll_length) == (default.num_envs, default.unroll_length)
+
+
+def test_every_combination_of_the_grid_is_measured(monkeypatch):
+    def noted(setup, policy, **options):
+        return setup.algorithm.name, type(policy).__name__, setup.config.num_envs, setup.config.unroll_length
+
+    monkeypatch.setattr(benchmark.Setup, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "measure", noted)
+    found = bench(("a2c", "ppo"), policies=("GPUOnly", "Central"), num_envs=(8, 16), unroll_lengths=(64, 128))
+    assert found == [(a, p, n, t) for a in ("a2c", "ppo") for p in ("GPUOnly", "Central") for n in (8, 16) for t in (64, 128)]
 
 
 @pytest.mark.parametrize("algos", [("ppo", "dqn"), ("dqn", "ppo")])

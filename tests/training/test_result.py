@@ -1,6 +1,5 @@
 import csv
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +78,7 @@ def test_the_folder_is_readable_without_the_library(trained, run_folder):
 
 def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((run_folder / "config.json").read_bytes())
-    with pytest.raises(ValueError, match=r"no complete run: summary\.json is missing"):
+    with pytest.raises(ValueError, match=r"has no checkpoint .newest.; those after iterations none are complete"):
         Result.load(tmp_path)
 
 
@@ -107,15 +106,6 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert_same_state(resumed, original)
     _, anew = program.run(loaded.state, 1)
     assert metrics["approx_kl"] != anew["approx_kl"], "the registers matter"
-
-
-def test_registers_that_the_config_does_not_list_are_refused(stale, tmp_path):
-    copy = tmp_path / "run"
-    shutil.copytree(stale.folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"registers": {}}))
-    with pytest.raises(ValueError, match=r"registers of stale parameters .* are not those that config\.json lists \(none\)"):
-        Result.load(copy)
 
 
 def test_one_observation_gives_one_action(trained):
@@ -173,6 +163,7 @@ def test_plots_draw_the_history(trained, members, tmp_path):
 def test_the_summary_says_what_ran(trained, members):
     text = repr(trained)
     assert "ppo on CartPole-v1" in text and "GPUOnly" in text and "seed 3" in text and "384 steps" in text
+    assert f"the median chunk trains {trained.steps_per_second:,.0f} steps/s" in text
     assert str(trained.folder) in text
     assert "seeds 3 to 5" in repr(members)
     summary = members.summary()

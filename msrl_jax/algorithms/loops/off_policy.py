@@ -48,6 +48,10 @@ class Learner(NamedTuple):
     opt_state: Any
 
 
+LEARNER_AXES = dict.fromkeys((*Learner._fields, "iteration", "updates", "key"), P())
+"""The logical axes of a learner's fields in the state of a run: none, each device of the learner holds them whole."""
+
+
 class Batch(NamedTuple):
     """The data of one update.
 
@@ -299,12 +303,7 @@ def off_policy_agent(
 
     axes = logical_axes(
         OffPolicyState,
-        params=P(),
-        target_params=P(),
-        opt_state=P(),
-        iteration=P(),
-        updates=P(),
-        key=P(),
+        **LEARNER_AXES,
         acting_params=P(),
         steps=P(),
         actor_keys=P("env"),

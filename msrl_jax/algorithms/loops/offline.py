@@ -20,7 +20,7 @@ from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.loops.buffers import storage_of
 from msrl_jax.algorithms.loops.mixing import load_data
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule
+from msrl_jax.algorithms.loops.off_policy import LEARNER_AXES, Batch, Learner, Progress, Rule
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.data import Dataset
@@ -164,12 +164,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         data_axes = Data(source.training.axes, () if source.validation is None else source.validation.axes)
     axes = logical_axes(
         OfflineState,
-        params=P(),
-        target_params=P(),
-        opt_state=P(),
-        iteration=P(),
-        updates=P(),
-        key=P(),
+        **LEARNER_AXES,
         data_key=P(),
         env_state=P(),
         data=data_axes,

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax.fragments.executables import Executables
+from msrl_jax.fragments.instructions import Run
 
-from ..conftest import as_numpy, assert_close
+from ..conftest import as_numpy, assert_close, run_plain
 from .same_run import ENVS, EVERYWHERE
 
 act = msrl.fragment(role="actor")(lambda w, x: x * w)
@@ -112,3 +113,42 @@ def test_equal_programs_that_donate_otherwise_are_not_shared(devices):
     assert not array.is_deleted()
     consumes(array)
     assert array.is_deleted()
+
+
+class Overlapping:
+    """The learner's device is one of the environments' two."""
+
+    def layout(self, devices, sizes):
+        places = {role: policies.Placement.over(role, devices[:n]) for role, n in (("env", 2), ("learner", 1))}
+        return policies.Layout(places, policy="Overlapping()")
+
+
+def test_a_transfer_between_placements_that_share_a_device_shares_no_memory(devices):
+    """The environments' program may overwrite what it gets; the learner still has its own."""
+    overwrite = msrl.fragment(role="env")(lambda w: w * 2)
+    keep = msrl.fragment(role="learner")(lambda w, y: w + 0 * y)
+
+    def iteration(state):
+        return {"w": keep(state["w"], overwrite(state["w"]))}, {}
+
+    state = {"w": jnp.arange(1024.0)}
+    program = msrl.compile(iteration, state, policy=Overlapping(), axes={"w": P()}, devices=devices)
+    after, _ = program.run(state, 2)
+    assert_close(after, state)
+    run = next(i for i in program.instructions if isinstance(i, Run) and i.placement.name == "env")
+    assert run.donated == (0,)
+
+
+def test_memory_of_a_part_is_not_given_for_a_whole_result(devices):
+    """An array that is split over devices has no room for a result of its shape that each device holds whole."""
+    gather = msrl.fragment(role="env")(lambda x: x + 1)
+    keep = msrl.fragment(role="learner")(lambda w, x: w + x.mean())
+
+    def iteration(state):
+        y = gather(state["x"])
+        return {"x": state["y"], "y": y, "w": keep(state["w"], y)}, {}
+
+    state = {"w": jnp.float32(1), "x": jnp.arange(8.0), "y": jnp.ones(8)}
+    axes = {"w": P(), "x": P("env"), "y": P()}
+    program = msrl.compile(iteration, state, policy=policies.SingleLearnerCoarse(actors=4), axes=axes, devices=devices)
+    assert_close(program.run(state, 2), run_plain(iteration, state, 2))  # JAX warns of donated memory without a use

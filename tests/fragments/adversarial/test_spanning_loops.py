@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.fragments.instructions import Run, walk
 
 from ..conftest import POLICIES, assert_close, run_plain
 
@@ -151,6 +152,45 @@ CASES = [
     constants_are_stacked, constants_of_fragments_are_stacked, no_steps, no_steps_with_rows, no_steps_inside,
     constants_in_nested_loops, rows_pass_through, keys_are_stacked_and_read, captured_arrays_inside, unrolled_without_carry,
 ]  # fmt: skip
+
+
+class Apart:
+    """Every role on a device of its own."""
+
+    def layout(self, devices, sizes):
+        roles = zip(("env", "actor", "learner"), devices, strict=False)
+        return msrl.policies.Layout({role: msrl.policies.Placement.over(role, [d]) for role, d in roles}, policy="Apart()")
+
+
+def test_a_row_that_nothing_reads_is_stored_where_the_loop_runs_no_program(devices):
+    @msrl.fragment(role="actor")
+    def with_row(w, x, row):  # holds a fragment of another role, so it is opened; `lax.scan` does not see that it returns a row
+        return env_step(x, act(w, x)), row
+
+    def iteration(state):
+        rows = jnp.arange(3.0) * state["w"]
+        x, stacked = jax.lax.scan(lambda x, row: with_row(state["w"], x, row), state["x"], rows)
+        return {**state, "w": fit(state["w"], x), "x": x}, {"stacked": stacked}
+
+    program = msrl.compile(iteration, initial_state(), policy=Apart(), axes=AXES, devices=devices)
+    assert any(isinstance(i, Run) and i.name == "write row" and i.rows for i, _ in walk(program.instructions))
+    assert_close(program.run(initial_state(), 2), run_plain(iteration, initial_state(), 2))
+
+
+def test_literals_of_equal_bytes_and_several_types_are_apart(devices):
+    def iteration(state):
+        def step(carry, _):
+            w, x, n, total = carry
+            w, x = both(w, x)
+            return (w, x, n + 1, total + x.sum()), None
+
+        (w, x, n, total), _ = jax.lax.scan(step, (state["w"], state["x"], 0, 0.0), None, length=3)
+        return {**state, "w": w, "x": x}, {"n": n, "total": total, "zeros": (0, 0.0)}
+
+    program = msrl.compile(iteration, initial_state(), policy=Apart(), axes=AXES, devices=devices)
+    found, expected = program.run(initial_state(), 2), run_plain(iteration, initial_state(), 2)
+    assert_close(found, expected)
+    assert [x.dtype for x in jax.tree.leaves(found[1])] == [x.dtype for x in jax.tree.leaves(expected[1])]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,201 @@
+"""A run in progress, as the host sees it: chunks of iterations, rows of the history, evaluations."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax.data.experience import ExperienceWriter, without_experience
+from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.training import processes
+from msrl_jax.training.evaluate import Evaluation, make_evaluator
+from msrl_jax.training.guard import Finding, Guard
+from msrl_jax.training.history import Row, reduce_chunk
+from msrl_jax.training.members import initial_key
+from msrl_jax.training.pace import Pace
+from msrl_jax.training.setup import Setup
+
+TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")
+"""Parts of a run's time, besides compiling."""
+
+_METRICS_BYTES, _HOST_DRIVEN, _FUSED = 2**22, 256, 2**16
+"""Limits of one dispatched part of a chunk: bytes of its metrics, and its iterations in plans of both kinds."""
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in progress.
+
+    Attributes:
+      setup: the run's agent and settings.
+      program: the compiled iteration.
+      run_state: the state, as `Program.run` takes and returns it.
+      iterations: number of iterations of the whole run.
+      pace: chooses the lengths of chunks.
+      evaluate: plays greedy episodes; None never evaluates.
+      eval_every: steps between evaluations; None evaluates at the end only.
+      boundaries: numbers of steps at whose multiples a chunk has to end.
+      experience: records the steps, if the run is recorded.
+      guard: notices numbers that are not finite.
+      started: time of `time.perf_counter` at which the run would have started if it had never been interrupted.
+      rows: the history.
+      iteration: iterations done.
+      evaluation: the last evaluation.
+      non_finite: the first thing that is not finite and ends the run.
+      seconds: time spent on setting up, training and evaluating, by part.
+      compiled_before: time that earlier processes spent on compiling.
+      last_seconds: time of the last chunk.
+    """
+
+    setup: Setup
+    program: Program
+    run_state: Any
+    iterations: int
+    pace: Pace
+    evaluate: Callable[[Any], Evaluation] | None
+    eval_every: int | None
+    boundaries: tuple[int, ...]
+    experience: ExperienceWriter | None
+    guard: Guard
+    started: float
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    iteration: int = 0
+    evaluation: Evaluation | None = None
+    non_finite: Finding | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
+    compiled_before: float = 0.0
+    last_seconds: float = 0.0
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Steps per iteration."""
+        return self.setup.behavior.agent.steps_per_iteration
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.iteration * self.steps_per_iteration
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.iterations * self.steps_per_iteration
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent on tracing and compiling the training program."""
+        return self.compiled_before + self.program.compile_seconds
+
+    @property
+    def registers(self) -> tuple[jax.Array, ...]:
+        """The parameters on their way to the actors, if the policy has staleness."""
+        return self.run_state.registers if isinstance(self.run_state, Delayed) else ()
+
+    def state(self) -> Any:
+        """The state of the algorithm."""
+        return without_experience(self.program.unwrap(self.run_state))
+
+    def advance(self) -> None:
+        """Runs a chunk and adds a row to the history."""
+        first = self.iteration
+        compiling, start = self.program.compile_seconds, time.perf_counter()
+        parts = []
+        if not self.pace.is_known:
+            parts.append(self._iterate(1))
+        if rest := min(self.pace.length(first), self._to_boundary(first)) - (self.iteration - first):
+            parts.append(self._iterate(rest))
+        metrics = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        self.last_seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
+        self.seconds["train_seconds"] += self.last_seconds
+        if self.experience is not None:
+            steps = (self.iteration - first) * self.steps_per_iteration // self.setup.behavior.agent.env.num_envs
+            self.experience.add(self.program.unwrap(self.run_state), steps)
+        self.non_finite = self.guard.check(self.run_state, metrics, self.iteration)
+        self._add_row(self.iteration - first, metrics)
+        due = self.eval_every is not None and self.step // self.eval_every > first * self.steps_per_iteration // self.eval_every
+        if due or self.iteration == self.iterations:
+            self.evaluate_now()
+
+    @property
+    def _most(self) -> int:
+        """The largest number of iterations between two readings of the metrics."""
+        limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
+        return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
+
+    def compile(self) -> None:
+        """Compiles the training program, unless it is compiled."""
+        self.program.warm_up(self._most)
+
+    def again(self, state: Any, count: int) -> tuple[Any, Any]:
+        """Runs iterations from another state, which stays valid."""
+        return self.program.run(state, count, chunk=self._most)
+
+    def _iterate(self, count: int) -> Any:
+        compiling, start = self.program.compile_seconds, time.perf_counter()
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self._most, donate=True)
+        jax.block_until_ready(self.run_state)
+        self.iteration += count
+        seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
+        self.pace.measured(count, processes.agreed(seconds))
+        return metrics
+
+    def _to_boundary(self, iteration: int) -> int:
+        """Iterations until the chunk has to end."""
+        ends = [self.iterations]
+        for every in self.boundaries:
+            multiple = (iteration * self.steps_per_iteration // every + 1) * every
+            ends.append(-(-multiple // self.steps_per_iteration))
+        return min(ends) - iteration
+
+    def _add_row(self, iterations: int, metrics: Mapping[str, Any]) -> None:
+        self.rows.append({
+            "step": self.step,
+            "iteration": self.iteration,
+            "seconds": time.perf_counter() - self.started,
+            "steps_per_second": iterations * self.steps_per_iteration * self.setup.seeds / self.last_seconds,
+            **reduce_chunk(metrics, finite=self.setup.skips),
+        })  # fmt: skip
+        if self.evaluate is not None:
+            unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan
+            self.rows[-1] |= {"eval_return": unknown, "eval_length": unknown}
+
+    def evaluate_now(self) -> None:
+        """Evaluates, unless a metric is not finite."""
+        if self.evaluate is None or self.non_finite:
+            return
+        start = time.perf_counter()
+        self.evaluation = self.evaluate(self.state())
+        self.seconds["evaluation_seconds"] += time.perf_counter() - start
+        self.rows[-1] |= {"eval_return": self.evaluation.mean_return, "eval_length": self.evaluation.mean_length}
+
+    def score(self) -> float | None:
+        """The measure of success by which the best checkpoint is kept; more is better."""
+        names = ["eval_return"] if self.eval_every is not None else ["episode_return"]
+        sign = 1.0
+        if self.setup.behavior.agent.unit == "updates":
+            names, sign = ["validation_loss"], -1.0
+        value = float(np.mean(self.rows[-1].get(names[0], np.nan))) if self.rows else np.nan
+        return sign * value if np.isfinite(value) else None
+
+
+def make_evaluation(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] | None:
+    """Makes the evaluation of a run.
+
+    Args:
+      setup: the run.
+      episodes: number of episodes; 0 gives no evaluation.
+
+    Returns:
+      A function of the run's state. Every member is evaluated with the same keys every time, so that differences come from
+      the policy.
+    """
+    if episodes == 0:
+        return None
+    play = make_evaluator(setup.behavior, episodes, members=setup.seeds > 1)
+    keys = initial_key(setup.seed, setup.seeds)
+    fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
+    keys = jax.vmap(fold)(keys) if setup.seeds > 1 else fold(keys)
+    return lambda state: play(state, keys)

@@ -1,0 +1,442 @@
+"""A run that was interrupted goes on as if nothing had happened: equal bits in state, metrics and recorded steps."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.training import Result
+from msrl_jax.training.checkpoint import CheckpointError, complete
+from msrl_jax.training.folder import RunFolderError, SaveWarning
+from msrl_jax.training.resume import ResumeWarning
+from tests.training import runs
+from tests.training.runs import CHUNK, ITERATIONS, assert_same_run, train
+
+
+def stop_after(iterations):
+    return lambda tick: tick.iteration >= iterations
+
+
+@pytest.fixture(scope="session")
+def pendulum_data(tmp_path_factory):
+    """A data set of 200 random steps."""
+    rng = np.random.default_rng(0)
+    angle = rng.uniform(-3, 3, 201)
+    obs = np.stack([np.cos(angle), np.sin(angle), rng.normal(size=201)], -1).astype(np.float32)
+    ends = np.arange(200) % 50 == 49
+    action = rng.uniform(-2, 2, (200, 1)).astype(np.float32)
+    dataset = msrl.data.Dataset(obs[:-1], action, rng.normal(size=200), np.zeros(200, bool), ends, obs[1:])
+    return msrl.data.save(dataset, tmp_path_factory.mktemp("data") / "pendulum.npz")
+
+
+@pytest.fixture(scope="session")
+def whole(pendulum_data, tmp_path_factory):
+    """Uninterrupted runs, by name and policy; each is made once."""
+    made = {}
+
+    def run(name, policy, devices=4):
+        if (name, policy, devices) not in made:
+            record = tmp_path_factory.mktemp("whole") / "steps.npz"
+            made[name, policy, devices] = train(name, None, policy, devices=devices, data=pendulum_data, record=record), record
+        return made[name, policy, devices]
+
+    return run
+
+
+def assert_same_rows(file, expected):
+    mine, theirs = msrl.data.load(file), msrl.data.load(expected)
+    for name in (*msrl.data.dataset.FIELDS, "cut"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
+
+
+STALE = "SingleLearnerCoarse:actors=2,learners=2,staleness=2"
+KINDS = [("ppo", "GPUOnly"), ("dqn", "Central"), ("impala", STALE)]
+ALL = [
+    (name, policy)
+    for name in runs.RUNS
+    for policy in (
+        [STALE, "SingleLearnerFine:staleness=2", STALE] if name == "impala" else ["GPUOnly", "SingleLearnerFine", "Central"]
+    )
+]
+SLOW = [pytest.param(*kind, marks=pytest.mark.slow) for kind in dict.fromkeys(ALL) if kind not in KINDS]
+
+
+@pytest.mark.parametrize(("name", "policy"), [*KINDS, *SLOW])
+def test_a_run_that_was_stopped_goes_on_exactly(name, policy, whole, pendulum_data, tmp_path):
+    expected, rows = whole(name, policy)
+    options = {"devices": 4, "data": pendulum_data, "record": tmp_path / "steps.npz"}
+    part = train(name, tmp_path / "run", policy, callbacks=[stop_after(20)], **options)
+    assert part.status == "stopped" and part.history["iteration"][-1] == 21
+    goes_on = msrl.train(resume=tmp_path / "run", devices=jax.devices()[:4], progress=False)
+    assert goes_on.status == "finished"
+    assert_same_run(goes_on, expected)
+    assert_same_rows(tmp_path / "steps.npz", rows)
+    loaded = Result.load(tmp_path / "run")
+    assert_same_run(loaded, expected)
+    assert len(complete(tmp_path / "run")) in (2, 3), "the newest two, and the best"
+
+
+def kill_at_random(name, policy, folder, data, record, kills, rng):
+    """Starts the run again and again, and kills it at random moments; then lets it finish. Returns the number of kills."""
+    done = 0
+    while True:
+        arguments = [name, policy, folder, data, record]
+        with subprocess.Popen(
+            [sys.executable, "-m", "tests.training.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            if done < kills:
+                process.stdout.readline()  # the first tick
+                time.sleep(rng.uniform(0, 1.0))
+                process.send_signal(signal.SIGKILL)
+            rest = process.communicate(timeout=300)[0]
+        if '"done"' in rest:
+            return done
+        assert process.returncode == -signal.SIGKILL
+        done += 1
+
+
+def test_a_killed_run_goes_on_exactly(whole, tmp_path):
+    expected, rows = whole("ppo", "GPUOnly")
+    rng = np.random.default_rng(0)
+    kill_at_random("ppo", "GPUOnly", tmp_path / "run", "", tmp_path / "steps.npz", 1, rng)
+    assert_same_run(Result.load(tmp_path / "run"), expected)
+    assert_same_rows(tmp_path / "steps.npz", rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), list(dict.fromkeys(ALL)))
+def test_a_run_killed_many_times_goes_on_exactly(name, policy, whole, pendulum_data, tmp_path):
+    expected, rows = whole(name, policy)
+    rng = np.random.default_rng(len(name) + 100 * len(policy))
+    data = pendulum_data if name == "sac" else ""
+    kills = kill_at_random(name, policy, tmp_path / "run", data, tmp_path / "steps.npz", 7, rng)
+    assert kills >= 3
+    assert_same_run(Result.load(tmp_path / "run"), expected)
+    assert_same_rows(tmp_path / "steps.npz", rows)
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
+    """Each part has the state that the part before left, bit for bit, and the end is that of a run on one device."""
+    path = tmp_path / "run"
+    steps = ITERATIONS // 6 * 64
+    places = [
+        ("GPUOnly", 1),
+        ("GPUOnly", 2),
+        ("SingleLearnerCoarse", 4),
+        ("Central", 8),
+        ("SingleLearnerFine", 4),
+        ("GPUOnly", 1),
+    ]
+    options = {"anneal_learning_rate": False, "eval_every": None}
+    for part, (policy, devices) in enumerate(places, 1):
+        before = Result.load(path) if part > 1 else None
+        result = train("ppo", path, policy, devices=devices, total_steps=part * steps, resume=part > 1, seeds=seeds, **options)
+        assert result.description["devices"]["count"] == devices or policy != "GPUOnly"
+        if before is not None:
+            assert result.description["resumed"][-1]["iteration"] == before.history["iteration"][-1]
+    alone = train("ppo", None, devices=1, seeds=seeds, **options)
+    assert alone.history["iteration"][-1] == result.history["iteration"][-1] == ITERATIONS
+    for (where, x), y in zip(jax.tree.leaves_with_path(result.state), jax.tree.leaves(alone.state), strict=True):
+        x, y = runs.plain(x), runs.plain(y)
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5, err_msg=jax.tree_util.keystr(where))
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory):
+    """A run on one device that was stopped after 6 of 12 iterations."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    train("ppo", path, devices=1, iterations=12, callbacks=[stop_after(6)], eval_every=None, checkpoint_every=64)
+    return path
+
+
+@pytest.fixture
+def copy(stopped, tmp_path):
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run"
+
+
+CONFLICTS = [
+    ({"algo": "dqn"}, r"has algo='ppo', and cannot go on with algo='dqn'"),
+    ({"env": "Acrobot-v1"}, r"has env='CartPole-v1:max_steps_in_episode=30'.* env='Acrobot-v1'"),
+    ({"seed": 6}, r"has seed=5, and cannot go on with seed=6"),
+    ({"seeds": 2}, r"has seeds=1, and cannot go on with seeds=2"),
+    ({"num_envs": 16}, r"has num_envs=8, and cannot go on with num_envs=16; leave num_envs out"),
+    ({"learning_rate": 0.5}, r"has learning_rate=0\.001, and"),
+    ({"config": msrl.algorithms.get("ppo").config()}, r"cannot go on with \w+="),
+    ({"lerning_rate": 1.0}, r"no config field 'lerning_rate'"),
+    ({"data": "x.npz"}, r"has no data set"),
+    ({"total_steps": 100}, r"has done 384 steps already; give more"),
+    ({"total_steps": "many"}, r"total_steps='many'"),
+    ({"record": "x.npz"}, r"not recorded from its start"),
+    ({"out": "elsewhere"}, r"are two folders"),
+    ({"policy": "GPUOnli"}, r"did you mean 'GPUOnly'"),
+    ({"checkpoint_every": "soon"}, r"checkpoint_every='soon'"),
+    ({"keep_checkpoints": 0}, r"keep_checkpoints=0"),
+    ({"time_limit": "5"}, r"time_limit='5'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), CONFLICTS, ids=[next(iter(g)) for g, _ in CONFLICTS])
+def test_what_contradicts_the_run_is_refused(given, message, stopped):
+    before = sorted((p, p.stat().st_mtime_ns) for p in stopped.rglob("*") if p.is_file())
+    with pytest.raises(ValueError, match=message):
+        msrl.train(resume=stopped, progress=False, **given)
+    assert sorted((p, p.stat().st_mtime_ns) for p in stopped.rglob("*") if p.is_file()) == before
+
+
+def damage(name, text):
+    def change(path):
+        (path / name).write_text(text)
+
+    return change
+
+
+def remove_checkpoints(path):
+    shutil.rmtree(path / "checkpoints")
+
+
+def break_config(**changes):
+    def change(path):
+        config = json.loads((path / "config.json").read_text())
+        for name, value in changes.items():
+            config |= {name: value}
+        (path / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def break_checkpoint(path):
+    for saved in complete(path):
+        (saved.path / "_METADATA").write_bytes(b"{}")
+
+
+DAMAGES = [
+    (damage("config.json", ""), r"config\.json is damaged"),
+    (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
+    (damage("config.json", '{"algorithm": "ppo"}'), r"config\.json lacks 'env'"),
+    (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
+    (break_config(algorithm="pppo"), r"cannot read the config of the run: .*did you mean 'ppo'"),
+    (break_config(config={"num_envs": 3, "no_such_field": 1}), r"cannot read the config of the run: .*no_such_field"),
+    (break_checkpoint, r"no checkpoint that is whole"),
+    (
+        break_config(config={"hidden_sizes": [16], "num_envs": 8, "unroll_length": 8, "num_minibatches": 2}),
+        r"does not fit: state",
+    ),
+    (damage("metrics.jsonl", "{}\n"), r"metrics\.jsonl has fewer rows than the 2"),
+    (damage("metrics.jsonl", "nonsense\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGES, ids=range(len(DAMAGES)))
+def test_a_damaged_folder_is_never_read_silently(change, message, copy):
+    change(copy)
+    kept = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and "checkpoints" in p.parts}
+    with pytest.raises(RunFolderError, match=message):
+        msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
+    for path, content in kept.items():
+        assert path.read_bytes() == content, path
+    if "metrics.jsonl has" not in message:
+        with pytest.raises(RunFolderError, match=message):
+            Result.load(copy)
+
+
+def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
+    path, options = tmp_path / "run", {"devices": 4, "anneal_learning_rate": False}
+    train("ppo", path, record=tmp_path / "first.npz", iterations=12, **options)
+    with pytest.raises(ValueError, match=r"first\.npz\.parts has 0 of the 4 parts .* record the further steps to another file"):
+        msrl.train(resume=path, total_steps=24 * 64, progress=False)
+    with pytest.raises(ValueError, match=r"first\.npz exists already"):
+        (tmp_path / "again").mkdir()
+        shutil.copy(tmp_path / "first.npz", tmp_path / "again")
+        msrl.train(resume=path, total_steps=24 * 64, progress=False, record=tmp_path / "again" / "first.npz")
+    msrl.train(resume=path, total_steps=24 * 64, progress=False, record=tmp_path / "second.npz", devices=jax.devices()[:4])
+    train("ppo", None, record=tmp_path / "both.npz", iterations=24, **options)
+    first, second, both = (msrl.data.load(tmp_path / f"{name}.npz") for name in ("first", "second", "both"))
+    for name in ("obs", "action", "reward", "next_obs"):
+        parts = [getattr(x, name).reshape(8, -1, *getattr(x, name).shape[1:]) for x in (first, second)]
+        np.testing.assert_array_equal(np.concatenate(parts, 1).reshape(getattr(both, name).shape), getattr(both, name))
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    for resume, message in [(tmp_path / "none", "there is no folder"), (tmp_path, r"holds no run: config\.json is missing")]:
+        with pytest.raises(RunFolderError, match=message):
+            msrl.train(resume=resume, progress=False)
+    with pytest.raises(ValueError, match=r"resume=True goes on with the run in out"):
+        msrl.train(resume=True, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_checkpoint_starts_again(copy, stopped):
+    remove_checkpoints(copy)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 'newest'"):
+        Result.load(copy)
+    again = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False, callbacks=[stop_after(6)])
+    np.testing.assert_array_equal(again.history["iteration"], [CHUNK, 2 * CHUNK])
+    first = Result.load(stopped)
+    for name in ("entropy", "episode_return"):
+        np.testing.assert_array_equal(again.history[name], first.history[name])
+
+
+def test_a_finished_run_is_only_read(copy, capfd):
+    done = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
+    (copy / "summary.json").unlink()  # killed before its last line
+    files = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    again = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
+    assert_same_run(again, done)
+    assert again.status == "finished" and json.loads((copy / "summary.json").read_text())["status"] == "finished"
+    for path, content in files.items():
+        assert path.read_bytes() == content, path
+
+
+def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
+    with pytest.warns(
+        ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00075, after 0\.0005"
+    ):
+        result = msrl.train(resume=copy, total_steps=1536, devices=jax.devices()[:1], progress=False)
+    assert result.history["iteration"][-1] == 24 and result.config.total_steps == 1536
+    assert result.history["learning_rate"][2] == pytest.approx(1e-3 * (1 - 7 / 24), rel=1e-5)
+    assert Result.load(copy).config.total_steps == 1536
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
+    found = complete(copy)
+    (found[0].path / "manifest.ocdbt").unlink()
+    message = (
+        rf"{found[0].path.name} is damaged: manifest\.ocdbt is missing; the checkpoint after iteration {found[1].iteration}"
+    )
+    with pytest.warns(ResumeWarning, match=message):
+        loaded = Result.load(copy)
+    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "stopped"
+    with pytest.raises(CheckpointError, match="damaged"):
+        Result.load(copy, checkpoint=found[0].iteration)
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 77; those after iterations"):
+        Result.load(copy, checkpoint=77)
+
+
+def test_a_line_that_a_crash_cut_off_does_not_count(copy, stopped):
+    for name in ("metrics.jsonl", "metrics.csv"):
+        with (copy / name).open("a") as file:
+            file.write((copy / name).read_text().splitlines()[-1][:40])
+    expected = Result.load(stopped)
+    loaded = Result.load(copy)
+    np.testing.assert_array_equal(loaded.history["entropy"], expected.history["entropy"])
+    result = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
+    assert len((copy / "metrics.jsonl").read_text().splitlines()) == len(result.history["step"]) == 4
+    assert len((copy / "metrics.csv").read_text().splitlines()) == 5
+
+
+def test_two_runs_cannot_write_to_one_folder(copy):
+    def second(tick):
+        with pytest.raises(RunFolderError, match=r"another process writes to the run in .* \(process \d+ on "):
+            msrl.train(resume=copy, progress=False)
+        return True
+
+    assert msrl.train(resume=copy, devices=jax.devices()[:1], callbacks=[second], progress=False).status == "stopped"
+    assert not (copy / "lock").exists()
+
+
+def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_device):
+    """A file takes the place of the folder of checkpoints; rows cannot be appended to a folder."""
+    path = tmp_path / "run"
+
+    def spoil(tick):
+        if tick.iteration == 1:
+            (path / "checkpoints").write_text("")
+            (path / "metrics.csv").unlink()
+            (path / "metrics.csv").mkdir()
+
+    with pytest.warns(SaveWarning) as caught:
+        result = train("ppo", path, devices=1, iterations=6, callbacks=[spoil], chunk=1)
+    texts = [str(w.message) for w in caught]
+    assert sum("metrics are kept in memory, and the run goes on" in t for t in texts) == 1
+    assert any("goes on without a new checkpoint" in t for t in texts)
+    assert any(f"could not be saved in {path} (" in t and f"it is saved in {result.folder}" in t for t in texts)
+    assert result.status == "finished" and result.folder != path and len(result.history["step"]) == 6
+    assert_same_run(Result.load(result.folder), result)
+    shutil.rmtree(result.folder.parent)
+
+
+def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
+    data = Path(shutil.copy(pendulum_data, tmp_path / "data.npz"))
+    path = tmp_path / "run"
+    train("sac", path, devices=1, data=data, iterations=12, callbacks=[stop_after(3)], eval_episodes=0, eval_every=None)
+    moved = data.rename(tmp_path / "moved.npz")
+    with pytest.raises(RunFolderError, match=r"data set of the run in .*run cannot be read: there is no file .*data\.npz"):
+        msrl.train(resume=path, progress=False)
+    other = msrl.data.load(moved).select(slice(0, 100))
+    with pytest.raises(RunFolderError, match=r"the given data set is not the data set of the run .* its content differs"):
+        msrl.train(resume=path, progress=False, data=other)
+    result = msrl.train(resume=path, progress=False, data=moved, devices=jax.devices()[:1])
+    assert result.status == "finished" and Result.load(path).description["data"]["path"] == str(moved)
+
+
+def cli(*arguments, **options):
+    command = [sys.executable, "-m", "msrl_jax", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+FLAGS = ["--num-envs", 8, "--unroll-length", 8, "--num-epochs", 1, "--num-minibatches", 2, "--hidden-sizes", 8]
+
+
+def test_signals_and_the_time_limit_save_the_run(tmp_path):
+    path = tmp_path / "run"
+    common = ["train", "--out", path, "--resume", "--progress", "lines", "--eval-episodes", 2]
+    process = cli(*common, *FLAGS, "--total-steps", "1e12", "--cpu-devices", 1)
+    first = next(line for line in process.stderr if "/1,000,000,000,000" in line)
+    assert "(0%)" in first
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM and "(interrupted: SIGTERM)" in out and "Traceback" not in err
+    before = Result.load(path)
+    assert before.stop_reason == "SIGTERM" and before.interrupted and before.history["iteration"][-1] > 0
+
+    process = cli(*common, "--time-limit", "1s", "--total-steps", "2e12", "--json", "--cpu-devices", 1)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, err
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["stop_reason"] == "time limit" and summary["folder"] == str(path)
+    after = Result.load(path)
+    assert after.history["iteration"][-1] == before.history["iteration"][-1], "a second is over before the run is compiled"
+    np.testing.assert_array_equal(after.history["entropy"][: len(before.history["step"])], before.history["entropy"])
+
+
+def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
+    """By a clock that moves by an hour per chunk."""
+    clock = [0.0]
+    monkeypatch.setattr("msrl_jax.training.stopping.now", lambda: clock.append(clock.pop() + 1e-3) or clock[0])
+
+    def tick(tick):
+        clock[0] += 3600.0
+
+    part = train("ppo", tmp_path / "run", devices=1, callbacks=[tick], time_limit="5h50m", eval_every=None)
+    assert (part.status, part.stop_reason) == ("interrupted", "time limit") and part.interrupted
+    assert part.history["iteration"].tolist() == [3, 6, 9, 12, 15, 18], "the chunk that passes the limit is not known before"
+    at_once = msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], time_limit=1e-9, progress=False, callbacks=[tick])
+    assert at_once.history["iteration"][-1] == 18
+    none = train("ppo", tmp_path / "other", devices=1, time_limit=1e-9, eval_every=None)
+    assert none.history == {} and none.stop_reason == "time limit" and "time limit" in repr(none)
+    assert complete(tmp_path / "other")[0].iteration == 0
+    goes_on = msrl.train(resume=tmp_path / "other", devices=jax.devices()[:1], progress=False, callbacks=[stop_after(3)])
+    assert goes_on.history["iteration"].tolist() == [3]
+
+
+def test_bad_folders_are_one_line_on_the_command_line(copy):
+    (copy / "config.json").write_text("{")
+    for arguments, message in [
+        (["train", "--out", copy, "--resume"], "config.json is damaged"),
+        (["train", "--resume"], "--resume needs --out"),
+        (["evaluate", copy], "config.json is damaged"),
+        (["train", "--out", copy], "already holds a run (config.json); go on with it (resume=True, or --resume)"),
+    ]:
+        process = cli(*arguments)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 2 and out == "" and message in err and len(err.splitlines()) == 1, err
