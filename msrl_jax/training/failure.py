@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax import algorithms
 from msrl_jax._checks import writing
 from msrl_jax._compat import aval
 from msrl_jax.envs import Environment
@@ -142,18 +143,21 @@ def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data
     path = Path(path)
     about, operands = _read(path)
     run, origin = about["run"], about["origin"]
-    overrides = {k: tuple(v) if isinstance(v, list) else v for k, v in run["config"].items()}
     if env is None and run["env_spec"] is None:
         raise ValueError(
             f"{path} is of a run on an environment object ({run['env']}); give it again: msrl_jax.replay_step(path, env=...)"
         )
-    if overrides.get("data") is not None:
-        if data is None:
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in run["config"].items()}
+    if fields.get("data") is not None:
+        fields["data"] = run["data"]["path"] if data is None else data
+        if fields["data"] is None:
             raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
-        overrides["data"] = data
-    setup = resolve(
-        run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], overrides=overrides
-    )
+    try:
+        config = algorithms.get(run["algorithm"]).config(**fields)
+    except TypeError as error:
+        raise ValueError(f"this version cannot read the config of the run in {path}: {error}") from error
+    setup = resolve(run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], config=config)
+    setup = dataclasses.replace(setup, skips=run["guard"] == "skip")
     if about["record"] is not None:
         setup = setup.record(about["record"])
     closed = trace(setup.agent.iteration, jax.eval_shape(setup.initial_state)).jaxpr

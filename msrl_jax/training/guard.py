@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax._device_memory import array_bytes
 from msrl_jax._spelling import suggestion
 from msrl_jax.fragments.program import Program
-from msrl_jax.training import failure
+from msrl_jax.training import failure, processes
 from msrl_jax.training.failure import Failure
 from msrl_jax.training.history import HostMetrics, first_non_finite
 from msrl_jax.training.locate import locate
@@ -79,6 +79,8 @@ def check_guard(guard: str, record: object) -> GuardPolicy:
         raise ValueError(f"guard={guard!r}{suggestion(guard, words)}; use one of {', '.join(words)}")
     if guard == "rollback" and record is not None:
         raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+    if guard == "rollback" and processes.count() > 1:
+        raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
     return cast(GuardPolicy, guard)
 
 
@@ -154,6 +156,8 @@ class Guard:
         length = len(jax.tree.leaves(metrics)[0]) if jax.tree.leaves(metrics) else 1
         if self._policy == "skip":
             return self._check_skipped(run_state, np.asarray(metrics[SKIPPED]), iteration)
+        if self._first_bad:
+            return Finding(None, self._first_bad[0], self._begin + 1, None)
         if found := first_non_finite(metrics):
             metric, within, member = found
             return Finding(metric, None, iteration - length + within + 1, member)
@@ -247,8 +251,9 @@ class Guard:
         return dataclasses.replace(finding, replay=saved)
 
     def earlier(self, checkpoint: Callable[[], tuple[Any, int] | None]) -> tuple[Any, int]:
-        """The last good state, and its iteration: the copy, or a checkpoint, or the initial state."""
-        return self._kept or checkpoint() or (self._setup.start(self._program), 0)
+        """The last good state, and its iteration: the newer one of the copy and the checkpoint, or the initial state."""
+        found = [x for x in (self._kept, checkpoint()) if x is not None]
+        return max(found, key=lambda x: x[1]) if found else (self._setup.start(self._program), 0)
 
     def _at_start(self, finding: Finding) -> Finding:
         leaf = self._first_bad[0]

@@ -45,6 +45,7 @@ class Run:
       iteration: iterations done.
       evaluation: the last evaluation.
       non_finite: the first thing that is not finite and ends the run.
+      rollbacks: how often the run went back to an earlier state.
       seconds: time spent on setting up, training and evaluating, by part.
       compiled_before: time that earlier processes spent on compiling.
       last_seconds: time of the last chunk.
@@ -65,6 +66,7 @@ class Run:
     iteration: int = 0
     evaluation: Evaluation | None = None
     non_finite: Finding | None = None
+    rollbacks: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
     compiled_before: float = 0.0
     last_seconds: float = 0.0

@@ -158,6 +158,11 @@ class Setup:
         known = os.path.exists(path)  # else the id of a data set in the library of its format
         return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
 
+    def with_config(self, config: Any) -> "Setup":
+        """The same run with another config."""
+        agent = _build(self.algorithm, self.env, config, self.dataset)
+        return dataclasses.replace(self, config=config, behavior=Behavior(agent, self.env))
+
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
         env: Any = RecordedEnvironment(self.env, steps)

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
 from msrl_jax.training import checkpoint, folder, processes, stopping
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
-from msrl_jax.training.guard import DivergedError, Guard, GuardPolicy, check_guard
+from msrl_jax.training.guard import DivergedError, Finding, Guard, GuardPolicy, check_guard
 from msrl_jax.training.history import stack_rows
 from msrl_jax.training.pace import Pace, chunk_length
 from msrl_jax.training.progress import Progress, choose_display
@@ -39,6 +39,7 @@ from msrl_jax.training.resume import (
     same_settings,
     warn_of_schedules,
 )
+from msrl_jax.training.rollback import MOST_ROLLBACKS, fold_keys, roll_back
 from msrl_jax.training.run import Run, make_evaluation
 from msrl_jax.training.saving import Saver, interval
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
@@ -164,6 +165,7 @@ def train(
         description = _describe(setup, program, distribution, total_steps, saved) | {
             **ticks,
             "guard": guard,
+            "rollbacks": list(saved.description.get("rollbacks", [])) if saved else [],
             "record": None if experience is None else os.path.abspath(experience.path),
         }
         saver, writer = None, None
@@ -175,6 +177,9 @@ def train(
         title = f"{setup.algorithm.name} {setup.env_name}"
         show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
         state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
+        if saved and saved.checkpoint:  # the run was killed after a rollback, before its next checkpoint
+            for number in range(saved.checkpoint.progress.get("rollbacks", 0), len(description["rollbacks"])):
+                state = program.place(fold_keys(state, number + 1))
         jax.block_until_ready(state)
         boundaries = () if chunk else tuple(n for n in (eval_every, every.steps) if n)
         pace, evaluation = Pace(most, fixed=chunk is not None), make_evaluation(setup, ticks["eval_episodes"] or 0)
@@ -184,13 +189,24 @@ def train(
         run.seconds["setup_seconds"] = time.perf_counter() - started - program.compile_seconds
         if saved is not None:
             continue_from(saved, run)
+            run.rollbacks = len(description["rollbacks"])
             warn_of_schedules(saved, setup.config, total_steps, run.step)
         if run.iteration < iterations:
             run.compile()
         if writer is not None:
             writer.flush()  # from now on the folder is a run's
+
+        def rolls_back(finding: Finding) -> bool:
+            if guard != "rollback" or run.rollbacks >= MOST_ROLLBACKS:
+                return False
+            if saver is not None:
+                saver.wait()
+            roll_back(run, finding, description, path, lambda: _newest(path, run), distribution, devices)
+            run.rollbacks += 1
+            return True
+
         try:
-            status, reason = _loop(run, (show, *callbacks), requests, saver)
+            status, reason = _loop(run, (show, *callbacks), requests, saver, rolls_back)
         except Exception as error:  # such as that of a callback: what was done so far is kept
             if not processes.is_loss(error):
                 _keep(run, saver)
@@ -200,7 +216,7 @@ def train(
             experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
         result = Result(
             history=stack_rows(run.rows),
-            config=setup.config,
+            config=run.setup.config,
             state=processes.to_hosts(run.state()),
             status=status,
             stop_reason=reason,
@@ -209,7 +225,7 @@ def train(
             timings=run.seconds,
             evaluation=run.evaluation,
             description=description,
-            behavior=setup.behavior,
+            behavior=run.setup.behavior,
             registers=processes.to_hosts(run.registers),
             folder=path,
         )
@@ -390,7 +406,13 @@ def _is_true(answer: Any) -> bool:
     return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
 
 
-def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopRequests, saver: Saver | None) -> tuple[Status, str]:
+def _loop(
+    run: Run,
+    callbacks: Sequence[Callback],
+    requests: stopping.StopRequests,
+    saver: Saver | None,
+    rolls_back: Callable[[Finding], bool],
+) -> tuple[Status, str]:
     """Runs chunk after chunk; a KeyboardInterrupt from a callback ends the run like Ctrl-C.
 
     Returns:
@@ -417,7 +439,9 @@ def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopReques
         if "SIGINT" in answers:
             return "interrupted", "SIGINT"
         if run.non_finite:
-            return "diverged", ""
+            if not rolls_back(run.non_finite):
+                return "diverged", ""
+            continue
         if run.iteration == run.iterations:
             return "finished", ""
         if any(answers):
