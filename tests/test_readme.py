@@ -24,6 +24,7 @@ from msrl_jax.training.setup import resolve_policy
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 POLICIES, ALGORITHMS, DATA, ENVIRONMENTS = (f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments"))
+GUARANTEES = "docs/guarantees.md"
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOP = "top"
@@ -43,6 +44,7 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
+    (GUARANTEES, "Numbers that are not finite"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
@@ -233,6 +235,12 @@ def test_an_environment_of_ones_own(run_sections):
     (namespace,), _ = run_sections(ENVIRONMENTS, "Your own environment")
     result = namespace["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
+
+
+def test_the_page_shows_where_a_nan_comes_from(run_sections):
+    _, output = run_sections(GUARANTEES, "Numbers that are not finite")
+    assert "\n1 env_step [1].reward\n" in output
+    assert output.count("returned a reward of nan: fragment 'env_step' (role 'env')") == 2
 
 
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])

@@ -130,7 +130,7 @@ def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_p
 def test_a_damaged_file_is_refused(content, tmp_path):
     path = tmp_path / "non_finite.npz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="non_finite.npz"):
+    with pytest.raises(ValueError, match=r"non_finite\.npz"):
         msrl.replay_step(path)
 
 
