@@ -1,8 +1,10 @@
 """The only module that imports JAX's unstable interfaces, `jax.extend` and `jax.interpreters`."""
 
+import os
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import (
     ClosedJaxpr,
@@ -64,6 +66,7 @@ __all__ = [
     "pe",
     "scan_p",
     "scan_parts",
+    "source_line",
     "sub_jaxprs",
     "while_p",
 ]
@@ -79,6 +82,15 @@ _CALLS = {
     custom_vjp_call_p: "call_jaxpr",
     remat_p: "jaxpr",
 }
+
+# Files whose lines say nothing about a computation: JAX's own, the libraries on it, and the marker of fragments.
+_PACKAGES = os.path.dirname(os.path.dirname(jax.__file__))
+_LIBRARIES = (
+    *(os.path.join(_PACKAGES, name) + os.sep for name in ("jax", "flax", "optax")),
+    os.path.join(os.path.dirname(__file__), "fragments") + os.sep,
+    __file__,
+    "<",
+)
 
 _LABELS = frozenset(("name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
@@ -134,6 +146,16 @@ def scan_parts(eqn: JaxprEqn) -> Scan:
     else:
         num_consts, num_carry, _ = map(len, p["ft_in"].unpack())
     return Scan(_closed(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"])
+
+
+def source_line(eqn: JaxprEqn) -> str | None:
+    """The line of Python that made an equation, outside of JAX and its libraries: `FILE:LINE (function)`."""
+    # JAX has no public name for an equation's traceback; without one there is no line.
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        if not frame.file_name.startswith(_LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return None
 
 
 def aval(atom: Atom) -> ShapedArray:

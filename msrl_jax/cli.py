@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | evaluate | record | explain | bench | list`.
+"""The command line: `msrl-jax train | evaluate | record | replay | explain | bench | list`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Slow imports are inside
@@ -65,6 +65,8 @@ class Train(Where):
       checkpoint_every: steps between checkpoints, or their time such as 10m; about a minute if not given.
       keep_checkpoints: number of checkpoints to keep, besides the best one.
       time_limit: time after which the run is saved and ends, such as 5h50m; the exit code is then 75.
+      guard: what to do about nan and infinities: halt, skip (drop the update) or rollback (to the last good state, with half
+        the learning rate); halt if not given.
       record: file for a data set of all environment steps, such as experience.npz
       tensorboard: also log to TensorBoard, in the run's folder.
       wandb: also log to Weights & Biases, in the project with this name.
@@ -88,6 +90,7 @@ class Train(Where):
     checkpoint_every: str | None = None
     keep_checkpoints: int = 2
     time_limit: str | None = None
+    guard: Literal["halt", "skip", "rollback"] | None = None
     record: Path | None = None
     tensorboard: bool = False
     wandb: str | None = None
@@ -142,6 +145,19 @@ class Record(Where):
     seed: int = 0
     member: int | None = None
     num_envs: int = 16
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay(Where):
+    """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from.
+
+    Attributes:
+      file: the file non_finite.npz in the folder of the run.
+      json: print the report as one line of JSON, the last on stdout.
+    """
+
+    file: tyro.conf.Positional[Path]
     json: bool = False
 
 
@@ -268,7 +284,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
         result = training.train(
             **settings, out=out, resume=args.resume, chunk=args.chunk, eval_every=args.eval_every,
             checkpoint_every=args.checkpoint_every, keep_checkpoints=args.keep_checkpoints,
-            time_limit=args.time_limit, record=args.record, callbacks=loggers,
+            time_limit=args.time_limit, guard=args.guard, record=args.record, callbacks=loggers,
             progress=False if args.progress == "none" else args.progress, **config,
         )  # fmt: skip
     if first:
@@ -348,6 +364,21 @@ def _record(args: Record, config: dict[str, Any]) -> int:
     return 0
 
 
+def _replay(args: Replay, config: dict[str, Any]) -> int:
+    from msrl_jax.training import replay_step
+
+    failure = replay_step(args.file)
+    if failure is None:
+        print("all results of this step are finite here")
+        return DIVERGED
+    print(failure)
+    if args.json:
+        origin = failure.origin
+        fields = {f.name: getattr(origin, f.name) for f in dataclasses.fields(origin) if f.name != "operands"}
+        _print_json({"iteration": failure.iteration, "member": failure.member, **fields})
+    return 0
+
+
 def _explain(args: Explain, config: dict[str, Any]) -> int:
     if args.devices and args.cpu_devices is not None:
         raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{args.cpu_devices} is enough")
@@ -412,6 +443,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
     "evaluate": (Evaluate, _evaluate),
     "record": (Record, _record),
+    "replay": (Replay, _replay),
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
     "list": (List, _list),

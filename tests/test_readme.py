@@ -23,8 +23,8 @@ from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, SCALING = (
-    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "scaling")
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING = (
+    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling")
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +45,9 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
-    (SCALING, "Plans for devices that are not there"),
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING = (
+    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling")
+)
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
@@ -168,6 +170,13 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
+def test_runs(run_sections):
+    (namespace,), _ = run_sections(RUNS, TOP, steps=None)
+    result = namespace["result"]
+    assert result.status == "finished" and result.history["step"][-1] == 150_000 // 4096 * 4096
+    assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [100_000, 100_000]
+
+
 def test_the_same_run_under_two_policies(run_sections):
     _, output = run_sections(README, TOP, steps=None)  # the block itself compares the runs
 
@@ -241,6 +250,12 @@ def test_an_environment_of_ones_own(run_sections):
     (namespace,), _ = run_sections(ENVIRONMENTS, "Your own environment")
     result = namespace["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
+
+
+def test_the_page_shows_where_a_nan_comes_from(run_sections):
+    _, output = run_sections(GUARANTEES, "Numbers that are not finite")
+    assert "\n1 env_step [1].reward\n" in output
+    assert output.count("returned a reward of nan: fragment 'env_step' (role 'env')") == 2
 
 
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])

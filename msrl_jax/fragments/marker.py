@@ -42,7 +42,7 @@ class _FragmentPrimitive(Primitive):
             return super().bind(*args, **params)
         (fn,) = subfuns
         closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
-        body = _as_inputs(closed, params["name"], shapes)
+        body = _as_inputs(closed, params["name"], _paths(shapes))
         return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
 
 
@@ -74,8 +74,8 @@ def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Clo
         rest = iter(shared)
         return [next(own if is_mapped else rest) for is_mapped in mapped]
 
-    closed, shapes = jax.make_jaxpr(batched, return_shape=True)(*[jax.typeof(x) for x in xs])
-    body = _as_inputs(closed, marks["name"], shapes)
+    closed = jax.make_jaxpr(batched)(*[jax.typeof(x) for x in xs])
+    body = _as_inputs(closed, marks["name"], call_jaxpr.jaxpr.debug_info.result_paths)
     results = fragment_p.bind(*closed.consts, *xs, call_jaxpr=body, **marks)
     return results, [0 if is_mapped else None for is_mapped in mapped]
 
@@ -214,7 +214,7 @@ def _mark(
             raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
-        body = _as_inputs(closed, name, shapes)
+        body = _as_inputs(closed, name, _paths(shapes))
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=name, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -273,13 +273,17 @@ def _refusal(
     return TypeError(f"fragment {name!r}: argument {path[0].key}{jax.tree_util.keystr(path[1:])} is a {fault}")
 
 
-def _as_inputs(closed: ClosedJaxpr, name: str, result: Any) -> ClosedJaxpr:
-    """The same body with its captured values (arrays and tracers of an outer trace) turned into leading inputs."""
+def _paths(result: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
+
+
+def _as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
+    """The same body with its captured values (arrays and tracers of an outer trace) turned into leading inputs.
+
+    `paths` are the pytree paths of its results, if they are known.
+    """
     jaxpr = closed.jaxpr
     names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
-    paths = tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
-    inner = Jaxpr(
-        (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects,
-        debug_info=DebugInfo("fragment", name, names, paths),
-    )  # fmt: skip
+    info = DebugInfo("fragment", name, names, tuple(paths or ("",) * len(jaxpr.outvars)))
+    inner = Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug_info=info)
     return ClosedJaxpr(inner, ())

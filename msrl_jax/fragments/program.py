@@ -195,6 +195,11 @@ class Program(Generic[State]):
         return self.layout.devices
 
     @property
+    def traced(self) -> Traced:
+        """The traced iteration, before it was cut into programs."""
+        return self._traced
+
+    @property
     def compile_seconds(self) -> float:
         """Seconds spent tracing, partitioning and compiling so far."""
         return self._executables.seconds

@@ -16,6 +16,7 @@ from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
 from msrl_jax.training.folder import describe_devices
+from msrl_jax.training.history import first_non_finite
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 # A chunk of this length hides the host's work between chunks, and is short enough for slow settings.
@@ -131,9 +132,19 @@ def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[t
 def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
     """Makes a runner of a compiled program, with `chunk` iterations per chunk."""
     steps = setup.behavior.agent.steps_per_iteration * setup.seeds
+    done = 0
 
     def step(state):
-        return program.run(state, chunk, chunk=chunk, donate=True)[0]
+        nonlocal done
+        state, metrics = program.run(state, chunk, chunk=chunk, donate=True)
+        if found := first_non_finite(metrics):
+            metric, within, _ = found
+            raise FloatingPointError(
+                f"{setup.algorithm.name} on {setup.env_name}: {metric!r} is not finite in iteration {done + within + 1}, so "
+                "there is nothing to measure. Use a smaller learning rate; msrl-jax train says where it comes from"
+            )
+        done += chunk
+        return state
 
     return Runner(step, setup.start(program), chunk * steps)
 

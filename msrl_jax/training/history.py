@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from msrl_jax.metrics import Mean
+from msrl_jax.training.skipping import SKIPPED
 
 Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
@@ -20,11 +21,13 @@ def _as_cell(value: np.ndarray) -> float | np.ndarray:
     return value if np.ndim(value) else float(value)
 
 
-def reduce_chunk(metrics: HostMetrics) -> Row:
+def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
     """Reduces the metrics of a chunk of iterations to one value each.
 
     Args:
       metrics: host arrays `[N]` or `[N, M]`, or a `Mean` of two such arrays.
+      finite: whether to leave out the iterations in which a metric is not finite, and to sum up those whose updates were
+        dropped (`guard="skip"`).
 
     Returns:
       The mean over the iterations, in float64. For a `Mean`, the sum of the totals is divided by the sum of the counts, so
@@ -32,8 +35,14 @@ def reduce_chunk(metrics: HostMetrics) -> Row:
     """
     row = {}
     for name, value in metrics.items():
+        if finite and name == SKIPPED:
+            row[name] = _as_cell(np.sum(np.asarray(value, np.float64), axis=0))
+            continue
+        if finite and not isinstance(value, Mean):
+            value = Mean(value, np.ones_like(value))
         if isinstance(value, Mean):
-            row[name] = value.mean(axis=0)
+            fine = np.isfinite(value.total) if finite else True
+            row[name] = Mean(np.where(fine, value.total, 0.0), np.where(fine, value.count, 0.0)).mean(axis=0)
         else:
             row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
     return row

@@ -12,7 +12,8 @@ from msrl_jax.data.experience import ExperienceWriter, without_experience
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import processes
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
-from msrl_jax.training.history import Row, first_non_finite, reduce_chunk
+from msrl_jax.training.guard import Finding, Guard
+from msrl_jax.training.history import Row, reduce_chunk
 from msrl_jax.training.members import initial_key
 from msrl_jax.training.pace import Pace
 from msrl_jax.training.setup import Setup
@@ -38,11 +39,13 @@ class Run:
       eval_every: steps between evaluations; None evaluates at the end only.
       boundaries: numbers of steps at whose multiples a chunk has to end.
       experience: records the steps, if the run is recorded.
+      guard: notices numbers that are not finite.
       started: time of `time.perf_counter` at which the run would have started if it had never been interrupted.
       rows: the history.
       iteration: iterations done.
       evaluation: the last evaluation.
-      non_finite: metric, iteration and member of the first number that is not finite.
+      non_finite: the first thing that is not finite and ends the run.
+      rollbacks: how often the run went back to an earlier state.
       seconds: time spent on setting up, training and evaluating, by part.
       compiled_before: time that earlier processes spent on compiling.
       last_seconds: time of the last chunk.
@@ -57,11 +60,13 @@ class Run:
     eval_every: int | None
     boundaries: tuple[int, ...]
     experience: ExperienceWriter | None
+    guard: Guard
     started: float
     rows: list[Row] = dataclasses.field(default_factory=list)
     iteration: int = 0
     evaluation: Evaluation | None = None
-    non_finite: tuple[str, int, int | None] | None = None
+    non_finite: Finding | None = None
+    rollbacks: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
     compiled_before: float = 0.0
     last_seconds: float = 0.0
@@ -110,9 +115,7 @@ class Run:
         if self.experience is not None:
             steps = (self.iteration - first) * self.steps_per_iteration // self.setup.behavior.agent.env.num_envs
             self.experience.add(self.program.unwrap(self.run_state), steps)
-        if bad := first_non_finite(metrics):
-            metric, within, member = bad
-            self.non_finite = metric, first + within + 1, member
+        self.non_finite = self.guard.check(self.run_state, metrics, self.iteration)
         self._add_row(self.iteration - first, metrics)
         due = self.eval_every is not None and self.step // self.eval_every > first * self.steps_per_iteration // self.eval_every
         if due or self.iteration == self.iterations:
@@ -127,6 +130,10 @@ class Run:
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled."""
         self.program.warm_up(self._most)
+
+    def again(self, state: Any, count: int) -> tuple[Any, Any]:
+        """Runs iterations from another state, which stays valid."""
+        return self.program.run(state, count, chunk=self._most)
 
     def _iterate(self, count: int) -> Any:
         compiling, start = self.program.compile_seconds, time.perf_counter()
@@ -151,7 +158,7 @@ class Run:
             "iteration": self.iteration,
             "seconds": time.perf_counter() - self.started,
             "steps_per_second": iterations * self.steps_per_iteration * self.setup.seeds / self.last_seconds,
-            **reduce_chunk(metrics),
+            **reduce_chunk(metrics, finite=self.setup.skips),
         })  # fmt: skip
         if self.evaluate is not None:
             unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan

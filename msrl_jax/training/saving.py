@@ -105,6 +105,14 @@ class Saver:
             warnings.warn(f"the run goes on without a new checkpoint: {error}", SaveWarning, stacklevel=2)
         self.seconds = time.monotonic() - start
 
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk; notes an error."""
+        try:
+            if self._writer is not None:
+                self._writer.wait()
+        except OSError as error:
+            self.error = error
+
     def finish(self, run: Run) -> OSError | None:
         """Saves the run, waits until it is on disk, and ends.
 
@@ -130,6 +138,7 @@ def progress_of(run: Run) -> dict[str, Any]:
     """The host's part of a run's state, as plain data."""
     return {
         "rows": len(run.rows),
+        "rollbacks": run.rollbacks,
         "evaluation": run.evaluation,
         "registers": run.program.registers,
         "recorded": None if run.experience is None else run.experience.progress,

@@ -20,6 +20,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.members import initial_key, population
+from msrl_jax.training.skipping import skipping
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -97,6 +98,8 @@ class Setup:
       seeds: the number of members.
       behavior: the behavior of one member, with its agent.
       recorded: the agent with recorded environments, if the run is recorded.
+      recorded_steps: the steps that these environments keep.
+      skips: whether the run drops updates that are not finite.
       dataset: the data set of the run, if it has one.
     """
 
@@ -108,6 +111,8 @@ class Setup:
     seeds: int
     behavior: Behavior
     recorded: Agent | None = None
+    recorded_steps: int | None = None
+    skips: bool = False
     dataset: data.Dataset | None = None
 
     @property
@@ -119,6 +124,7 @@ class Setup:
     def agent(self) -> Agent:
         """The agent of the whole run: a population if there are several seeds."""
         agent = self.recorded or self.behavior.agent
+        agent = skipping(agent) if self.skips else agent
         return agent if self.seeds == 1 else population(agent)
 
     def initial_state(self) -> Any:
@@ -152,11 +158,17 @@ class Setup:
         known = os.path.exists(path)  # else the id of a data set in the library of its format
         return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
 
+    def with_config(self, config: Any) -> "Setup":
+        """The same run with another config."""
+        agent = _build(self.algorithm, self.env, config, self.dataset)
+        return dataclasses.replace(self, config=config, behavior=Behavior(agent, self.env))
+
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
         env: Any = RecordedEnvironment(self.env, steps)
         check_rows_fit(self.env, self.config.total_steps * self.seeds, "Record a shorter run, or fewer seeds")
-        return dataclasses.replace(self, recorded=_build(self.algorithm, env, self.config, self.dataset))
+        recorded = _build(self.algorithm, env, self.config, self.dataset)
+        return dataclasses.replace(self, recorded=recorded, recorded_steps=steps)
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
         """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
-from msrl_jax.training import folder, processes, stopping
+from msrl_jax.training import checkpoint, folder, processes, stopping
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
+from msrl_jax.training.guard import DivergedError, Finding, Guard, GuardPolicy, check_guard
 from msrl_jax.training.history import stack_rows
 from msrl_jax.training.pace import Pace, chunk_length
 from msrl_jax.training.progress import Progress, choose_display
@@ -38,6 +39,7 @@ from msrl_jax.training.resume import (
     same_settings,
     warn_of_schedules,
 )
+from msrl_jax.training.rollback import MOST_ROLLBACKS, fold_keys, roll_back
 from msrl_jax.training.run import Run, make_evaluation
 from msrl_jax.training.saving import Saver, interval
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
@@ -50,26 +52,6 @@ EVALUATIONS = {"eval_episodes": 32}
 
 _RING_BYTES = 2**26
 """Largest size of the steps of a chunk on the devices, if a run is recorded and `chunk` is not given."""
-
-
-class DivergedError(FloatingPointError):
-    """A metric was nan or infinite.
-
-    Attributes:
-      metric: name of the metric.
-      iteration: the first such iteration, counted from 1.
-      member: number of the member; None for a run of one seed.
-      result: the run up to the end of that chunk.
-    """
-
-    def __init__(self, metric: str, iteration: int, member: int | None, result: Result):
-        who = "" if member is None else f" of member {member} (seed {result.description['seed'] + member})"
-        super().__init__(
-            f"{metric!r}{who} is not finite in iteration {iteration}; the history so far is in the error's "
-            "`result`. Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, "
-            "an environment that returns nan"
-        )
-        self.metric, self.iteration, self.member, self.result = metric, iteration, member, result
 
 
 @processes.in_words()
@@ -91,6 +73,7 @@ def train(
     checkpoint_every: int | str | None = None,
     keep_checkpoints: int = 2,
     time_limit: float | str | None = None,
+    guard: GuardPolicy | None = None,
     record: str | os.PathLike | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
@@ -129,6 +112,9 @@ def train(
       keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
         best training return).
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
+      guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
+        updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
+        numbers, at most 5 times.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
         until its end, so they must fit there. Recording does not change the run.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True. Each process calls its own.
@@ -142,7 +128,7 @@ def train(
     Raises:
       ValueError: before anything compiles, on an unknown name or field, or an invalid value.
       RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
-      DivergedError: if a metric is nan or infinite; it carries the result so far.
+      DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
       ProcessError: if another process of the run ended.
     """
     started = time.perf_counter()
@@ -165,6 +151,8 @@ def train(
             stack.enter_context(folder.locked(path))
         saved = open_run(path) if path is not None and goes_on else None
         setup, distribution, total_steps = _resolve(given, config, overrides, saved)
+        guard = check_guard(guard or (saved.description.get("guard", "halt") if saved else "halt"), record)
+        setup = dataclasses.replace(setup, skips=guard == "skip")
         kept = EVALUATIONS if saved is None else saved.description
         ticks = {name: kept.get(name) if x is None else x for name, x in ticks.items()}
         chunk, eval_every = ticks["chunk"], ticks["eval_every"]
@@ -176,6 +164,8 @@ def train(
         program = setup.compile(distribution, devices)
         description = _describe(setup, program, distribution, total_steps, saved) | {
             **ticks,
+            "guard": guard,
+            "rollbacks": list(saved.description.get("rollbacks", [])) if saved else [],
             "record": None if experience is None else os.path.abspath(experience.path),
         }
         saver, writer = None, None
@@ -187,21 +177,36 @@ def train(
         title = f"{setup.algorithm.name} {setup.env_name}"
         show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
         state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
+        if saved and saved.checkpoint:  # the run was killed after a rollback, before its next checkpoint
+            for number in range(saved.checkpoint.progress.get("rollbacks", 0), len(description["rollbacks"])):
+                state = program.place(fold_keys(state, number + 1))
         jax.block_until_ready(state)
         boundaries = () if chunk else tuple(n for n in (eval_every, every.steps) if n)
         pace, evaluation = Pace(most, fixed=chunk is not None), make_evaluation(setup, ticks["eval_episodes"] or 0)
-        run = Run(setup, program, state, iterations, pace, evaluation, eval_every, boundaries, experience, started)
+        watched = Guard(setup, program, state, policy=guard, iteration=saved.iteration if saved else 0)
+        run = Run(setup, program, state, iterations, pace, evaluation, eval_every, boundaries, experience, watched, started)
         del state  # the run donates its memory
         run.seconds["setup_seconds"] = time.perf_counter() - started - program.compile_seconds
         if saved is not None:
             continue_from(saved, run)
+            run.rollbacks = len(description["rollbacks"])
             warn_of_schedules(saved, setup.config, total_steps, run.step)
         if run.iteration < iterations:
             run.compile()
         if writer is not None:
             writer.flush()  # from now on the folder is a run's
+
+        def rolls_back(finding: Finding) -> bool:
+            if guard != "rollback" or run.rollbacks >= MOST_ROLLBACKS:
+                return False
+            if saver is not None:
+                saver.wait()
+            roll_back(run, finding, description, path, lambda: _newest(path, run), distribution, devices)
+            run.rollbacks += 1
+            return True
+
         try:
-            status, reason = _loop(run, (show, *callbacks), requests, saver)
+            status, reason = _loop(run, (show, *callbacks), requests, saver, rolls_back)
         except Exception as error:  # such as that of a callback: what was done so far is kept
             if not processes.is_loss(error):
                 _keep(run, saver)
@@ -211,7 +216,7 @@ def train(
             experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
         result = Result(
             history=stack_rows(run.rows),
-            config=setup.config,
+            config=run.setup.config,
             state=processes.to_hosts(run.state()),
             status=status,
             stop_reason=reason,
@@ -220,7 +225,7 @@ def train(
             timings=run.seconds,
             evaluation=run.evaluation,
             description=description,
-            behavior=setup.behavior,
+            behavior=run.setup.behavior,
             registers=processes.to_hosts(run.registers),
             folder=path,
         )
@@ -228,7 +233,11 @@ def train(
             result = _finish(result, path, error)
         processes.gathered("")  # no process ends while another one writes
     if run.non_finite:
-        raise DivergedError(*run.non_finite, result)
+        finding = run.guard.locate(
+            run.non_finite, run.again, description, path, checkpoint=lambda: _newest(path, run),
+            seconds_per_iteration=run.seconds["train_seconds"] / run.iteration,
+        )  # fmt: skip
+        raise DivergedError(finding, result)
     return result
 
 
@@ -282,6 +291,12 @@ def _whole_iterations(total_steps: int, per_iteration: int, saved: Saved | None)
             "give more to extend it"
         )
     return iterations
+
+
+def _newest(path: Path | None, run: Run) -> tuple[Any, int] | None:
+    """The state and the iteration of the newest checkpoint of a run."""
+    found = None if path is None else checkpoint.newest(path, lambda text: None)
+    return None if found is None else (restore_state(found, run.setup, run.program), found.iteration)
 
 
 def _already_done(saved: Saved, env: Any) -> Result:
@@ -391,7 +406,13 @@ def _is_true(answer: Any) -> bool:
     return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
 
 
-def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopRequests, saver: Saver | None) -> tuple[Status, str]:
+def _loop(
+    run: Run,
+    callbacks: Sequence[Callback],
+    requests: stopping.StopRequests,
+    saver: Saver | None,
+    rolls_back: Callable[[Finding], bool],
+) -> tuple[Status, str]:
     """Runs chunk after chunk; a KeyboardInterrupt from a callback ends the run like Ctrl-C.
 
     Returns:
@@ -418,7 +439,9 @@ def _loop(run: Run, callbacks: Sequence[Callback], requests: stopping.StopReques
         if "SIGINT" in answers:
             return "interrupted", "SIGINT"
         if run.non_finite:
-            return "diverged", ""
+            if not rolls_back(run.non_finite):
+                return "diverged", ""
+            continue
         if run.iteration == run.iterations:
             return "finished", ""
         if any(answers):

@@ -1,0 +1,188 @@
+"""The first step of a run with a nan or infinity: what it was, in words and as a file that reproduces it.
+
+The file is an npz archive without pickled objects. It holds the operands of the fragment that computed the first nan, and a
+description of the run, from which the fragment is built again.
+"""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import algorithms
+from msrl_jax._checks import writing
+from msrl_jax._compat import aval
+from msrl_jax.envs import Environment
+from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
+from msrl_jax.fragments.trace import trace
+from msrl_jax.training.folder import to_json
+from msrl_jax.training.setup import resolve
+
+FILE = "non_finite.npz"
+"""Name of the file in the folder of a run."""
+
+_ABOUT, _OPERAND = "about", "operand_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first step of a run with a nan or infinity.
+
+    Attributes:
+      iteration: the iteration, counted from 1.
+      member: number of the member; None for a run of one seed.
+      environment: number of the environment; None if an environment is not to blame.
+      origin: the computation.
+    """
+
+    iteration: int
+    member: int | None
+    environment: int | None
+    origin: Origin
+
+    @classmethod
+    def of(cls, origin: Origin, iteration: int, seeds: int) -> "Failure":
+        """The failure of a computation in an iteration of a run of that many seeds."""
+        member, *rest = origin.index if seeds > 1 and origin.index else (None, *origin.index)
+        return cls(iteration, member, rest[0] if rest and origin.role == "env" else None, origin)
+
+    def __str__(self) -> str:
+        o = self.origin
+        what = f"{o.value} in result {o.path}{list(o.index) or ''}"
+        which = "the environment" if self.environment is None else f"environment {self.environment}"
+        if o.fragment is None:
+            who, what = "code outside of the fragments made", o.value
+        elif o.role == "env":
+            who = f"{which} returned {_part(o.path)}{o.value}: fragment {o.fragment!r} (role 'env') has"
+        else:
+            inside = f" in {o.within[-1]!r}" if o.within else ""
+            who = f"fragment {o.fragment!r} (role {o.role!r}){inside} made"
+        when = "".join(f", step {step + 1} of {length}" for step, length in o.steps)
+        member = "" if self.member is None else f" of member {self.member}"
+        also = f" (also in {', '.join(o.others[:3])}{' and others' if len(o.others) > 3 else ''})" if o.others else ""
+        source = f" at {o.source}" if o.source else ""
+        alone = "" if o.eager else ". Its operations are finite if they run one by one, without being compiled together"
+        return (
+            f"{who} {what}{also} in iteration {self.iteration}{member}{when}, from finite operands. "
+            f"The operation is {o.primitive}{source}{alone}"
+        )
+
+
+def _part(path: str) -> str:
+    """What an environment returned under a pytree path of a `TimeStep`."""
+    fields = re.findall(r"\.(\w+)", path)
+    return "a reward of " if "reward" in fields else "an observation of " if {"obs", "final_obs"} & {*fields} else ""
+
+
+def save(path: Path, failure: Failure, description: Mapping[str, Any], record: int | None) -> Path:
+    """Writes a failure for `replay_step`.
+
+    Args:
+      path: the file.
+      failure: the failure; its origin is a fragment.
+      description: the content of the run's `config.json`.
+      record: the steps that a recorded environment keeps; None if the run is not recorded.
+
+    Returns:
+      The file.
+    """
+    origin = failure.origin
+    kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
+    fields = {f.name: getattr(origin, f.name) for f in dataclasses.fields(origin) if f.name != "operands"}
+    about = {
+        "run": description, "record": record, "iteration": failure.iteration, "seeds": description["seeds"],
+        "origin": fields, "operands": kinds,
+    }  # fmt: skip
+    beside = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        with beside.open("wb") as file:
+            np.savez(file, allow_pickle=False, **_numbered(arrays), about=np.array(json.dumps(to_json(about))))
+        os.replace(beside, path)
+    return path
+
+
+def _numbered(arrays: Any) -> dict[str, np.ndarray]:
+    return {f"{_OPERAND}{i}": x for i, x in enumerate(arrays)}
+
+
+def _to_numpy(x: Any) -> tuple[dict[str, str], np.ndarray]:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return {"key": str(jax.random.key_impl(x))}, np.asarray(jax.random.key_data(x))
+    array = np.asarray(x)
+    # NumPy's files do not know the dtypes of machine learning, such as bfloat16.
+    return {"dtype": str(array.dtype)}, array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+
+
+def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
+    if "key" in kind:
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=kind["key"])
+    return jnp.asarray(x.view(jnp.dtype(kind["dtype"])))
+
+
+def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data: Any = None) -> Failure | None:
+    """Evaluates the first step of a run with a nan or infinity again, outside of `jax.jit`, operation by operation.
+
+    Args:
+      path: the file `non_finite.npz` in the folder of the run, or `DivergedError.replay`.
+      env: the environment, if the run was given an environment object.
+      data: the data, if the run learned from data.
+
+    Returns:
+      The failure as it happens now; None if all results are finite here.
+
+    Raises:
+      ValueError: if the file cannot be read, or if it does not fit the environment, the data or this version.
+    """
+    path = Path(path)
+    about, operands = _read(path)
+    run, origin = about["run"], about["origin"]
+    if env is None and run["env_spec"] is None:
+        raise ValueError(
+            f"{path} is of a run on an environment object ({run['env']}); give it again: msrl_jax.replay_step(path, env=...)"
+        )
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in run["config"].items()}
+    if fields.get("data") is not None:
+        fields["data"] = run["data"]["path"] if data is None else data
+        if fields["data"] is None:
+            raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")
+    try:
+        config = algorithms.get(run["algorithm"]).config(**fields)
+    except TypeError as error:
+        raise ValueError(f"this version cannot read the config of the run in {path}: {error}") from error
+    setup = resolve(run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], config=config)
+    setup = dataclasses.replace(setup, skips=run["guard"] == "skip")
+    if about["record"] is not None:
+        setup = setup.record(about["record"])
+    closed = trace(setup.agent.iteration, jax.eval_shape(setup.initial_state)).jaxpr
+    eqn, eqns = find_fragment(closed, origin["fragment"], origin["number"])
+    if eqn is None or [(aval(v).shape, aval(v).dtype) for v in eqn.invars] != [(x.shape, x.dtype) for x in operands]:
+        raise ValueError(
+            f"{path} does not fit: fragment {origin['fragment']!r} takes other operands here; was the file written by another "
+            "version, or for another environment?"
+        )
+    found = evaluate_again(eqn, operands, eqns)
+    if found is None:
+        return None
+    around = [tuple(step) for step in origin["steps"]]
+    steps = (*around[: len(around) - len(found.steps)], *found.steps)
+    found = dataclasses.replace(found, within=tuple(origin["within"]), steps=steps)
+    return Failure.of(found, about["iteration"], about["seeds"])
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file[_ABOUT]))
+            arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
+    except (ValueError, KeyError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is not the file of a step that was not finite: {error}") from error
+    except Exception as error:  # zipfile and zlib raise types of their own
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return about, [_to_jax(kind, x) for kind, x in zip(about["operands"], arrays, strict=True)]

@@ -1,0 +1,84 @@
+"""Going back to the last good state of a run, with half the learning rate and other random numbers."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.training import folder
+from msrl_jax.training.guard import Finding, Guard
+from msrl_jax.training.run import Run
+
+MOST_ROLLBACKS = 5
+"""A run goes back at most this often, and diverges after that."""
+
+
+def fold_keys(state: Any, number: int) -> Any:
+    """Folds a number into every typed key of a state, so that all randomness is another one."""
+
+    def fold(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        each = jax.vmap(lambda key: jax.random.fold_in(key, number))
+        return each(x.reshape(-1)).reshape(x.shape)
+
+    return jax.tree.map(fold, state)
+
+
+def slower(config: Any) -> Any:
+    """The config with half of every learning rate."""
+    rates = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name.endswith("learning_rate")}
+    return dataclasses.replace(config, **{name: rate / 2 for name, rate in rates.items() if isinstance(rate, float)})
+
+
+def roll_back(
+    run: Run,
+    finding: Finding,
+    description: dict[str, Any],
+    path: Path | None,
+    checkpoint: Callable[[], tuple[Any, int] | None],
+    distribution: DistributionPolicy,
+    devices: Sequence[Device] | None,
+) -> None:
+    """Takes a run back, in place: to the newer one of the guard's copy and the newest checkpoint, or to the start.
+
+    Rows of the history after that state are dropped, and the program is compiled again.
+
+    Args:
+      run: the run.
+      finding: what was not finite.
+      description: the content of `config.json`; receives the new config and an entry of `rollbacks`.
+      path: the folder of the run, or None.
+      checkpoint: reads the newest checkpoint and its iteration, if there is one.
+      distribution: the distribution policy.
+      devices: the devices.
+    """
+    number = len(description["rollbacks"]) + 1
+    state, iteration = run.guard.earlier(checkpoint)
+    state = jax.tree.map(lambda x: jnp.copy(x), fold_keys(state, number))
+    before = run.setup.config
+    run.setup = run.setup.with_config(slower(before))
+    run.compiled_before += run.program.compile_seconds
+    run.program = run.setup.compile(distribution, devices)
+    run.run_state = run.program.place(state)
+    run.guard = Guard(run.setup, run.program, run.run_state, policy="rollback", iteration=iteration)
+    run.iteration, run.non_finite = iteration, None
+    run.rows = [row for row in run.rows if row["iteration"] <= iteration]
+    description["config"] = folder.to_json(run.setup.config)
+    description["rollbacks"] = [
+        *description["rollbacks"],
+        {
+            "from": finding.iteration,
+            "to": iteration,
+            "because": finding.metric or f"state{finding.leaf}",
+            "learning_rate": getattr(run.setup.config, "learning_rate", None),
+        },
+    ]
+    if path is not None:
+        folder.rewind_rows(path, len(run.rows))
+        folder.write_json(path / folder.CONFIG, description)
+    run.compile()
