@@ -45,9 +45,9 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING = (
-    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling")
-)
+    (RUNS, TOP),
+    (GUARANTEES, "Numbers that are not finite"),
+    (SCALING, "Plans for devices that are not there"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
