@@ -23,7 +23,9 @@ from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS = (f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments"))
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, SCALING = (
+    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "scaling")
+)
 GUARANTEES = "docs/guarantees.md"
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,6 +47,7 @@ RUN_HERE = (
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
     (GUARANTEES, "Numbers that are not finite"),
+    (SCALING, "Plans for devices that are not there"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
@@ -229,6 +232,11 @@ def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sec
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
+
+
+def test_a_plan_for_named_devices(run_sections):
+    (namespace,), output = run_sections(SCALING, "Plans for devices that are not there")
+    assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
 def test_an_environment_of_ones_own(run_sections):

@@ -1,14 +1,16 @@
 """Executables: compiles the programs of a schedule, shares equal ones, and records the shardings of their values."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._device_memory import is_planned
 from msrl_jax.fragments.instructions import Instruction, Value
+from msrl_jax.fragments.placement import Device
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
@@ -65,7 +67,7 @@ class Executables:
             try:
                 self._cache[key] = compiled = jitted.lower(*args).compile()
             except (ValueError, jax.errors.JaxRuntimeError) as error:
-                raise _explained(error, fn.__name__, len({d for a in args for d in a.sharding.device_set})) from error
+                raise _explained(error, fn.__name__, {d for a in args for d in a.sharding.device_set}) from error
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.seconds += time.perf_counter() - start
@@ -73,18 +75,23 @@ class Executables:
         return self._cache[key]
 
 
-def _explained(error: ValueError | RuntimeError, name: str, num_devices: int) -> ValueError | RuntimeError:
+def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
     """The compiler's error with a remedy, if one is known; else the error itself."""
     if "ordered effects are not supported" in str(error):
         return ValueError(
-            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {num_devices} devices: "
+            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {len(devices)} devices: "
             f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
         )
     if "limited ICI routing" in str(error):
         return ValueError(
-            f"{name} runs on {num_devices} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
+            f"{name} runs on {len(devices)} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
             "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, "
             "or chips with full routing, such as v6e or v5p"
+        )
+    if isinstance(error, RuntimeError) and any(map(is_planned, devices)):
+        return ValueError(
+            f"XLA does not compile {name} ahead of time for {len(devices)} devices of this slice: "
+            f"{str(error).splitlines()[0]}. Plan for a slice of another size, or a policy that uses all of its devices"
         )
     return error
 

@@ -37,7 +37,6 @@ from msrl_jax.training.history import Row
 CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
 CHECKPOINTS = "checkpoints"
-_PRECISION = "jax_default_matmul_precision"
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
 
 
@@ -55,14 +54,19 @@ def versions() -> dict[str, str]:
 
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
-    """Platform, kind and number of the devices in use, and the default precision of matrix products."""
+    """Platform, kind and number of the devices in use, and the settings of JAX and XLA that change the last bits of numbers."""
     first = devices[0]
+    names = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
+    precision, x64, partitionable = (getattr(jax.config, name) for name in names)
     return {
         "platform": first.platform,
         "kind": first.device_kind,
         "count": len(devices),
         "processes": len({d.process_index for d in devices}),
-        "matmul_precision": getattr(jax.config, _PRECISION) or "default",
+        "matmul_precision": precision or "default",
+        "x64": x64,
+        "threefry_partitionable": partitionable,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

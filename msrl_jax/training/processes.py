@@ -141,7 +141,8 @@ def start(address: str | None = None, number: int | None = None, index: int | No
             address, number, index, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60
         )
     except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
-            f"the processes of the run cannot be joined: {' '.join(str(error).split())}. --distributed needs a cluster that "
-            "JAX knows (SLURM, Open MPI, GKE, a TPU pod); on one machine use --processes"
+            f"the processes of the run cannot be joined: {reason}. --distributed needs a cluster that JAX knows (SLURM, Open "
+            "MPI, GKE, a TPU pod); on one machine use --processes"
         ) from error

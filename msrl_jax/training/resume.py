@@ -301,13 +301,14 @@ def continue_from(saved: Saved, run: Run) -> None:
       run: the run in progress, whose state is that of the checkpoint.
     """
     progress = {} if saved.checkpoint is None else saved.checkpoint.progress
-    if processes.is_first():
-        for name in (folder.SUMMARY, folder.EVALUATION):
-            (saved.path / name).unlink(missing_ok=True)
-        run.rows = folder.rewind_rows(saved.path, progress.get("rows", 0))
-    processes.gathered("")  # the others read what process 0 kept
-    if not processes.is_first():
-        run.rows = folder.read_rows(saved.path)
+    count = progress.get("rows", 0)
+    with processes.together("reading the history"):
+        run.rows = folder.read_rows(saved.path, count)
+    with processes.together("removing what is newer than the checkpoint"):
+        if processes.is_first():
+            for name in (folder.SUMMARY, folder.EVALUATION):
+                (saved.path / name).unlink(missing_ok=True)
+            folder.rewind_rows(saved.path, count)
     if saved.checkpoint is None:
         return
     run.iteration = saved.checkpoint.iteration

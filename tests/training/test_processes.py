@@ -116,13 +116,10 @@ def launched(tmp_path):
     made = []
 
     def launch(folder, *argv):
-        log = (tmp_path / f"{len(made)}.log").open("w+")
-        made.append(
-            subprocess.Popen(
-                command(*RUN, "--processes", 2, "--out", folder, *argv), cwd=ROOT, env=environment(), stdout=log, stderr=log
-            )
-        )
-        return made[-1], lambda: Path(log.name).read_text()
+        log, run = tmp_path / f"{len(made)}.log", command(*RUN, "--processes", 2, "--out", folder, *argv)
+        with log.open("w") as file:
+            made.append(subprocess.Popen(run, cwd=ROOT, env=environment(), stdout=file, stderr=file))
+        return made[-1], log.read_text
 
     yield launch
     for launcher in made:
@@ -231,9 +228,14 @@ CASES = [f"ppo/{name}" for name in sorted(POLICIES)] + [
 ]
 
 
+@pytest.fixture(scope="module", params=[(4, 1), (2, 2)], ids=["4 x 1", "2 x 2"])
+def larger(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("larger")
+    run_cluster(folder, *request.param, CASES)
+    return folder, *request.param
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices"), [(4, 1), (2, 2)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_policy_on_more_processes(tmp_path, case, count, devices):
-    run_cluster(tmp_path, count, devices, [case])
-    assert_equal_runs(tmp_path, count, devices, case)
+def test_every_policy_on_more_processes(larger, case):
+    assert_equal_runs(*larger, case)
