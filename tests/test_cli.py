@@ -58,6 +58,9 @@ def test_a_run_goes_to_a_folder_named_after_it(trained):
     assert "100%" in done.stderr and "saved in" in done.stdout
     config = json.loads((run_folder / "config.json").read_text())
     assert config["config"]["num_envs"] == 8 and config["devices"]["count"] == 3
+    assert config["devices"]["xla_flags"].endswith(os.environ["XLA_FLAGS"])
+    settings = {name: config["devices"][name] for name in ("matmul_precision", "x64", "threefry_partitionable")}
+    assert settings == {"matmul_precision": "default", "x64": False, "threefry_partitionable": True}
 
 
 def test_evaluate_plays_a_saved_run(trained, capsys):

@@ -23,10 +23,9 @@ from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, SCALING = (
-    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "scaling")
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING = (
+    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling")
 )
-GUARANTEES = "docs/guarantees.md"
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TOP = "top"
@@ -46,6 +45,7 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
+    (RUNS, TOP),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
 )
@@ -168,6 +168,13 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     command = [sys.executable, "-c", "\n".join([*starts, "print(len(jax.devices()))"])]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+def test_runs(run_sections):
+    (namespace,), _ = run_sections(RUNS, TOP, steps=None)
+    result = namespace["result"]
+    assert result.status == "finished" and result.history["step"][-1] == 150_000 // 4096 * 4096
+    assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [100_000, 100_000]
 
 
 def test_the_same_run_under_two_policies(run_sections):

@@ -1,9 +1,12 @@
 """Weak scaling on paper: with environments that grow with the devices, what each device receives and holds stays the same."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
+from msrl_jax import cli
 from msrl_jax.training.scaling import format_markdown, format_table, plans
 from msrl_jax.training.setup import resolve
 
@@ -59,3 +62,34 @@ def test_the_tables_show_every_placement():
 def test_two_numbers_of_environments_are_refused():
     with pytest.raises(ValueError, match="num_envs and envs_per_device both choose"):
         plans("a2c", "CartPole-v1", "GPUOnly", ["cpu:1"], 4, num_envs=8)
+
+
+def explain(capsys, *flags):
+    """The code, what is printed, and the message of `msrl-jax explain`, which finds JAX started with eight devices."""
+    code = cli.main(["explain", "--algo", "a2c", "--unroll-length", "4", "--hidden-sizes", "16", *flags])
+    return code, *capsys.readouterr()
+
+
+def test_explain_plans_for_named_devices(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "_use_cpu_devices", asked.append)
+    code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
+    assert (code, json.loads(out)["placements"]) == (0, {"all": ["cpu:0", "cpu:1"]})
+    code, out, _ = explain(capsys, "--envs-per-device", "4", "--devices", "cpu:1", "cpu:2", "--json")
+    assert code == 0 and [row["num_envs"] for row in json.loads(out)] == [4, 8]
+    code, out, _ = explain(capsys, "--envs-per-device", "4", "--devices", "cpu:1", "cpu:2")
+    assert code == 0 and "cpu:1" in out and "cpu:2" in out and [n for n in asked if n] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--devices", "tpu:v9:2x2"], "unknown TPU 'v9'"),
+        (["--devices", "cpu:2", "--cpu-devices", "2"], "--devices and --cpu-devices both choose devices"),
+        (["--envs-per-device", "4"], "--envs-per-device needs --devices"),
+    ],
+)
+def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(cli, "_use_cpu_devices", lambda count: None)
+    code, _, error = explain(capsys, *flags)
+    assert code == cli.BAD_INPUT and message in error and error.count("\n") == 1
