@@ -178,7 +178,7 @@ def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data
 
 def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             about = json.loads(str(file[_ABOUT]))
             arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
     except (ValueError, KeyError, EOFError, OSError) as error:
