@@ -51,14 +51,15 @@ def run_cluster(folder, count, devices, cases):
     assert codes == [0] * count, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
-def assert_equal_runs(folder, count, devices, case):
-    """Every process has the bits of a run in this process on as many devices."""
+def assert_equal_runs(folder, count, devices, case, rtol=0.0, atol=0.0):
+    """Every process has the bits of a run in this process on as many devices; floats within a tolerance, if one is given."""
     expected = cluster.train(case, jax.devices()[: count * devices])
     for i in range(count):
         with np.load(folder / cluster.file_of(case, i)) as found:
             assert set(found) == set(expected)
             for name, x in expected.items():
-                np.testing.assert_array_equal(found[name], x, err_msg=f"{case}, process {i}: {name}")
+                tolerance = (rtol, atol) if np.issubdtype(x.dtype, np.floating) else (0, 0)
+                np.testing.assert_allclose(found[name], x, *tolerance, err_msg=f"{case}, process {i}: {name}")
 
 
 # One program over both processes; the actor on one and the learner on the other; exchanges with every minibatch.
@@ -238,4 +239,6 @@ def larger(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_policy_on_more_processes(larger, case):
-    assert_equal_runs(*larger, case)
+    """To the bit, but where gradients of four devices are summed: Gloo adds them in another order than a single process."""
+    sums_of_four = case.endswith(("GPUOnly", "MultiLearner"))
+    assert_equal_runs(*larger, case, **({"rtol": 1e-5, "atol": 1e-6} if sums_of_four else {}))
