@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax import _launch, cli
 from msrl_jax.policies import POLICIES
 from msrl_jax.training import Result, checkpoint, processes
@@ -165,12 +166,11 @@ def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
     summary = json.loads(outcome.stdout.splitlines()[-1])
     assert summary["total_steps"] == total and summary["devices"] == 2
 
-    alone = subprocess.run(
-        command(*RUN, "--cpu-devices", 2, "--out", tmp_path / "alone", "--total-steps", total),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START,
+    mine = Result.load(folder)
+    theirs = msrl.train(
+        "ppo", cluster.ENV, policy="SingleLearnerCoarse", total_steps=total, num_envs=8, unroll_length=8, hidden_sizes=(8,),
+        num_minibatches=2, num_epochs=1, eval_episodes=2, chunk=2, progress=False, devices=jax.devices()[:2],
     )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
-    mine, theirs = Result.load(folder), Result.load(tmp_path / "alone")
     for (path, x), y in zip(jax.tree.leaves_with_path(mine.state), jax.tree.leaves(theirs.state), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
