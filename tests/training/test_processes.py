@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax import _launch, cli
 from msrl_jax.policies import POLICIES
 from msrl_jax.training import Result, checkpoint, processes
@@ -51,14 +52,15 @@ def run_cluster(folder, count, devices, cases):
     assert codes == [0] * count, "\n".join(log.read_text()[-3000:] for log in logs)
 
 
-def assert_equal_runs(folder, count, devices, case):
-    """Every process has the bits of a run in this process on as many devices."""
+def assert_equal_runs(folder, count, devices, case, rtol=0.0, atol=0.0):
+    """Every process has the bits of a run in this process on as many devices; floats within a tolerance, if one is given."""
     expected = cluster.train(case, jax.devices()[: count * devices])
     for i in range(count):
         with np.load(folder / cluster.file_of(case, i)) as found:
             assert set(found) == set(expected)
             for name, x in expected.items():
-                np.testing.assert_array_equal(found[name], x, err_msg=f"{case}, process {i}: {name}")
+                tolerance = (rtol, atol) if np.issubdtype(x.dtype, np.floating) else (0, 0)
+                np.testing.assert_allclose(found[name], x, *tolerance, err_msg=f"{case}, process {i}: {name}")
 
 
 # One program over both processes; the actor on one and the learner on the other; exchanges with every minibatch.
@@ -164,12 +166,11 @@ def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
     summary = json.loads(outcome.stdout.splitlines()[-1])
     assert summary["total_steps"] == total and summary["devices"] == 2
 
-    alone = subprocess.run(
-        command(*RUN, "--cpu-devices", 2, "--out", tmp_path / "alone", "--total-steps", total),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START,
+    mine = Result.load(folder)
+    theirs = msrl.train(
+        "ppo", cluster.ENV, policy="SingleLearnerCoarse", total_steps=total, num_envs=8, unroll_length=8, hidden_sizes=(8,),
+        num_minibatches=2, num_epochs=1, eval_episodes=2, chunk=2, progress=False, devices=jax.devices()[:2],
     )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
-    mine, theirs = Result.load(folder), Result.load(tmp_path / "alone")
     for (path, x), y in zip(jax.tree.leaves_with_path(mine.state), jax.tree.leaves(theirs.state), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
@@ -238,4 +239,6 @@ def larger(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_policy_on_more_processes(larger, case):
-    assert_equal_runs(*larger, case)
+    """To the bit, but where gradients of four devices are summed: Gloo adds them in another order than a single process."""
+    sums_of_four = case.endswith(("GPUOnly", "MultiLearner"))
+    assert_equal_runs(*larger, case, **({"rtol": 1e-5, "atol": 1e-6} if sums_of_four else {}))
