@@ -37,6 +37,21 @@ def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
+def check_effects(effects: Iterable[Any]) -> None:
+    """Raises ValueError if several processes would have to keep callbacks to the host in order; JAX cannot do that.
+
+    Args:
+      effects: the effects of the traced iteration.
+    """
+    ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
+    if ordered and jax.process_count() > 1:
+        names = ", ".join(sorted(map(str, ordered)))
+        raise ValueError(
+            f"the iteration has ordered callbacks to the host ({names}), which JAX cannot keep in order in "
+            f"{jax.process_count()} processes; use ordered=False, or a single process"
+        )
+
+
 def must_wait(devices: Iterable[Device]) -> bool:
     """Whether a program on these devices must end before the next one starts.
 

@@ -40,6 +40,7 @@ from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
 from msrl_jax.fragments.plan import Plan
+from msrl_jax.fragments.processes import check_effects
 from msrl_jax.fragments.readings import join, read, stack
 from msrl_jax.fragments.runtime import Executor
 from msrl_jax.fragments.schedule import schedule
@@ -103,6 +104,7 @@ def compile(
     layout = fit.layout
     traced = trace(iteration, state)
     closed = traced.jaxpr
+    check_effects(closed.effects)
     _, paths = state_avals(state)
     graph = build(closed, layout, paths, specs)
     check_owners(graph)

@@ -134,8 +134,8 @@ class Guard:
         self._setup, self._program, self._policy = setup, program, policy
         state = program.unwrap(run_state)
         self._watch = Watch(setup.agent, state)
-        self._small = sum(array_bytes(x) for x in jax.tree.leaves(run_state)) <= KEEP_BYTES
-        self._can_read = all(x.is_fully_addressable for x in jax.tree.leaves(run_state))
+        self._can_read = processes.count() == 1
+        self._small = self._can_read and sum(array_bytes(x) for x in jax.tree.leaves(run_state)) <= KEEP_BYTES
         self._first_bad = self._watch.bad(state)
         self._kept: tuple[Any, int] | None = None
         self._kept_at = time.monotonic()
@@ -212,14 +212,14 @@ class Guard:
         """
         if self._kept is None and self._begin == 0 and self._first_bad:
             return self._at_start(finding)
+        if not self._can_read:
+            return self._unknown(finding, "The state is on several processes, so the cause was not looked for.")
         state, begin = self.earlier(checkpoint)
         iterations = finding.iteration - begin
         if iterations < 1:
             return self._unknown(finding, "There is no finite state from before that iteration.")
         if self._program.traced.jaxpr.effects:
             return self._unknown(finding, "The loop calls the host, so it was not run again to find the cause.")
-        if not self._can_read:
-            return self._unknown(finding, "The state is on several processes, so the cause was not looked for.")
         if (seconds := iterations * seconds_per_iteration) > LOCATE_SECONDS:
             return self._unknown(
                 finding,

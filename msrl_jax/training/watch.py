@@ -6,16 +6,18 @@ is not reported. Left out are data sets, replay buffers and the environment's ow
 out as an observation, a reward, a loss or a parameter.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.data.experience import RecordedState
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
+from msrl_jax.fragments.processes import read
 from msrl_jax.replay import FifoState, ReplayState
 
 ALWAYS = ("params", "obs")
@@ -62,9 +64,17 @@ def selected(agent: Agent, state: Any, *, buffers: bool = False) -> list[bool]:
     return [on and jnp.issubdtype(x.dtype, jnp.inexact) for on, x in pairs]
 
 
-@jax.jit
-def _non_finite(leaves: list[jax.Array]) -> jax.Array:
+def _flags(leaves: list[jax.Array]) -> jax.Array:
     return jnp.stack([~jnp.isfinite(x).all() for x in leaves])
+
+
+_non_finite = jax.jit(_flags)
+
+
+@functools.lru_cache(maxsize=16)
+def _non_finite_on(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
+    """The same for devices of several processes, which then know how to read the result."""
+    return jax.jit(_flags, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]:
@@ -80,8 +90,15 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
     meshes: dict[Any, list[int]] = {}
     for i in numbers:
         meshes.setdefault(frozenset(leaves[i].sharding.device_set), []).append(i)
-    flags = [(group, _non_finite([leaves[i] for i in group])) for group in meshes.values()]
-    return sorted(i for group, found in flags for i, bad in zip(group, np.asarray(found), strict=True) if bad)
+
+    def check(group: list[int]) -> jax.Array:
+        at = leaves[group[0]].sharding
+        several = jax.process_count() > 1 and isinstance(at, NamedSharding)
+        return (_non_finite_on(at.mesh) if several else _non_finite)([leaves[i] for i in group])
+
+    flags = read([check(group) for group in meshes.values()])
+    pairs = zip(meshes.values(), flags, strict=True)
+    return sorted(i for group, found in pairs for i, bad in zip(group, found, strict=True) if bad)
 
 
 class Watch:

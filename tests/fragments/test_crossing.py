@@ -137,3 +137,17 @@ def test_gathered_blocks_have_one_sender():
     """Of equal blocks, the device of the lowest process and number sends its own."""
     a, b, c = FakeDevice(0, 1), FakeDevice(9, 0), FakeDevice(1, 1)
     assert processes.first_holders({a: ((0, 2),), b: ((0, 2),), c: ((2, 4),)}) == {((0, 2),): b, ((2, 4),): c}
+
+
+def test_ordered_callbacks_are_for_a_single_process(monkeypatch):
+    """JAX would end the process; callbacks without an order run."""
+
+    def effects(ordered):
+        show = lambda x: jax.experimental.io_callback(print, None, x, ordered=ordered)  # noqa: E731
+        return jax.make_jaxpr(show)(1.0).effects
+
+    processes.check_effects(effects(ordered=True))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    processes.check_effects(effects(ordered=False))
+    with pytest.raises(ValueError, match=r"OrderedIO.*2 processes; use ordered=False"):
+        processes.check_effects(effects(ordered=True))

@@ -218,6 +218,23 @@ def test_bad_options_start_nothing(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_an_error_of_a_collective_is_put_in_words(monkeypatch):
+    """Only where there are other processes, and only errors that come from collectives."""
+    gloo = ValueError("UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:52894")
+
+    def raised(error):
+        with pytest.raises(Exception) as found, processes.in_words():
+            raise error
+        return found.value
+
+    assert raised(gloo) is gloo
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    message = str(raised(gloo))
+    assert "another process of this run ended" in message and "--resume" in message and "Gloo AllGather" in message
+    mine = ValueError("num_envs=3 cannot be split")
+    assert raised(mine) is mine
+
+
 # 4 processes of one device each, and 2 of two.
 CASES = [f"ppo/{name}" for name in sorted(POLICIES)] + [
     *(f"dqn/{name}" for name in ("GPUOnly", "MultiLearner", "SingleLearnerCoarse", "Environments", "Central")),
