@@ -8,7 +8,7 @@ out as an observation, a reward, a loss or a parameter.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,9 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
 
     def check(group: list[int]) -> jax.Array:
         at = leaves[group[0]].sharding
-        several = jax.process_count() > 1 and isinstance(at, NamedSharding)
-        return (_non_finite_on(at.mesh) if several else _non_finite)([leaves[i] for i in group])
+        if jax.process_count() > 1 and isinstance(at, NamedSharding):
+            return _non_finite_on(cast(Mesh, at.mesh))([leaves[i] for i in group])
+        return _non_finite([leaves[i] for i in group])
 
     flags = read([check(group) for group in meshes.values()])
     pairs = zip(meshes.values(), flags, strict=True)
