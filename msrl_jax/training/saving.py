@@ -4,6 +4,7 @@ If several processes run it, process 0 writes the whole state.
 """
 
 import dataclasses
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from msrl_jax.data.experience import at_rest
 from msrl_jax.training import processes, stopping
 from msrl_jax.training.checkpoint import CheckpointWriter
 from msrl_jax.training.folder import SaveWarning
+from msrl_jax.training.result import Result
 from msrl_jax.training.run import Run
 
 AUTOMATIC = 60.0
@@ -146,3 +148,35 @@ def progress_of(run: Run) -> dict[str, Any]:
         "compile_seconds": run.compile_seconds,
         **run.seconds,
     }
+
+
+def keep_what_there_is(run: Run, saver: Saver | None) -> None:
+    """Saves a run that ends with an error, as far as it can be saved."""
+    try:
+        if saver is not None:
+            saver.finish(run)
+        if run.experience is not None:
+            run.experience.finish(goes_on=saver is not None)
+    except Exception as problem:  # the error that ended the run is more important
+        warnings.warn(f"the run ends with an error, and could not be saved: {problem}", SaveWarning, stacklevel=3)
+
+
+def complete_folder(result: Result, path: Path, error: OSError | None) -> Result:
+    """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
+    if error is None:
+        try:
+            result.finish(path)
+            return result
+        except OSError as problem:
+            error = problem
+    other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
+    try:
+        result.save(other)
+    except OSError as problem:
+        warnings.warn(
+            f"the run could be saved neither in {path} ({error}) nor in {other} ({problem}); only the result in memory has it",
+            SaveWarning, stacklevel=3,
+        )  # fmt: skip
+        return dataclasses.replace(result, folder=None)
+    warnings.warn(f"the run could not be saved in {path} ({error}); it is saved in {other}", SaveWarning, stacklevel=3)
+    return dataclasses.replace(result, folder=other)

@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +12,27 @@ import jax
 import numpy as np
 
 from msrl_jax._checks import as_path, whole
-from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
-from msrl_jax.data.files import check_new
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.program import Program
-from msrl_jax.policies.base import spec
 from msrl_jax.training import checkpoint, folder, processes, stopping
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
 from msrl_jax.training.guard import DivergedError, Finding, Guard, GuardPolicy, check_guard
 from msrl_jax.training.history import stack_rows
-from msrl_jax.training.pace import Pace, chunk_length
+from msrl_jax.training.pace import Pace
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
 from msrl_jax.training.resume import (
     Saved,
-    config_of,
     continue_from,
-    find_dataset,
-    holds_run,
     open_run,
     read_description,
     restore_state,
-    same_settings,
     warn_of_schedules,
 )
 from msrl_jax.training.rollback import MOST_ROLLBACKS, fold_keys, roll_back
 from msrl_jax.training.run import Run, make_evaluation
-from msrl_jax.training.saving import Saver, interval
-from msrl_jax.training.setup import Setup, resolve, resolve_policy
-
-DEFAULTS = {"algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1}
-"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
-
-EVALUATIONS = {"eval_episodes": 32}
-"""The same for evaluations and ticks."""
-
-_RING_BYTES = 2**26
-"""Largest size of the steps of a chunk on the devices, if a run is recorded and `chunk` is not given."""
+from msrl_jax.training.saving import Saver, complete_folder, interval, keep_what_there_is
+from msrl_jax.training.settings import EVALUATIONS, describe, recorded, resolve_run, run_folder, whole_iterations
 
 
 @processes.in_words()
@@ -141,7 +122,7 @@ def train(
     ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
     given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
     out, record = (None if x is None else as_path(name, x) for name, x in (("out", out), ("record", record)))
-    path, goes_on = _folder(out, resume if isinstance(resume, bool) else as_path("resume", resume))
+    path, goes_on = run_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume))
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
         requests = stack.enter_context(stopping.stop_requests(limit))
         setting_up.enter_context(processes.together("setting up the run"))
@@ -150,19 +131,19 @@ def train(
         if path is not None and processes.is_first():
             stack.enter_context(folder.locked(path))
         saved = open_run(path) if path is not None and goes_on else None
-        setup, distribution, total_steps = _resolve(given, config, overrides, saved)
+        setup, distribution, total_steps = resolve_run(given, config, overrides, saved)
         guard = check_guard(guard or (saved.description.get("guard", "halt") if saved else "halt"), record)
         setup = dataclasses.replace(setup, skips=guard == "skip")
         kept = EVALUATIONS if saved is None else saved.description
         ticks = {name: kept.get(name) if x is None else x for name, x in ticks.items()}
         chunk, eval_every = ticks["chunk"], ticks["eval_every"]
         per_iteration = setup.behavior.agent.steps_per_iteration
-        iterations = _whole_iterations(total_steps, per_iteration, saved)
+        iterations = whole_iterations(total_steps, per_iteration, saved)
         if saved is not None and saved.checkpoint is not None and saved.iteration == iterations:
             return _already_done(saved, env)
-        setup, experience, most = _recorded(setup, record, chunk, iterations, distribution, saved)
+        setup, experience, most = recorded(setup, record, chunk, iterations, distribution, saved)
         program = setup.compile(distribution, devices)
-        description = _describe(setup, program, distribution, total_steps, saved) | {
+        description = describe(setup, program, distribution, total_steps, saved) | {
             **ticks,
             "guard": guard,
             "rollbacks": list(saved.description.get("rollbacks", [])) if saved else [],
@@ -209,7 +190,7 @@ def train(
             status, reason = _loop(run, (show, *callbacks), requests, saver, rolls_back)
         except Exception as error:  # such as that of a callback: what was done so far is kept
             if not processes.is_loss(error):
-                _keep(run, saver)
+                keep_what_there_is(run, saver)
             raise
         error = None if saver is None else saver.finish(run)
         if experience is not None:
@@ -230,7 +211,7 @@ def train(
             folder=path,
         )
         if path is not None and processes.is_first():
-            result = _finish(result, path, error)
+            result = complete_folder(result, path, error)
         processes.gathered("")  # no process ends while another one writes
     if run.non_finite:
         finding = run.guard.locate(
@@ -239,58 +220,6 @@ def train(
         )  # fmt: skip
         raise DivergedError(finding, result)
     return result
-
-
-def _folder(out: str | os.PathLike | None, resume: bool | str | os.PathLike) -> tuple[Path | None, bool]:
-    """The folder of the run, and whether the run in it goes on."""
-    path = None if out is None else Path(out)
-    if isinstance(resume, bool):
-        if resume and path is None:
-            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
-        return path, resume and path is not None and holds_run(path)
-    where = Path(resume)
-    if path is not None and path.absolute() != where.absolute():
-        raise ValueError(f"out={str(path)!r} and resume={str(where)!r} are two folders; a run goes on in its own")
-    return where, True
-
-
-def _resolve(
-    given: dict[str, Any], config: Any, overrides: dict[str, Any], saved: Saved | None
-) -> tuple[Setup, DistributionPolicy, int]:
-    """The run that the arguments and the folder describe, its policy, and its number of steps."""
-    was: Mapping[str, Any] = {}
-    if saved is not None:
-        was = saved.description
-        same_settings(saved, given, config, overrides)
-        fallback = {name: was[name] for name in ("policy", "total_steps", "seed", "seeds")}
-        fallback |= {"algo": was["algorithm"], "env": was["env_spec"]}
-        dataset = find_dataset(saved, overrides.get("data", getattr(config, "data", None)))
-        config, overrides = config_of(was, dataset), {}
-    else:
-        fallback = DEFAULTS
-    settings = {name: fallback[name] if value is None else value for name, value in given.items()}
-    total_steps = whole("total_steps", settings["total_steps"])
-    distribution = resolve_policy(settings["policy"])
-    setup = resolve(
-        settings["algo"], settings["env"], seed=settings["seed"], seeds=settings["seeds"], config=config,
-        overrides=overrides | {"total_steps": total_steps},
-    )  # fmt: skip
-    return setup, distribution, total_steps
-
-
-def _whole_iterations(total_steps: int, per_iteration: int, saved: Saved | None) -> int:
-    iterations = total_steps // per_iteration
-    if not iterations:
-        raise ValueError(
-            f"total_steps={total_steps} is less than the {per_iteration} steps of one iteration; use at least "
-            f"{per_iteration}, or fewer environments or shorter unrolls"
-        )
-    if saved is not None and saved.iteration > iterations:
-        raise ValueError(
-            f"total_steps={total_steps}: the run in {saved.path} has done {saved.iteration * per_iteration} steps already; "
-            "give more to extend it"
-        )
-    return iterations
 
 
 def _newest(path: Path | None, run: Run) -> tuple[Any, int] | None:
@@ -307,98 +236,6 @@ def _already_done(saved: Saved, env: Any) -> Result:
         if processes.is_first():
             result.finish(saved.path)
     return result
-
-
-def _recorded(
-    setup: Setup,
-    record: str | os.PathLike | None,
-    chunk: int | None,
-    iterations: int,
-    distribution: DistributionPolicy,
-    saved: Saved | None,
-) -> tuple[Setup, ExperienceWriter | None, int]:
-    """The run with recorded environments if it is recorded, and the largest number of iterations of a chunk."""
-    most = min(chunk or chunk_length(iterations), iterations)
-    done: dict[str, int] | None = None
-    if saved is not None:
-        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
-        if done is None and record is not None:
-            raise ValueError(
-                f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out"
-            )
-        was = saved.description["record"]
-        if record is None:
-            record = was
-        elif was is None or os.path.abspath(record) != was:
-            check_new(record)  # the further steps go to a file of their own
-            done = None if done is None else done | {"parts": 0}
-    if record is None:
-        return setup, None, most
-    agent = setup.behavior.agent
-    if agent.unit != "environment steps":
-        raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
-    steps = agent.steps_per_iteration // agent.env.num_envs
-    if chunk is None:
-        most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.seeds)))
-    experience = ExperienceWriter(record, setup.about() | {"policy": spec(distribution)}, done)
-    return setup.record(most * steps), experience, most
-
-
-def _describe(
-    setup: Setup, program: Program, distribution: DistributionPolicy, total_steps: int, saved: Saved | None
-) -> dict[str, Any]:
-    """The content of `config.json`."""
-    now = {
-        "algorithm": setup.algorithm.name,
-        "env": setup.env_name,
-        "env_spec": setup.env_spec,
-        "policy": spec(distribution),
-        "seed": setup.seed,
-        "seeds": setup.seeds,
-        "total_steps": total_steps,
-        "config": folder.to_json(setup.config),
-        "data": setup.data_source,
-        "versions": folder.versions(),
-        "devices": folder.describe_devices(program.devices),
-        "registers": program.registers,
-        "resumed": [],
-    }
-    if saved is not None:
-        was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
-        now["resumed"] = [*saved.description.get("resumed", []), {"iteration": saved.iteration, "before": was}]
-    return now
-
-
-def _keep(run: Run, saver: Saver | None) -> None:
-    """Saves a run that ends with an error, as far as it can be saved."""
-    try:
-        if saver is not None:
-            saver.finish(run)
-        if run.experience is not None:
-            run.experience.finish(goes_on=saver is not None)
-    except Exception as problem:  # the error that ended the run is more important
-        warnings.warn(f"the run ends with an error, and could not be saved: {problem}", folder.SaveWarning, stacklevel=3)
-
-
-def _finish(result: Result, path: Path, error: OSError | None) -> Result:
-    """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
-    if error is None:
-        try:
-            result.finish(path)
-            return result
-        except OSError as problem:
-            error = problem
-    other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
-    try:
-        result.save(other)
-    except OSError as problem:
-        warnings.warn(
-            f"the run could be saved neither in {path} ({error}) nor in {other} ({problem}); only the result in memory has it",
-            folder.SaveWarning, stacklevel=3,
-        )  # fmt: skip
-        return dataclasses.replace(result, folder=None)
-    warnings.warn(f"the run could not be saved in {path} ({error}); it is saved in {other}", folder.SaveWarning, stacklevel=3)
-    return dataclasses.replace(result, folder=other)
 
 
 def _is_true(answer: Any) -> bool:

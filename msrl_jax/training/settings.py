@@ -1,0 +1,139 @@
+"""What a run computes and where it writes: the arguments of `train` together with the folder of a run that goes on."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msrl_jax._checks import whole
+from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
+from msrl_jax.data.files import check_new
+from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.program import Program
+from msrl_jax.policies.base import spec
+from msrl_jax.training import folder
+from msrl_jax.training.pace import chunk_length
+from msrl_jax.training.resume import Saved, config_of, find_dataset, holds_run, same_settings
+from msrl_jax.training.setup import Setup, resolve, resolve_policy
+
+DEFAULTS = {"algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1}
+"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
+
+EVALUATIONS = {"eval_episodes": 32}
+"""The same for evaluations and ticks."""
+
+_RING_BYTES = 2**26
+"""Largest size of the steps of a chunk on the devices, if a run is recorded and `chunk` is not given."""
+
+
+def run_folder(out: str | os.PathLike | None, resume: bool | str | os.PathLike) -> tuple[Path | None, bool]:
+    """The folder of the run, and whether the run in it goes on."""
+    path = None if out is None else Path(out)
+    if isinstance(resume, bool):
+        if resume and path is None:
+            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
+        return path, resume and path is not None and holds_run(path)
+    where = Path(resume)
+    if path is not None and path.absolute() != where.absolute():
+        raise ValueError(f"out={str(path)!r} and resume={str(where)!r} are two folders; a run goes on in its own")
+    return where, True
+
+
+def resolve_run(
+    given: dict[str, Any], config: Any, overrides: dict[str, Any], saved: Saved | None
+) -> tuple[Setup, DistributionPolicy, int]:
+    """The run that the arguments and the folder describe, its policy, and its number of steps."""
+    was: Mapping[str, Any] = {}
+    if saved is not None:
+        was = saved.description
+        same_settings(saved, given, config, overrides)
+        fallback = {name: was[name] for name in ("policy", "total_steps", "seed", "seeds")}
+        fallback |= {"algo": was["algorithm"], "env": was["env_spec"]}
+        dataset = find_dataset(saved, overrides.get("data", getattr(config, "data", None)))
+        config, overrides = config_of(was, dataset), {}
+    else:
+        fallback = DEFAULTS
+    settings = {name: fallback[name] if value is None else value for name, value in given.items()}
+    total_steps = whole("total_steps", settings["total_steps"])
+    distribution = resolve_policy(settings["policy"])
+    setup = resolve(
+        settings["algo"], settings["env"], seed=settings["seed"], seeds=settings["seeds"], config=config,
+        overrides=overrides | {"total_steps": total_steps},
+    )  # fmt: skip
+    return setup, distribution, total_steps
+
+
+def whole_iterations(total_steps: int, per_iteration: int, saved: Saved | None) -> int:
+    """The number of whole iterations of a run; raises ValueError if there is none, or if the saved run has done more."""
+    iterations = total_steps // per_iteration
+    if not iterations:
+        raise ValueError(
+            f"total_steps={total_steps} is less than the {per_iteration} steps of one iteration; use at least "
+            f"{per_iteration}, or fewer environments or shorter unrolls"
+        )
+    if saved is not None and saved.iteration > iterations:
+        raise ValueError(
+            f"total_steps={total_steps}: the run in {saved.path} has done {saved.iteration * per_iteration} steps already; "
+            "give more to extend it"
+        )
+    return iterations
+
+
+def recorded(
+    setup: Setup,
+    record: str | os.PathLike | None,
+    chunk: int | None,
+    iterations: int,
+    distribution: DistributionPolicy,
+    saved: Saved | None,
+) -> tuple[Setup, ExperienceWriter | None, int]:
+    """The run with recorded environments if it is recorded, and the largest number of iterations of a chunk."""
+    most = min(chunk or chunk_length(iterations), iterations)
+    done: dict[str, int] | None = None
+    if saved is not None:
+        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
+        if done is None and record is not None:
+            raise ValueError(
+                f"record={os.fspath(record)!r}: the run in {saved.path} is not recorded from its start; leave it out"
+            )
+        was = saved.description["record"]
+        if record is None:
+            record = was
+        elif was is None or os.path.abspath(record) != was:
+            check_new(record)  # the further steps go to a file of their own
+            done = None if done is None else done | {"parts": 0}
+    if record is None:
+        return setup, None, most
+    agent = setup.behavior.agent
+    if agent.unit != "environment steps":
+        raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
+    steps = agent.steps_per_iteration // agent.env.num_envs
+    if chunk is None:
+        most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.seeds)))
+    experience = ExperienceWriter(record, setup.about() | {"policy": spec(distribution)}, done)
+    return setup.record(most * steps), experience, most
+
+
+def describe(
+    setup: Setup, program: Program, distribution: DistributionPolicy, total_steps: int, saved: Saved | None
+) -> dict[str, Any]:
+    """The content of `config.json`."""
+    now = {
+        "algorithm": setup.algorithm.name,
+        "env": setup.env_name,
+        "env_spec": setup.env_spec,
+        "policy": spec(distribution),
+        "seed": setup.seed,
+        "seeds": setup.seeds,
+        "total_steps": total_steps,
+        "config": folder.to_json(setup.config),
+        "data": setup.data_source,
+        "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices),
+        "registers": program.registers,
+        "resumed": [],
+    }
+    if saved is not None:
+        was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
+        now["resumed"] = [*saved.description.get("resumed", []), {"iteration": saved.iteration, "before": was}]
+    return now
