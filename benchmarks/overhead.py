@@ -1,4 +1,4 @@
-"""What checkpoints cost: windows of a run that save at their start, against windows that do not, in turns.
+"""What checkpoints and the guard cost: windows of one run with a checkpoint, with the guard, and with neither, in turns.
 
     python benchmarks/overhead.py --seconds 10 --windows 12
 
@@ -11,39 +11,51 @@ import os
 import statistics
 import tempfile
 import time
+import types
 from pathlib import Path
 
+from msrl_jax.training.guard import Guard
 from msrl_jax.training.pace import Pace
 from msrl_jax.training.run import Run
 from msrl_jax.training.saving import Interval, Saver
 from msrl_jax.training.setup import resolve, resolve_policy
 
+KINDS = ("neither", "checkpoint", "guard")
+
 
 def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> dict:
-    """Rates of both kinds of windows, and the share of time that saving takes."""
+    """The shares of the rate that checkpoints and the guard take, and the time that training waits for a checkpoint."""
     setup = resolve(algo, env)
     program = setup.compile(resolve_policy(policy))
-    run = Run(setup, program, setup.start(program), 10**9, Pace(10**7, fixed=False), None, None, (), None, time.perf_counter())
+    state = setup.start(program)
+    guard = Guard(setup, program, state)
+    off = types.SimpleNamespace(check=lambda *_: None)
+    pace, started = Pace(10**7, fixed=False), time.perf_counter()
+    run = Run(setup, program, state, 10**9, pace, None, None, (), None, guard, started)
+    del state
     run.compile()
     for _ in range(8):
         run.advance()
-    rates: dict[bool, list[float]] = {False: [], True: []}
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     waits = []
     with tempfile.TemporaryDirectory() as folder:
         saver = Saver(Path(folder), Interval(seconds=seconds), keep=2)
-        for window in range(2 * windows):
-            saves, start, step = bool(window % 2), time.monotonic(), run.step
-            if saves:
+        for window in range(len(KINDS) * windows):
+            kind, start, step = KINDS[window % len(KINDS)], time.monotonic(), run.step
+            run.guard = guard if kind == "guard" else off
+            if kind == "checkpoint":
                 saver.save(run)
                 waits.append(saver.seconds)
             while time.monotonic() - start < seconds:
                 run.advance()
-            rates[saves].append((run.step - step) / (time.monotonic() - start))
+            rates[kind].append((run.step - step) / (time.monotonic() - start))
         saver.finish(run)
-    without, with_saves = (statistics.median(rates[kind]) for kind in (False, True))
+    plain = statistics.median(rates["neither"])
     return {
-        "algorithm": algo, "env": env, "policy": policy, "load": os.getloadavg()[0], "steps_per_second": round(without),
-        "overhead": round(1 - with_saves / without, 4), "spread": round(statistics.stdev(rates[False]) / without, 4),
+        "algorithm": algo, "env": env, "policy": policy, "load": os.getloadavg()[0], "steps_per_second": round(plain),
+        "spread": round(statistics.stdev(rates["neither"]) / plain, 4),
+        "checkpoint": round(1 - statistics.median(rates["checkpoint"]) / plain, 4),
+        "guard": round(1 - statistics.median(rates["guard"]) / plain, 4),
         "wait_ms": round(1000 * statistics.median(waits), 1),
     }  # fmt: skip
 

@@ -59,14 +59,10 @@ def assert_same_rows(file, expected):
 
 STALE = "SingleLearnerCoarse:actors=2,learners=2,staleness=2"
 KINDS = [("ppo", "GPUOnly"), ("dqn", "Central"), ("impala", STALE)]
-ALL = [
-    (name, policy)
-    for name in runs.RUNS
-    for policy in (
-        [STALE, "SingleLearnerFine:staleness=2", STALE] if name == "impala" else ["GPUOnly", "SingleLearnerFine", "Central"]
-    )
-]
-SLOW = [pytest.param(*kind, marks=pytest.mark.slow) for kind in dict.fromkeys(ALL) if kind not in KINDS]
+SYNCHRONOUS = ("GPUOnly", "SingleLearnerFine", "Central")
+STALENESS = (STALE, "SingleLearnerCoarse:staleness=2", "SingleLearnerCoarse:actors=1,learners=1,staleness=2")
+ALL = [(name, policy) for name in runs.RUNS for policy in (STALENESS if name == "impala" else SYNCHRONOUS)]
+SLOW = [pytest.param(*kind, marks=pytest.mark.slow) for kind in ALL if kind not in KINDS]
 
 
 @pytest.mark.parametrize(("name", "policy"), [*KINDS, *SLOW])
@@ -112,7 +108,7 @@ def test_a_killed_run_goes_on_exactly(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "policy"), list(dict.fromkeys(ALL)))
+@pytest.mark.parametrize(("name", "policy"), ALL)
 def test_a_run_killed_many_times_goes_on_exactly(name, policy, whole, pendulum_data, tmp_path):
     expected, rows = whole(name, policy)
     rng = np.random.default_rng(len(name) + 100 * len(policy))
