@@ -295,7 +295,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
 
 def _exit_code(result: Any, out: Path) -> int:
-    if result.folder != out:
+    if result.folder != out.absolute():
         return NOT_SAVED
     if not result.interrupted:
         return 0

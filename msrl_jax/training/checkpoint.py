@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.training.folder import CHECKPOINTS, RunFolderError, write_json
+from msrl_jax.training.folder import CHECKPOINTS, RunFolderError, to_json, write_json
 
 SEAL = "run.json"
 _DIGITS = 12
 _REGISTER = "register"
+_OURS = re.compile(rf"\d{{{_DIGITS}}}(\.orbax-checkpoint-tmp.*)?")
 
 
 class CheckpointError(RunFolderError):
@@ -41,12 +43,14 @@ class Checkpoint:
       iteration: number of training iterations done.
       progress: the host's part of the state, as plain data.
       score: the run's measure of success at that time, if it has one; more is better.
+      is_readable: whether its seal is sound; if not, `progress` is empty.
     """
 
     path: Path
     iteration: int
     progress: Mapping[str, Any]
     score: float | None
+    is_readable: bool = True
 
 
 def _is_key(leaf: Any) -> bool:
@@ -92,7 +96,7 @@ class CheckpointWriter:
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         for folder in self._folder.glob("*") if self._folder.is_dir() else ():
-            if not (folder / SEAL).exists():
+            if _OURS.fullmatch(folder.name) and not (folder / SEAL).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
     @property
@@ -128,7 +132,7 @@ class CheckpointWriter:
             if np.size(data):  # of several processes, only this one writes: its arrays are on the host
                 entries[name] = data if jax.process_count() == 1 else np.asarray(data)
         with _as_os_error(path):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
             self._checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
         seal = {"iteration": iteration, "score": score, "progress": dict(progress)}
         self._pending = self._worker.submit(self._finish, path, seal)
@@ -138,14 +142,27 @@ class CheckpointWriter:
             with _as_os_error(path):
                 self._checkpointer.wait_until_finished()
                 self._checkpointer.check_for_errors()
-                write_json(path / SEAL, seal | {"files": _sums(path)}, indent=None)
+                seal = to_json(seal | {"files": _sums(path)})
+                write_json(path / SEAL, seal | {"sum": _sum(seal)}, indent=None)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
         self._prune()
 
+    def set_aside(self, after: int) -> None:
+        """Renames the checkpoints that are newer than the one that the run goes on from: they are damaged.
+
+        Args:
+          after: iterations of the checkpoint that the run goes on from.
+        """
+        for saved in complete(self._folder.parent):
+            if saved.iteration > after:
+                other = saved.path.with_name(f"{saved.path.name}.damaged")
+                shutil.rmtree(other, ignore_errors=True)
+                saved.path.rename(other)
+
     def _prune(self) -> None:
-        found = complete(self._folder.parent)
+        found = [c for c in complete(self._folder.parent) if c.is_readable]
         scored = [c for c in found if c.score is not None]
         best = max(scored, key=lambda c: (c.score, c.iteration)) if scored else None
         for old in found[self._keep :]:
@@ -167,6 +184,12 @@ class CheckpointWriter:
         """Ends the background work; a checkpoint that is being written is finished."""
         self._worker.shutdown()
         self._checkpointer.close()
+
+
+def _sum(seal: Mapping[str, Any]) -> str:
+    """The SHA-256 of the content of a seal without its own sum."""
+    content = {name: value for name, value in seal.items() if name != "sum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sums(path: Path) -> dict[str, str]:
@@ -195,32 +218,43 @@ def complete(path: Path) -> list[Checkpoint]:
       path: the folder of the run.
 
     Returns:
-      The checkpoints, the newest first. `verify` tells whether one is damaged.
+      The checkpoints, the newest first. `verify` tells whether one is damaged. Folders with other names do not count.
     """
     found = []
-    for seal in sorted((path / CHECKPOINTS).glob(f"*/{SEAL}"), reverse=True):
+    for folder in sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True):
+        if not (folder / SEAL).exists():
+            continue
         try:
-            data = json.loads(seal.read_text())
-            found.append(Checkpoint(seal.parent, data["iteration"], data["progress"], data["score"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            found.append(Checkpoint(seal.parent, -1, {}, None))
+            seal = _read_seal(folder)
+            found.append(Checkpoint(folder, seal["iteration"], seal["progress"], seal["score"]))
+        except CheckpointError:
+            found.append(Checkpoint(folder, int(folder.name), {}, None, is_readable=False))
     return found
+
+
+def _read_seal(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's seal; raises CheckpointError if it is damaged."""
+    try:
+        seal = json.loads((path / SEAL).read_text())
+        sound = seal["sum"] == _sum(seal) and seal["iteration"] == int(path.name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {SEAL} cannot be read ({error})") from error
+    if not sound:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {SEAL} is not what was written")
+    return seal
 
 
 def verify(checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if a file of a checkpoint is missing, or is not what was written."""
-    again = "delete its folder to go on from the checkpoint before"
+    wanted = _read_seal(checkpoint.path)["files"]
     try:
-        wanted = json.loads((checkpoint.path / SEAL).read_text())["files"]
         have = _sums(checkpoint.path)
-        wrong = sorted(name for name in wanted if have.get(name) != wanted[name])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {checkpoint.path} is damaged: {SEAL} cannot be read ({error}); {again}"
-        ) from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: it cannot be read ({error})") from error
+    wrong = sorted(name for name in wanted if have.get(name) != wanted[name])
     if wrong:
         what = "is missing" if wrong[0] not in have else "is not what was written"
-        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {wrong[0]} {what}; {again}")
+        raise CheckpointError(f"the checkpoint {checkpoint.path} is damaged: {wrong[0]} {what}")
 
 
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
@@ -242,13 +276,14 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
         try:
             verify(checkpoint)
         except CheckpointError as error:
-            problems.append(str(error))
+            if (checkpoint.path / SEAL).exists():  # else the process that writes it has just deleted it
+                problems.append(str(error))
             continue
         for problem in problems:
-            note(f"{problem.partition(';')[0]}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
+            note(f"{problem}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
         return checkpoint
     if problems:
-        raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0].partition(';')[0]}")
+        raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
     return None
 
 
@@ -285,7 +320,10 @@ def load(
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
         _check_entries(checkpoint.path, saved, wanted)
-        entries = checkpointer.restore(checkpoint.path.absolute(), wanted)
+        try:
+            entries = checkpointer.restore(checkpoint.path.absolute(), wanted)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
 
     def restored(name: str, leaf: Any, place: Any) -> jax.Array:
         data = entries.get(name)

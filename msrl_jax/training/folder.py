@@ -202,20 +202,42 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     Raises:
       OSError: if a file cannot be written.
     """
-    table = io.StringIO()
-    writer = csv.writer(table)
-    is_new = not (path / TABLE).exists() or not (path / TABLE).stat().st_size
-    for row in rows:
-        flat = scalars(row)
-        if is_new and not table.tell():
-            writer.writerow(flat)
-        writer.writerow("" if math.isnan(x) else x for x in flat.values())
-    _append(path / TABLE, table.getvalue())
+    lines = "".join(json.dumps(to_json(row)) + "\n" for row in rows)
+    size = (path / ROWS).stat().st_size if (path / ROWS).exists() else 0
+    _append(path / ROWS, lines)
     try:
-        _append(path / ROWS, "".join(json.dumps(to_json(row)) + "\n" for row in rows))
+        _append_table(path, rows)
     except OSError:
-        _drop_last(path / TABLE, len(table.getvalue().encode()))
+        with contextlib.suppress(OSError):
+            os.truncate(path / ROWS, size)
         raise
+
+
+def _append_table(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows to `metrics.csv`; if they have other columns, the file is written anew with all of them."""
+    table, flat = path / TABLE, [scalars(row) for row in rows]
+    head = []
+    if table.exists():
+        with table.open(newline="") as file:
+            head = next(csv.reader(file), [])
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    if head and set(columns) <= set(head):
+        _append(table, _lines(flat, head))
+        return
+    everything = [scalars(row) for row in _read_lines(path / ROWS)]
+    columns = list(dict.fromkeys([*head, *(name for row in everything for name in row)]))
+    beside = table.with_name(f".{TABLE}.partial")
+    with writing(table):
+        beside.write_text(_lines([dict(zip(columns, columns, strict=True)), *everything], columns), newline="")
+        os.replace(beside, table)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    text = io.StringIO()
+    for row in rows:
+        cells = (row.get(name, math.nan) for name in columns)
+        csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
+    return text.getvalue()
 
 
 def _append(path: Path, text: str) -> None:
@@ -227,11 +249,6 @@ def _append(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             os.truncate(path, size)
         raise
-
-
-def _drop_last(path: Path, count: int) -> None:
-    with contextlib.suppress(OSError):
-        os.truncate(path, max(0, path.stat().st_size - count))
 
 
 def rewind_rows(path: Path, count: int) -> list[Row]:
@@ -278,18 +295,23 @@ def read_rows(path: Path, count: int) -> list[Row]:
     Raises:
       RunFolderError: if there are fewer rows, or one of them is damaged; the message names it.
     """
-    file = path / ROWS
-    lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+    rows = _read_lines(path / ROWS, count)
+    if len(rows) < count:
+        raise _too_few(path / ROWS, count)
+    return rows
+
+
+def _read_lines(file: Path, count: int | None = None) -> list[Row]:
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []  # the last line is empty, or cut off
+    except OSError as error:
+        raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
     rows = []
     for number, line in enumerate(lines[:count], 1):
         try:
             rows.append({name: _from_json(value) for name, value in json.loads(line).items()})
         except (ValueError, AttributeError):
-            raise RunFolderError(
-                f"line {number} of {file} is damaged; restore the file, or start a new run"
-            ) from None
-    if len(rows) < count:
-        raise _too_few(file, count)
+            raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run") from None
     return rows
 
 

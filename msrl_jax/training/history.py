@@ -74,12 +74,15 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Turns rows into columns.
 
     Args:
-      rows: one dictionary per chunk, all with the same keys.
+      rows: one dictionary per chunk. Rows may lack columns that others have, such as evaluations.
 
     Returns:
-      A dictionary of arrays `[C]` or `[C, M]`.
+      A dictionary of arrays `[C]` or `[C, M]`; nan where a row has no value.
     """
-    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
+    unknown: dict[str, np.ndarray] = {}
+    for row in rows:
+        unknown |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in unknown}
+    return {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in unknown.items()}
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:

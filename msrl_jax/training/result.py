@@ -152,9 +152,10 @@ class Result:
         partly = self.status == "finished" and s["total_steps"] < asked
         why = f" of {asked:,} asked for (whole iterations of {self.behavior.agent.steps_per_iteration:,})" * partly
         steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
+        rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if self.history else ""
         lines = [
             f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
-            f"  {steps} in {s['wall_seconds']:.1f} s; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s",
+            f"  {steps} in {s['wall_seconds']:.1f} s{rate}",
             f"  {self._parts()}",
         ]
         if "episode_return" in self.history:
@@ -398,8 +399,8 @@ class Result:
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], config=resume.config_of(description),
         )  # fmt: skip
-        saved = resume.choose(path, checkpoint)
-        state, registers = resume.load_agent(saved, setup)
+        saved, state, registers = resume.load_agent(path, checkpoint, setup)
+        resume.check_settings(path, description, saved)
         progress = saved.progress
         rows = folder.read_rows(path, progress["rows"])
         summary: dict[str, Any] = {}

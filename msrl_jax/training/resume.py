@@ -1,6 +1,8 @@
 """Going on with a run: what its folder says, and what may change."""
 
 import dataclasses
+import hashlib
+import json
 import time
 import warnings
 from collections.abc import Mapping
@@ -19,6 +21,9 @@ from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.run import Run
 from msrl_jax.training.setup import Setup
+
+_TRIES = 10
+"""How often a checkpoint is read that a running process deletes at the same time."""
 
 _FIELDS = ("algorithm", "env", "env_spec", "policy", "seed", "seeds", "total_steps", "config")
 
@@ -86,7 +91,7 @@ def choose(path: Path, which: Any) -> Checkpoint:
     Raises:
       RunFolderError: if there is none.
     """
-    found = [c for c in checkpoint.complete(path) if c.iteration >= 0]
+    found = [c for c in checkpoint.complete(path) if c.is_readable]
     if which == "newest":
         chosen = checkpoint.newest(path, _note)
     elif which == "best":
@@ -116,7 +121,17 @@ def open_run(path: Path) -> Saved:
     Raises:
       RunFolderError: if the folder holds no run, or a damaged one.
     """
-    return Saved(path, read_description(path), checkpoint.newest(path, _note))
+    description, found = read_description(path), checkpoint.newest(path, _note)
+    if found is None and (path / folder.SUMMARY).exists():
+        raise CheckpointError(
+            f"the run in {path} has ended, but its checkpoints are gone; restore {folder.CHECKPOINTS}, or start a new run in "
+            "another folder"
+        )
+    if found is None and (path / folder.ROWS).exists():
+        _note(f"the run in {path} has no checkpoint yet, and starts again from its seed")
+    if found is not None:
+        check_settings(path, description, found)
+    return Saved(path, description, found)
 
 
 def config_of(description: Mapping[str, Any], dataset: Any = None) -> Any:
@@ -142,6 +157,27 @@ def config_of(description: Mapping[str, Any], dataset: Any = None) -> Any:
         return algorithms.get(description["algorithm"]).config(**fields)
     except (TypeError, ValueError) as error:
         raise RunFolderError(f"this version cannot read the config of the run: {error}") from error
+
+
+def describe_env(env: Any) -> str | None:
+    """An environment object as text with its parameters, if it has such a text (as dataclasses have)."""
+    text = repr(env)
+    return None if " at 0x" in text else text
+
+
+def fingerprint(description: Mapping[str, Any]) -> str:
+    """The SHA-256 of the settings that decide what a run computes, besides `total_steps` and the data set."""
+    fields = {name: value for name, value in description["config"].items() if name not in ("total_steps", "data")}
+    about = [description[name] for name in ("algorithm", "env", "env_spec", "seed", "seeds")]
+    text = json.dumps(folder.to_json([about, fields, description.get("rollbacks", [])]), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoint) -> None:
+    """Raises RunFolderError if `config.json` is not what the run was saved with."""
+    written, rollbacks = saved.progress.get("settings"), saved.progress.get("rollbacks")
+    if written not in (None, fingerprint(description)) and rollbacks == len(description.get("rollbacks", ())):
+        raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
 def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides: Mapping[str, Any]) -> None:
@@ -175,12 +211,18 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
                 f"the run in {saved.path} has no config field {name!r}; its fields are {', '.join(was['config'])}"
             )
         pairs.append((name, folder.to_json(value), was["config"][name]))
+    arguments = ("algo", "env", "seed", "seeds")
     for name, value, before in pairs:
-        if value is not None and value != before:
+        if value != before and not (value is None and name in arguments):
             raise RunFolderError(
                 f"the run in {saved.path} has {name}={before!r}, and cannot go on with {name}={value!r}; leave {name} out, or "
                 "start a new run in another folder"
             )
+    if env is not None and not isinstance(env, str) and (now := describe_env(env)) != was.get("env_object", now):
+        raise RunFolderError(
+            f"the run in {saved.path} has the environment {was['env_object']}, and cannot go on with {now}; give the "
+            "same one, or start a new run in another folder"
+        )
     if was["env_spec"] is None and env is None:
         raise RunFolderError(f"the run in {saved.path} has an environment object ({was['env']}); give it again: env=...")
 
@@ -220,21 +262,29 @@ def find_dataset(saved: Saved, given: Any) -> Any:
     return source
 
 
-def load_agent(saved: Checkpoint, setup: Setup) -> tuple[Any, tuple[jax.Array, ...]]:
+def load_agent(path: Path, which: Any, setup: Setup) -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
     """Reads the state of a run onto one device, without its recorded steps and its data.
 
     Args:
-      saved: the checkpoint.
+      path: the folder of the run, to which another process may be writing.
+      which: the checkpoint, as in `choose`.
       setup: the run.
 
     Returns:
-      The state and the registers of stale parameters.
+      The checkpoint, the state, and the registers of stale parameters.
     """
-    if saved.progress["recorded"] is not None:
-        setup = setup.record(1)
-    like = setup.behavior.agent.without_data(at_rest(jax.eval_shape(setup.initial_state)))
-    state, registers = checkpoint.load(saved, like, [leaf for _, leaf in _registers(saved, like)])
-    return without_experience(state), registers
+    for _ in range(_TRIES):
+        before = checkpoint.complete(path)
+        try:
+            saved = choose(path, which)
+            setup = setup.record(1) if saved.progress["recorded"] is not None and setup.recorded is None else setup
+            like = setup.behavior.agent.without_data(at_rest(jax.eval_shape(setup.initial_state)))
+            state, registers = checkpoint.load(saved, like, [leaf for _, leaf in _registers(saved, like)])
+            return saved, without_experience(state), registers
+        except CheckpointError:
+            if checkpoint.complete(path) == before:
+                raise
+    raise CheckpointError(f"the checkpoints of the run in {path} are replaced faster than they can be read; try again later")
 
 
 def _registers(saved: Checkpoint, state: Any) -> list[tuple[str, Any]]:
@@ -268,7 +318,7 @@ def restore_state(saved: Checkpoint, setup: Setup, program: Program) -> Any:
     held = _registers(saved, like)
     depths = saved.progress["registers"]
     same = depths == program.registers
-    if not same and program.registers:
+    if not same:
         _note(
             f"the parameters of the actors were {_depth(depths)} iterations old, and are now {_depth(program.registers)}: the "
             "run goes on from its newest parameters"

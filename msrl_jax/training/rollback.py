@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import folder
 from msrl_jax.training.guard import Finding, Guard
+from msrl_jax.training.resume import fingerprint
 from msrl_jax.training.run import Run
 
 MOST_ROLLBACKS = 5
@@ -78,6 +79,7 @@ def roll_back(
             "learning_rate": getattr(run.setup.config, "learning_rate", None),
         },
     ]
+    run.fingerprint = fingerprint(description)
     if path is not None:
         folder.rewind_rows(path, len(run.rows))
         folder.write_json(path / folder.CONFIG, description)

@@ -49,6 +49,7 @@ class Run:
       seconds: time spent on setting up, training and evaluating, by part.
       compiled_before: time that earlier processes spent on compiling.
       last_seconds: time of the last chunk.
+      fingerprint: the settings that decide what the run computes, as a sum.
     """
 
     setup: Setup
@@ -70,6 +71,7 @@ class Run:
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
     compiled_before: float = 0.0
     last_seconds: float = 0.0
+    fingerprint: str = ""
 
     @property
     def steps_per_iteration(self) -> int:

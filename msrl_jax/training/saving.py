@@ -14,7 +14,7 @@ from msrl_jax._checks import whole
 from msrl_jax.data.experience import at_rest
 from msrl_jax.training import processes, stopping
 from msrl_jax.training.checkpoint import CheckpointWriter
-from msrl_jax.training.folder import SaveWarning
+from msrl_jax.training.folder import CONFIG, SaveWarning
 from msrl_jax.training.result import Result
 from msrl_jax.training.run import Run
 
@@ -78,9 +78,11 @@ class Saver:
         self.seconds = 0.0
         self.error: OSError | None = None
 
-    def starts_from(self, step: int) -> None:
-        """Notes the steps of a run that goes on."""
-        self._saved_step = step
+    def starts_from(self, run: Run) -> None:
+        """Notes where the run starts or goes on; newer checkpoints are damaged, and set aside."""
+        self._saved_step = run.step
+        if self._writer is not None:
+            self._writer.set_aside(run.iteration)
 
     def is_due(self, run: Run) -> bool:
         """Whether the run has to be saved now."""
@@ -139,6 +141,7 @@ class Saver:
 def progress_of(run: Run) -> dict[str, Any]:
     """The host's part of a run's state, as plain data."""
     return {
+        "settings": run.fingerprint,
         "rows": len(run.rows),
         "rollbacks": run.rollbacks,
         "evaluation": run.evaluation,
@@ -163,6 +166,8 @@ def keep_what_there_is(run: Run, saver: Saver | None) -> None:
 
 def complete_folder(result: Result, path: Path, error: OSError | None) -> Result:
     """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
+    if error is None and not (path / CONFIG).exists():
+        error = FileNotFoundError(f"its {CONFIG} is gone")
     if error is None:
         try:
             result.finish(path)

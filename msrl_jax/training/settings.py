@@ -13,7 +13,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
 from msrl_jax.training import folder
 from msrl_jax.training.pace import chunk_length
-from msrl_jax.training.resume import Saved, config_of, find_dataset, holds_run, same_settings
+from msrl_jax.training.resume import Saved, config_of, describe_env, find_dataset, holds_run, same_settings
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 DEFAULTS = {"algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1}
@@ -122,6 +122,7 @@ def describe(
         "algorithm": setup.algorithm.name,
         "env": setup.env_name,
         "env_spec": setup.env_spec,
+        "env_object": None if setup.env_spec else describe_env(setup.env),
         "policy": spec(distribution),
         "seed": setup.seed,
         "seeds": setup.seeds,

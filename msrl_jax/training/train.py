@@ -24,6 +24,7 @@ from msrl_jax.training.result import Result, Status
 from msrl_jax.training.resume import (
     Saved,
     continue_from,
+    fingerprint,
     open_run,
     read_description,
     restore_state,
@@ -121,8 +122,9 @@ def train(
     ticks = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
     ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
     given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
-    out, record = (None if x is None else as_path(name, x) for name, x in (("out", out), ("record", record)))
-    path, goes_on = run_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume))
+    # Absolute, because a callback may change the working directory.
+    out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
+    path, goes_on = run_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
         requests = stack.enter_context(stopping.stop_requests(limit))
         setting_up.enter_context(processes.together("setting up the run"))
@@ -167,6 +169,7 @@ def train(
         watched = Guard(setup, program, state, policy=guard, iteration=saved.iteration if saved else 0)
         run = Run(setup, program, state, iterations, pace, evaluation, eval_every, boundaries, experience, watched, started)
         del state  # the run donates its memory
+        run.fingerprint = fingerprint(description)
         run.seconds["setup_seconds"] = time.perf_counter() - started - program.compile_seconds
         if saved is not None:
             continue_from(saved, run)
@@ -257,7 +260,7 @@ def _loop(
     """
     first = run.step
     if saver is not None:
-        saver.starts_from(first)
+        saver.starts_from(run)
     while True:
         reasons = processes.gathered(requests.reason(run.last_seconds + (saver.seconds if saver else 0.0)))
         if reason := next(filter(None, reasons), ""):
@@ -265,7 +268,7 @@ def _loop(
         run.advance()
         unit = run.setup.behavior.agent.unit
         state = lambda: processes.to_hosts(run.state())  # noqa: E731
-        tick = Tick(run.step, run.iteration, run.total_steps, run.rows[-1], state, unit, first)
+        tick = Tick(run.step, run.iteration, run.total_steps, dict(run.rows[-1]), state, unit, first)
         with processes.together("a callback"):
             try:
                 stops = [_is_true(callback(tick)) for callback in callbacks]

@@ -1,6 +1,8 @@
 """A run that was interrupted goes on as if nothing had happened: equal bits in state, metrics and recorded steps."""
 
+import csv
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from msrl_jax.training.folder import RunFolderError, SaveWarning
 from msrl_jax.training.resume import ResumeWarning
 from tests.training import runs
 from tests.training.runs import CHUNK, ITERATIONS, assert_same_run, train
+from tests.training.training_envs import Lottery
 
 
 def stop_after(iterations):
@@ -167,6 +170,7 @@ CONFLICTS = [
     ({"seeds": 2}, r"has seeds=1, and cannot go on with seeds=2"),
     ({"num_envs": 16}, r"has num_envs=8, and cannot go on with num_envs=16; leave num_envs out"),
     ({"learning_rate": 0.5}, r"has learning_rate=0\.001, and"),
+    ({"max_grad_norm": None}, r"has max_grad_norm=0\.5, and cannot go on with max_grad_norm=None"),
     ({"config": msrl.algorithms.get("ppo").config()}, r"cannot go on with \w+="),
     ({"lerning_rate": 1.0}, r"no config field 'lerning_rate'"),
     ({"data": "x.npz"}, r"has no data set"),
@@ -215,18 +219,45 @@ def break_checkpoint(path):
         (saved.path / "_METADATA").write_bytes(b"{}")
 
 
+def edit_checkpoints(text, other):
+    def change(path):
+        for saved in complete(path):
+            content = (saved.path / "run.json").read_text()
+            (saved.path / "run.json").write_text(content.replace(text, other))
+
+    return change
+
+
+def replace_by_folder(name):
+    def change(path):
+        (path / name).unlink()
+        (path / name).mkdir()
+
+    return change
+
+
 DAMAGES = [
     (damage("config.json", ""), r"config\.json is damaged"),
     (damage("config.json", "[1]"), r"config\.json lacks 'algorithm'"),
     (damage("config.json", '{"algorithm": "ppo"}'), r"config\.json lacks 'env'"),
     (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
-    (break_config(algorithm="pppo"), r"cannot read the config of the run: .*did you mean 'ppo'"),
-    (break_config(config={"num_envs": 3, "no_such_field": 1}), r"cannot read the config of the run: .*no_such_field"),
+    (
+        break_config(algorithm="pppo"),
+        r"not what the run was saved with|cannot read the config of the run: .*did you mean 'ppo'",
+    ),
+    (
+        break_config(config={"num_envs": 3, "no_such_field": 1}),
+        r"not what the run was saved with|cannot read the config of the run: .*no_such_field",
+    ),
     (break_checkpoint, r"no checkpoint that is whole"),
     (
         break_config(config={"hidden_sizes": [16], "num_envs": 8, "unroll_length": 8, "num_minibatches": 2}),
-        r"does not fit: state",
+        r"not what the run was saved with|does not fit: state",
     ),
+    (break_config(seed=7), r"config\.json is not what the run was saved with"),
+    (edit_checkpoints('"iteration": ', '"iteration": 1'), r"no checkpoint that is whole: .* run\.json is not what was written"),
+    (edit_checkpoints('"rows": ', '"rows": 0'), r"no checkpoint that is whole: .* run\.json"),
+    (replace_by_folder("metrics.jsonl"), r"metrics\.jsonl cannot be read"),
     (damage("metrics.jsonl", "{}\n"), r"metrics\.jsonl has fewer rows than the 2"),
     (damage("metrics.jsonl", "nonsense\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
 ]
@@ -275,7 +306,11 @@ def test_a_run_without_a_checkpoint_starts_again(copy, stopped):
     remove_checkpoints(copy)
     with pytest.raises(CheckpointError, match=r"has no checkpoint 'newest'"):
         Result.load(copy)
-    again = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False, callbacks=[stop_after(6)])
+    with pytest.raises(CheckpointError, match=r"has ended, but its checkpoints are gone; restore checkpoints"):
+        msrl.train(resume=copy, progress=False)
+    (copy / "summary.json").unlink()  # as in a run that was killed
+    with pytest.warns(ResumeWarning, match=r"has no checkpoint yet, and starts again from its seed"):
+        again = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False, callbacks=[stop_after(6)])
     np.testing.assert_array_equal(again.history["iteration"], [CHUNK, 2 * CHUNK])
     first = Result.load(stopped)
     for name in ("entropy", "episode_return"):
@@ -316,6 +351,97 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
         Result.load(copy, checkpoint=found[0].iteration)
     with pytest.raises(CheckpointError, match=r"has no checkpoint 77; those after iterations"):
         Result.load(copy, checkpoint=77)
+
+
+def test_damaged_checkpoints_are_set_aside_and_made_anew(copy):
+    newer, older = complete(copy)
+    (newer.path / "_sharding").write_bytes(b"")
+    foreign = copy / "checkpoints" / "mine"
+    shutil.copytree(older.path, foreign)
+    with pytest.warns(ResumeWarning, match="_sharding is not what was written"):
+        result = msrl.train(
+            resume=copy, devices=jax.devices()[:1], progress=False, callbacks=[stop_after(6)], keep_checkpoints=1
+        )
+    assert [c.iteration for c in complete(copy)] == [newer.iteration] and foreign.is_dir()
+    assert newer.path.with_name(f"{newer.path.name}.damaged").is_dir()
+    assert_same_run(Result.load(copy), result)
+
+
+def test_evaluations_may_begin_and_end_with_a_resume(copy):
+    def table():
+        with (copy / "metrics.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    off = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False, eval_episodes=0, callbacks=[stop_after(9)])
+    np.testing.assert_array_equal(np.isnan(off.history["eval_return"]), [True, True, True])
+    on = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False, eval_episodes=2)
+    assert np.isnan(on.history["eval_return"]).tolist() == [True, True, True, False]
+    assert_same_run(Result.load(copy), on)
+    assert [row["iteration"] for row in table()] == ["3.0", "6.0", "9.0", "12.0"] and None not in table()[0]
+    assert float(table()[-1]["eval_return"]) == on.history["eval_return"][-1]
+
+
+def test_columns_that_come_later_are_added_to_the_table(tmp_path):
+    from msrl_jax.training.folder import append_rows, rewind_rows
+
+    append_rows(tmp_path, [{"step": 1.0, "x": 2.0}])
+    append_rows(tmp_path, [{"step": 2.0, "y": np.array([3.0, 4.0])}])
+    append_rows(tmp_path, [{"step": 3.0, "x": 5.0}])
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        "step,x,y,y/0,y/1",
+        "1.0,2.0,,,",
+        "2.0,,3.5,3.0,4.0",
+        "3.0,5.0,,,",
+    ]
+    assert len(rewind_rows(tmp_path, 2)) == 2 and len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+
+
+def test_a_callback_that_changes_the_directory_or_the_row_changes_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def tick(tick):
+        os.chdir(tmp_path / "elsewhere")
+        tick.metrics["entropy"] = 7.0
+
+    result = train("ppo", "run", devices=1, iterations=6, callbacks=[tick], record="steps.npz", eval_every=None)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "run", "steps.npz"]
+    assert (result.history["entropy"] < 1).all() and result.folder == tmp_path / "run"
+
+
+def test_a_folder_that_is_moved_away_is_not_split(tmp_path):
+    def tick(tick):
+        if tick.iteration == 3:
+            (tmp_path / "run").rename(tmp_path / "moved")
+
+    with pytest.warns(SaveWarning) as caught:
+        result = train("ppo", tmp_path / "run", devices=1, iterations=9, callbacks=[tick], eval_every=None)
+    assert not (tmp_path / "run").exists() and result.folder not in (None, tmp_path / "run")
+    assert any("config.json" in str(w.message) and f"saved in {result.folder}" in str(w.message) for w in caught) or any(
+        f"saved in {result.folder}" in str(w.message) for w in caught
+    )
+    assert_same_run(Result.load(result.folder), result)
+    shutil.rmtree(result.folder.parent)
+
+
+def test_an_environment_object_with_other_parameters_is_refused(tmp_path, tiny, one_device):
+    options = {"devices": one_device, "progress": False, "eval_episodes": 0}
+    msrl.train(
+        "ppo",
+        Lottery(short=2, long=3),
+        total_steps=128,
+        out=tmp_path / "run",
+        chunk=1,
+        callbacks=[stop_after(1)],
+        **tiny,
+        **options,
+    )
+    with pytest.raises(
+        RunFolderError, match=r"has the environment Lottery\(short=2, long=3.*cannot go on with Lottery\(short=2, long=4"
+    ):
+        msrl.train(resume=tmp_path / "run", env=Lottery(short=2, long=4), **options)
+    assert msrl.train(resume=tmp_path / "run", env=Lottery(short=2, long=3), **options).status == "finished"
 
 
 def test_a_line_that_a_crash_cut_off_does_not_count(copy, stopped):
