@@ -58,8 +58,8 @@ class Train(Where):
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
       resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
-        devices may change, and more total_steps extend it.
-      chunk: iterations between two updates of the progress display; about a second if not given.
+        devices may change (give cpu_devices again), and more total_steps extend it.
+      chunk: iterations between two updates of the progress display; they grow to about a second if not given.
       eval_episodes: episodes per greedy evaluation; 0 never evaluates.
       eval_every: environment steps between evaluations; if not given, there is one evaluation at the end.
       checkpoint_every: steps between checkpoints, or their time such as 10m; about a minute if not given.
@@ -90,7 +90,7 @@ class Train(Where):
     checkpoint_every: str | None = None
     keep_checkpoints: int = 2
     time_limit: str | None = None
-    guard: Literal["halt", "skip", "rollback"] | None = None
+    guard: Literal["halt", "skip", "rollback"] = "halt"
     record: Path | None = None
     tensorboard: bool = False
     wandb: str | None = None
@@ -265,7 +265,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
     first = processes.is_first()
     out = args.out or _default_folder(args, processes.gathered(time.strftime("%Y%m%d-%H%M%S"))[0])
-    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes")
+    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard")
     settings = {name: getattr(args, name) for name in names}
     if args.resume:  # the folder knows what is not given
         settings = {name: value for name, value in settings.items() if name in args.given}
@@ -284,7 +284,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
         result = training.train(
             **settings, out=out, resume=args.resume, chunk=args.chunk, eval_every=args.eval_every,
             checkpoint_every=args.checkpoint_every, keep_checkpoints=args.keep_checkpoints,
-            time_limit=args.time_limit, guard=args.guard, record=args.record, callbacks=loggers,
+            time_limit=args.time_limit, record=args.record, callbacks=loggers,
             progress=False if args.progress == "none" else args.progress, **config,
         )  # fmt: skip
     if first:

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +73,7 @@ def read_description(path: Path) -> dict[str, Any]:
       RunFolderError: if the folder holds no run, or the file is damaged.
     """
     if not path.is_dir():
-        raise RunFolderError(f"there is no folder {path}; name the folder of a run (out=...)")
+        raise RunFolderError(f"there is no folder {path}; name the folder of a run")
     return folder.read_json(path / folder.CONFIG, *_FIELDS)
 
 
@@ -363,7 +362,7 @@ def continue_from(saved: Saved, run: Run) -> None:
         return
     run.iteration = saved.checkpoint.iteration
     run.evaluation = read_evaluation(progress["evaluation"])
-    run.started = time.perf_counter() - progress["wall_seconds"]
+    run.started -= progress["wall_seconds"]
     run.compiled_before = progress["compile_seconds"]
     for name in run.seconds:
         run.seconds[name] += progress[name]

@@ -85,11 +85,20 @@ def test_an_environment_whose_reset_returns_nan_is_named():
     assert caught.value.path == ".obs" and caught.value.replay is None
 
 
-@pytest.mark.parametrize(("algo", "policy"), [("ppo", TOGETHER), ("ppo", APART), ("dqn", APART), ("sac", TOGETHER)])
-def test_skip_drops_the_updates_and_goes_on(algo, policy):
-    result = run(algo, Faulty("reward", length=25), policy, guard="skip", iterations=8)
+@pytest.mark.parametrize(
+    ("algo", "what", "policy"),
+    [("ppo", "reward", TOGETHER), ("ppo", "observation", APART), ("dqn", "reward", APART), ("sac", "reward", TOGETHER)],
+)
+def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
+    result = run(algo, Faulty(what, length=25), policy, guard="skip", iterations=8)
     assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
     assert result.history["skipped_updates"].sum() >= 1
+
+
+def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
+    result = run("ppo", Faulty(), guard="skip", learning_rate=1e25, max_grad_norm=1e30)
+    assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
+    assert result.history["skipped_updates"].tolist() == [2.0, 2.0, 2.0], "two updates per iteration"
 
 
 def test_skip_gives_the_same_run_under_every_policy():
@@ -112,6 +121,29 @@ def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(tmp_path
     assert description["config"]["learning_rate"] == pytest.approx(1e-3 / 2**5)
     assert caught.value.result.config.learning_rate == pytest.approx(1e-3 / 2**5)
     np.testing.assert_array_equal(caught.value.result.history["iteration"], [1, 2, 3])
+
+
+def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
+    """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
+
+    def train(out, **options):
+        return msrl.train(
+            "ppo", Faulty(), policy=TOGETHER, total_steps=8 * 32, chunk=1, eval_episodes=0, guard="rollback", out=out,
+            checkpoint_every=32, devices=jax.devices()[:1], progress=False, learning_rate=4e18, max_grad_norm=1e30,
+            **CONFIGS["ppo"], **options,
+        )  # fmt: skip
+
+    whole = train(tmp_path / "whole")
+    assert whole.status == "finished" and whole.config.learning_rate == 1e18 and all_finite(whole.state.params)
+    rollbacks = whole.description["rollbacks"]
+    assert [r["learning_rate"] for r in rollbacks] == [2e18, 1e18]
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["rollbacks"] == rollbacks
+    train(tmp_path / "parts", callbacks=[lambda tick: tick.iteration == 5])
+    goes_on = msrl.train(resume=tmp_path / "parts", env=Faulty(), devices=jax.devices()[:1], progress=False)
+    assert goes_on.config.learning_rate == 1e18 and msrl.Result.load(tmp_path / "parts", env=Faulty()).config == goes_on.config
+    for x, y in zip(jax.tree.leaves(goes_on.state.params), jax.tree.leaves(whole.state.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert goes_on.history["iteration"].tolist() == whole.history["iteration"].tolist() == list(range(1, 9))
 
 
 def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_path, capsys):
