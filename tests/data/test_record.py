@@ -211,7 +211,8 @@ def test_what_cannot_be_recorded_is_refused_before_anything_compiles(tmp_path):
         msrl.train("bc", "CartPole-v1", data=standing, record=where)
     with pytest.raises(TypeError, match=r"the observation_space of Pair is Tuple.*FlattenObservation"):
         RecordedEnvironment(type("Pair", (), pair)(), 3)
-    with pytest.raises(ValueError, match=r"a data set of [\d,]+ rows of 42 bytes, .* takes at least [\d,]+ bytes of memory.* Record a shorter run"):
+    too_large = r"a data set of [\d,]+ rows of 42 bytes, .* takes at least [\d,]+ bytes of memory.* Record a shorter run"
+    with pytest.raises(ValueError, match=too_large):
         train(record=where, iterations=10**9, chunk=10**8)
     assert not list(tmp_path.iterdir())
 
