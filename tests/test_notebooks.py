@@ -113,6 +113,7 @@ def test_the_tour_shows_plan_and_curves_and_no_warning(tour):
     assert "Warning" not in text and "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_several_learners_all_learn(several):
     notebook, found = several
     assert found["driving"][0] < 100 and found["driving"][1] > 400
@@ -125,6 +126,7 @@ def test_several_learners_all_learn(several):
     assert all(after > 3 * before for before, after in zip(alone["untrained"], alone["trained"], strict=True)), alone
 
 
+@pytest.mark.slow
 def test_several_learners_stay_apart_and_train_as_one_program_does(several):
     text = printed(several[0])
     differences = re.findall(r"returns differ by (\S+), parameters by (\S+) at most", text)

@@ -69,7 +69,7 @@ def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(alg
     assert msrl.replay_step(error.replay, env=Faulty()) is None  # a repaired environment
 
 
-@pytest.mark.parametrize("policy", [TOGETHER, "Central:workers=1"])
+@pytest.mark.parametrize("policy", [TOGETHER, pytest.param("Central:workers=1", marks=pytest.mark.slow)])
 def test_a_gradient_that_overflows_is_located_in_its_fragment(policy):
     with pytest.raises(DivergedError) as caught:
         run("ppo", Faulty(), policy, learning_rate=1e25, max_grad_norm=1e30)
@@ -87,7 +87,11 @@ def test_an_environment_whose_reset_returns_nan_is_named():
 
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
-    [("ppo", "reward", TOGETHER), ("ppo", "observation", APART), ("dqn", "reward", APART), ("sac", "reward", TOGETHER)],
+    [
+        ("ppo", "observation", APART), ("dqn", "reward", APART),
+        pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("sac", "reward", TOGETHER, marks=pytest.mark.slow),
+    ],
 )
 def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
     result = run(algo, Faulty(what, length=25), policy, guard="skip", iterations=8)
