@@ -54,7 +54,7 @@ def test_a_run_goes_to_a_folder_named_after_it(trained):
     folder, done = trained
     (run_folder,) = (folder / "runs").iterdir()
     assert re.fullmatch(r"ppo-CartPole-v1_max_steps_in_episode_30-SingleLearnerCoarse_.*-0-\d{8}-\d{6}", run_folder.name)
-    assert json.loads(done.stdout.splitlines()[-1])["folder"] == f"runs/{run_folder.name}"
+    assert json.loads(done.stdout.splitlines()[-1])["folder"] == str(run_folder)
     assert "100%" in done.stderr and "saved in" in done.stdout
     config = json.loads((run_folder / "config.json").read_text())
     assert config["config"]["num_envs"] == 8 and config["devices"]["count"] == 3
