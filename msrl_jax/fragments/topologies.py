@@ -119,7 +119,7 @@ def _tpus(spec: str, kind: str, sizes: list[int]) -> list[Device]:
         if "not installed" in str(error) or "libtpu" in str(error):
             raise ImportError(
                 f"devices {spec!r} need the compiler for TPUs, which runs on machines without one too: "
-                "pip install '.[tpu]', or the libtpu that this version of JAX asks for (pip install 'jax[tpu]')"
+                "pip install 'msrl-jax[tpu]', or the libtpu that this version of JAX asks for (pip install 'jax[tpu]')"
             ) from error
         raise ValueError(f"devices {spec!r}: no such topology: {_first_line(error)}") from error
     return list(found)
