@@ -3,7 +3,8 @@
     python benchmarks/soak.py --minutes 10 --policies GPUOnly SingleLearnerFine Central
 
 Each policy trains in a process of its own, with checkpoints every 10 s, evaluations off, and chunks of about a second. The
-first fifth warms up. Prints one line of JSON per policy.
+first fifth warms up. After every chunk, a fixed program of plain JAX is timed: the drift is that of the rate in units of its
+speed, since the speed of a machine drifts too. Prints one line of JSON per policy.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 
 def soak(policy: str, minutes: float, devices: int) -> dict:
@@ -25,6 +27,7 @@ def soak(policy: str, minutes: float, devices: int) -> dict:
 
     import msrl_jax as msrl
 
+    reference = fixed_program()
     compiled, rows, start = [], [], time.monotonic()
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
@@ -32,7 +35,8 @@ def soak(policy: str, minutes: float, devices: int) -> dict:
 
     def tick(tick):
         now = time.monotonic() - start
-        rows.append((now, tick.metrics["steps_per_second"], resident(), len(compiled)))
+        rate = tick.metrics["steps_per_second"]
+        rows.append((now, rate, resident(), len(compiled), rate * reference()))
         return now > 60 * minutes
 
     with tempfile.TemporaryDirectory() as folder:
@@ -42,12 +46,33 @@ def soak(policy: str, minutes: float, devices: int) -> dict:
         )  # fmt: skip
     rows = [row for row in rows if row[0] > 12 * minutes]
     first, last = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    rate = [float(np.median([row[1] for row in part])) for part in (first, last)]
+    rate, relative = ([float(np.median([row[i] for row in part])) for part in (first, last)] for i in (1, 4))
     return {
         "policy": policy, "ticks": len(rows), "load": os.getloadavg()[1], "steps_per_second": round(rate[0]),
-        "drift": round(rate[1] / rate[0] - 1, 4), "compilations": rows[-1][3] - rows[0][3],
+        "drift": round(relative[1] / relative[0] - 1, 4), "drift_with_the_machine": round(rate[1] / rate[0] - 1, 4),
+        "compilations": rows[-1][3] - rows[0][3],
         "resident_mib": [round(np.median([row[2] for row in part]) / 2**20, 1) for part in (rows[:30], rows[-30:])],
     }  # fmt: skip
+
+
+def fixed_program() -> Callable[[], float]:
+    """A program of small products, as in training; returns the seconds that it takes, about 0.05."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(x, _):
+        return jnp.tanh(x @ weights), None
+
+    weights = jax.random.normal(jax.random.key(0), (64, 64)) / 8
+    loop = jax.jit(lambda x: jax.lax.scan(step, x, length=3000)[0])
+    x = jax.block_until_ready(loop(jnp.ones((64, 64))))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(x))
+        return time.perf_counter() - start
+
+    return timed
 
 
 def resident() -> int:

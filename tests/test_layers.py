@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "msrl_jax"
 FLOORS = [
     {"__init__", "__main__"},
     {"cli"},
-    {"_flags", "_launch"},
+    {"_commands", "_flags", "_launch"},
     {"training"},
     {"algorithms"},
     {"data"},

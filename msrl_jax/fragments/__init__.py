@@ -1,6 +1,6 @@
 """Fragments: marking the parts of a training loop, and compiling the loop for a distribution policy.
 
-`compile` (program.py) calls the passes in this order:
+`compile` (compiler.py) calls the passes in this order:
 
     pass              file                 takes -> gives
     trace             trace.py             iteration, state -> jaxpr, whose equations include the marked fragments
@@ -18,16 +18,19 @@
 
 `Executor` (runtime.py) then runs the instructions. If one placement holds the whole loop, the loop is one program instead
 (fused.py). `explain` (explain.py) describes the result as a `Plan` (plan.py), using cost.py (operations), collectives.py
-(XLA's collectives), advice.py and idle_devices.py (warnings). Other modules: marker.py and implementations.py (`fragment`),
-graph.py and instructions.py (data of the passes), placement.py (sub-meshes and layouts), divisibility.py (whether a policy
-fits devices and sizes), executables.py and program_key.py (compiled programs, sharing of equal ones), given_state.py (checks
-of a state), memory.py (placing a state, and whether states and programs fit), trip_counts.py (lengths of XLA's loops),
-topologies.py (devices that are not there) and readings.py (metrics on the host).
+(XLA's collectives), advice.py and idle_devices.py (warnings).
+
+Other modules: program.py (`Program`), marker.py and implementations.py (`fragment`), graph.py and instructions.py (data of
+the passes), placement.py (sub-meshes and layouts), divisibility.py (whether a policy fits devices and sizes), executables.py
+and program_key.py (compiled programs, sharing of equal ones), given_state.py (checks of a state), memory.py (placing a
+state, and whether states and programs fit), crossing.py and processes.py (moves and arrays of several processes),
+trip_counts.py (lengths of XLA's loops), topologies.py (devices that are not there), readings.py (metrics on the host) and
+origin.py (the first operation whose result is nan).
 """
 
+from msrl_jax.fragments.compiler import compile as compile
 from msrl_jax.fragments.marker import fragment as fragment
 from msrl_jax.fragments.plan import Plan as Plan
 from msrl_jax.fragments.program import Delayed as Delayed
 from msrl_jax.fragments.program import Program as Program
-from msrl_jax.fragments.program import compile as compile
 from msrl_jax.fragments.topologies import plan_devices as plan_devices

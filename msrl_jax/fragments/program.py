@@ -1,26 +1,22 @@
-"""The compiled training loop: `compile` makes a `Program`, which places a state, runs iterations and explains its plan."""
+"""The compiled training loop: a `Program` places a state, runs iterations and explains its plan."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax._device_memory import array_bytes, is_planned
-from msrl_jax.fragments.build import build
-from msrl_jax.fragments.cost import FragmentCost, fragment_costs
-from msrl_jax.fragments.divisibility import Fit, check_devices, dealt
+from msrl_jax.fragments.cost import FragmentCost
+from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
 from msrl_jax.fragments.fused import lower_fused, lower_once
 from msrl_jax.fragments.given_state import GivenState, check_not_given_away
 from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
-from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.lower import lower
 from msrl_jax.fragments.memory import (
     LARGE,
@@ -34,18 +30,12 @@ from msrl_jax.fragments.memory import (
     select,
     state_bytes,
 )
-from msrl_jax.fragments.own_meshes import check_meshes
-from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack, unused_codecs
-from msrl_jax.fragments.parameter_owners import check_owners
-from msrl_jax.fragments.partition import partition
-from msrl_jax.fragments.placement import Device, DistributionPolicy, Layout
+from msrl_jax.fragments.packing import unused_codecs
+from msrl_jax.fragments.placement import Device, Layout
 from msrl_jax.fragments.plan import Plan
-from msrl_jax.fragments.processes import check_effects
 from msrl_jax.fragments.readings import join, read, stack
 from msrl_jax.fragments.runtime import Executor
-from msrl_jax.fragments.schedule import schedule
-from msrl_jax.fragments.staleness import delay
-from msrl_jax.fragments.trace import Traced, axis_leaves, leaf_axes, state_avals, trace
+from msrl_jax.fragments.trace import Traced
 
 State = TypeVar("State")
 
@@ -65,68 +55,8 @@ class Delayed(NamedTuple):
     registers: tuple[jax.Array, ...]
 
 
-def compile(
-    iteration: Callable[[State], tuple[State, Any]],
-    state: State,
-    *,
-    policy: DistributionPolicy,
-    axes: Any = None,
-    groups: Mapping[str, int] | None = None,
-    devices: Sequence[Device] | None = None,
-) -> "Program[State]":
-    """Compiles a training iteration for a distribution policy.
-
-    Traces the iteration, partitions it at its fragments and checks that everything fits; XLA compiles on first use.
-
-    Args:
-      iteration: pure function `state -> (state, metrics)` that calls functions marked with `fragment`.
-      state: pytree of arrays, or of `jax.ShapeDtypeStruct` to plan without data.
-      policy: where each role runs.
-      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
-        part; None replicates.
-      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 by default.
-      devices: devices that the policy may use; all of the default platform, of all processes, if not given. A policy gets
-        those of several processes by turns.
-
-    Returns:
-      The program.
-
-    Raises:
-      TypeError: if a leaf of the state is not an array, or the next state differs from the state; names the leaf.
-      ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
-        the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
-    """
-    _check_jit_is_on()
-    start = time.perf_counter()
-    specs = leaf_axes(state, axes)
-    usable = dealt(check_devices(jax.devices() if devices is None else devices))
-    fit = Fit(policy, usable, axis_leaves(state, specs), groups or {})
-    layout = fit.layout
-    traced = trace(iteration, state)
-    closed = traced.jaxpr
-    check_effects(closed.effects)
-    _, paths = state_avals(state)
-    graph = build(closed, layout, paths, specs)
-    check_owners(graph)
-    if layout.staleness:
-        delay(graph, layout.staleness, layout)
-    used = graph.placements
-    default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
-    check_codecs(layout)
-    check_codec_names(graph, layout)
-    parts = partition(graph, default)
-    while pack(parts, graph, layout):
-        parts = partition(graph, default)
-    instructions = settle(schedule(parts, graph, default))
-    check_meshes(instructions.body)
-    # If one placement holds every fragment, whole runs of iterations are one program.
-    fused = jaxpr_as_fun(closed) if len(used) <= 1 and not layout.staleness else None
-    costs = tuple(fragment_costs(closed.jaxpr))
-    tree = jax.tree.structure(state)
-    return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)
-
-
-def _check_jit_is_on() -> None:
+def check_jit_is_on() -> None:
+    """Raises RuntimeError under `jax.disable_jit`."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise RuntimeError(
             "jax.disable_jit is on, but a program consists of compiled code. Leave the context, or call the iteration itself "
@@ -171,7 +101,7 @@ class Program(Generic[State]):
         ]
 
     def _check_setting(self) -> None:
-        _check_jit_is_on()
+        check_jit_is_on()
         now: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         if self._x64 and not now:
             raise RuntimeError(

@@ -1,17 +1,19 @@
 """What a run computes and where it writes: the arguments of `train` together with the folder of a run that goes on."""
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
 from msrl_jax.data.files import check_new
-from msrl_jax.fragments.placement import DistributionPolicy
+from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
 from msrl_jax.training import folder
+from msrl_jax.training.guard import GuardPolicy, check_guard
 from msrl_jax.training.pace import chunk_length
 from msrl_jax.training.resume import Saved, config_of, describe_env, find_dataset, holds_run, same_settings
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
@@ -19,11 +21,100 @@ from msrl_jax.training.setup import Setup, resolve, resolve_policy
 DEFAULTS = {"algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1}
 """What a new run uses where nothing is given; a run that goes on uses what it began with."""
 
-EVALUATIONS = {"eval_episodes": 32}
-"""The same for evaluations and ticks."""
+_TICKS = {"eval_episodes": 32, "eval_every": None, "chunk": None}
+"""The same for what happens between chunks."""
 
 _RING_BYTES = 2**26
 """Largest size of the steps of a chunk on the devices, if a run is recorded and `chunk` is not given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A run, ready to begin.
+
+    Attributes:
+      setup: the agent, its environments and its seeds.
+      distribution: the distribution policy.
+      devices: the devices that it may use; all if None.
+      program: the iteration, compiled for the policy.
+      iterations: iterations of the whole run.
+      most: the largest number of iterations of a chunk.
+      chunk: iterations of each chunk, if the user chose it.
+      eval_episodes: episodes per evaluation; 0 never evaluates.
+      eval_every: steps between evaluations; None evaluates at the end only.
+      guard: what happens on nan and infinities.
+      experience: writes the steps, if the run is recorded.
+      description: the content of `config.json`.
+    """
+
+    setup: Setup
+    distribution: DistributionPolicy
+    devices: Sequence[Device] | None
+    program: Program
+    iterations: int
+    most: int
+    chunk: int | None
+    eval_episodes: int
+    eval_every: int | None
+    guard: GuardPolicy
+    experience: ExperienceWriter | None
+    description: dict[str, Any]
+
+
+def check_ticks(**given: Any) -> dict[str, int | None]:
+    """Checks `eval_episodes`, `eval_every` and `chunk`, where they are given."""
+    return {name: None if x is None else whole(name, x, 0 if name == "eval_episodes" else 1) for name, x in given.items()}
+
+
+def settle(
+    given: dict[str, Any],
+    ticks: dict[str, int | None],
+    config: Any,
+    overrides: dict[str, Any],
+    guard: GuardPolicy | None,
+    record: Path | None,
+    devices: Sequence[Device] | None,
+    saved: Saved | None,
+) -> Settings | None:
+    """Decides what a run computes.
+
+    Args:
+      given: arguments of `train` that have defaults in `DEFAULTS`; None where not given.
+      ticks: `eval_episodes`, `eval_every` and `chunk`; None where not given.
+      config: the algorithm's config, or None.
+      overrides: fields of the config.
+      guard: what happens on nan and infinities, or None.
+      record: file for the steps, or None.
+      devices: the devices that the run may use; all if None.
+      saved: the run that goes on, if one does.
+
+    Returns:
+      The settings; None if the saved run has done all its steps.
+
+    Raises:
+      ValueError: on an invalid argument, or one that contradicts the saved run.
+    """
+    setup, distribution, total_steps = resolve_run(given, config, overrides, saved)
+    was: Mapping[str, Any] = {} if saved is None else saved.description
+    guard = check_guard(guard or was.get("guard", "halt"), record)
+    setup = dataclasses.replace(setup, skips=guard == "skip")
+    kept = _TICKS if saved is None else was
+    ticks = {name: kept.get(name) if x is None else x for name, x in ticks.items()}
+    iterations = whole_iterations(total_steps, setup.behavior.agent.steps_per_iteration, saved)
+    if saved is not None and saved.checkpoint is not None and saved.iteration == iterations:
+        return None
+    setup, experience, most = recorded(setup, record, ticks["chunk"], iterations, distribution, saved)
+    program = setup.compile(distribution, devices)
+    description = describe(setup, program, distribution, total_steps, saved) | {
+        **ticks,
+        "guard": guard,
+        "rollbacks": list(was.get("rollbacks", [])),
+        "record": None if experience is None else os.path.abspath(experience.path),
+    }
+    return Settings(
+        setup, distribution, devices, program, iterations, most, ticks["chunk"], ticks["eval_episodes"] or 0,
+        ticks["eval_every"], guard, experience, description,
+    )  # fmt: skip
 
 
 def run_folder(out: str | os.PathLike | None, resume: bool | str | os.PathLike) -> tuple[Path | None, bool]:

@@ -15,9 +15,9 @@ from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import check_rows_fit
 from msrl_jax.envs import Environment
+from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.program import compile as compile_program
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.members import initial_key, population
 from msrl_jax.training.skipping import skipping

@@ -2,38 +2,30 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import checkpoint, folder, processes, stopping
+from msrl_jax.training.begin import begin
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
-from msrl_jax.training.guard import DivergedError, Finding, Guard, GuardPolicy, check_guard
+from msrl_jax.training.guard import DivergedError, Finding, GuardPolicy
 from msrl_jax.training.history import stack_rows
-from msrl_jax.training.pace import Pace
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
-from msrl_jax.training.resume import (
-    Saved,
-    continue_from,
-    fingerprint,
-    open_run,
-    read_description,
-    restore_state,
-    warn_of_schedules,
-)
-from msrl_jax.training.rollback import MOST_ROLLBACKS, fold_keys, roll_back
-from msrl_jax.training.run import Run, make_evaluation
+from msrl_jax.training.resume import Saved, open_run, read_description, restore_state
+from msrl_jax.training.rollback import MOST_ROLLBACKS, roll_back
+from msrl_jax.training.run import Run
 from msrl_jax.training.saving import Saver, complete_folder, interval, keep_what_there_is
-from msrl_jax.training.settings import EVALUATIONS, describe, recorded, resolve_run, run_folder, whole_iterations
+from msrl_jax.training.settings import Settings, check_ticks, run_folder, settle
 
 
 @processes.in_words()
@@ -116,113 +108,91 @@ def train(
     started = time.perf_counter()
     limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
-    every, callbacks = interval(checkpoint_every), check_callbacks(callbacks)
-    keep = whole("keep_checkpoints", keep_checkpoints)
-    least = {"eval_episodes": 0, "eval_every": 1, "chunk": 1}
-    ticks = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
-    ticks = {name: None if x is None else whole(name, x, least[name]) for name, x in ticks.items()}
+    every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
+    ticks = check_ticks(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
     # Absolute, because a callback may change the working directory.
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
     path, goes_on = run_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as setting_up:
+    with contextlib.ExitStack() as stack:
         requests = stack.enter_context(stopping.stop_requests(limit))
-        setting_up.enter_context(processes.together("setting up the run"))
-        if path is not None:
-            read_description(path) if goes_on else folder.check_free(path)
-        if path is not None and processes.is_first():
-            stack.enter_context(folder.locked(path))
-        saved = open_run(path) if path is not None and goes_on else None
-        setup, distribution, total_steps = resolve_run(given, config, overrides, saved)
-        guard = check_guard(guard or (saved.description.get("guard", "halt") if saved else "halt"), record)
-        setup = dataclasses.replace(setup, skips=guard == "skip")
-        kept = EVALUATIONS if saved is None else saved.description
-        ticks = {name: kept.get(name) if x is None else x for name, x in ticks.items()}
-        chunk, eval_every = ticks["chunk"], ticks["eval_every"]
-        per_iteration = setup.behavior.agent.steps_per_iteration
-        iterations = whole_iterations(total_steps, per_iteration, saved)
-        if saved is not None and saved.checkpoint is not None and saved.iteration == iterations:
-            return _already_done(saved, env)
-        setup, experience, most = recorded(setup, record, chunk, iterations, distribution, saved)
-        program = setup.compile(distribution, devices)
-        description = describe(setup, program, distribution, total_steps, saved) | {
-            **ticks,
-            "guard": guard,
-            "rollbacks": list(saved.description.get("rollbacks", [])) if saved else [],
-            "record": None if experience is None else os.path.abspath(experience.path),
-        }
-        saver, writer = None, None
-        if path is not None:
-            saver = Saver(path, every, keep)
-            writer = folder.RowWriter(path, description) if processes.is_first() else None
-            callbacks = (*([writer] if writer else []), *callbacks)
-        setting_up.close()
-        title = f"{setup.algorithm.name} {setup.env_name}"
-        show = stack.enter_context(display(title, iterations * per_iteration, short_unit(setup.behavior.agent.unit)))
-        state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
-        if saved and saved.checkpoint:  # the run was killed after a rollback, before its next checkpoint
-            for number in range(saved.checkpoint.progress.get("rollbacks", 0), len(description["rollbacks"])):
-                state = program.place(fold_keys(state, number + 1))
-        jax.block_until_ready(state)
-        boundaries = () if chunk else tuple(n for n in (eval_every, every.steps) if n)
-        pace, evaluation = Pace(most, fixed=chunk is not None), make_evaluation(setup, ticks["eval_episodes"] or 0)
-        watched = Guard(setup, program, state, policy=guard, iteration=saved.iteration if saved else 0)
-        run = Run(setup, program, state, iterations, pace, evaluation, eval_every, boundaries, experience, watched, started)
-        del state  # the run donates its memory
-        run.fingerprint = fingerprint(description)
-        run.seconds["setup_seconds"] = time.perf_counter() - started - program.compile_seconds
-        if saved is not None:
-            continue_from(saved, run)
-            run.rollbacks = len(description["rollbacks"])
-            warn_of_schedules(saved, setup.config, total_steps, run.step)
-        if run.iteration < iterations:
-            run.compile()
+        with processes.together("setting up the run"):
+            saved = stack.enter_context(_opened(path, goes_on))
+            settings = settle(given, ticks, config, overrides, guard, record, devices, saved)
+            if settings is None:
+                assert saved is not None
+                return _already_done(saved, env)
+            saver = None if path is None else Saver(path, every, keep)
+            writer = folder.RowWriter(path, settings.description) if path is not None and processes.is_first() else None
+        agent = settings.setup.behavior.agent
+        title = f"{settings.setup.algorithm.name} {settings.setup.env_name}"
+        show = stack.enter_context(display(title, settings.iterations * agent.steps_per_iteration, short_unit(agent.unit)))
+        run = begin(settings, saved, every, started)
         if writer is not None:
             writer.flush()  # from now on the folder is a run's
-
-        def rolls_back(finding: Finding) -> bool:
-            if guard != "rollback" or run.rollbacks >= MOST_ROLLBACKS:
-                return False
-            if saver is not None:
-                saver.wait()
-            roll_back(run, finding, description, path, lambda: _newest(path, run), distribution, devices)
-            run.rollbacks += 1
-            return True
-
+            callbacks = (writer, *callbacks)
         try:
+            rolls_back = functools.partial(_rolls_back, run, settings, path, saver)
             status, reason = _loop(run, (show, *callbacks), requests, saver, rolls_back)
         except Exception as error:  # such as that of a callback: what was done so far is kept
             if not processes.is_loss(error):
                 keep_what_there_is(run, saver)
             raise
         error = None if saver is None else saver.finish(run)
-        if experience is not None:
-            experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
-        result = Result(
-            history=stack_rows(run.rows),
-            config=run.setup.config,
-            state=processes.to_hosts(run.state()),
-            status=status,
-            stop_reason=reason,
-            compile_seconds=run.compile_seconds,
-            wall_seconds=time.perf_counter() - run.started,
-            timings=run.seconds,
-            evaluation=run.evaluation,
-            description=description,
-            behavior=run.setup.behavior,
-            registers=processes.to_hosts(run.registers),
-            folder=path,
-        )
+        if run.experience is not None:
+            run.experience.finish(goes_on=saver is not None and status in ("interrupted", "stopped"))
+        result = _result(run, settings.description, status, reason, path)
         if path is not None and processes.is_first():
             result = complete_folder(result, path, error)
         processes.gathered("")  # no process ends while another one writes
     if run.non_finite:
         finding = run.guard.locate(
-            run.non_finite, run.again, description, path, checkpoint=lambda: _newest(path, run),
+            run.non_finite, run.again, settings.description, path, checkpoint=lambda: _newest(path, run),
             seconds_per_iteration=run.seconds["train_seconds"] / run.iteration,
         )  # fmt: skip
         raise DivergedError(finding, result)
     return result
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
+    """Locks the folder of the run; gives the run in it that goes on."""
+    if path is None:
+        yield None
+        return
+    read_description(path) if goes_on else folder.check_free(path)
+    with folder.locked(path) if processes.is_first() else contextlib.nullcontext():
+        yield open_run(path) if goes_on else None
+
+
+def _result(run: Run, description: dict[str, Any], status: Status, reason: str, path: Path | None) -> Result:
+    return Result(
+        history=stack_rows(run.rows),
+        config=run.setup.config,
+        state=processes.to_hosts(run.state()),
+        status=status,
+        stop_reason=reason,
+        compile_seconds=run.compile_seconds,
+        wall_seconds=time.perf_counter() - run.started,
+        timings=run.seconds,
+        evaluation=run.evaluation,
+        description=description,
+        behavior=run.setup.behavior,
+        registers=processes.to_hosts(run.registers),
+        folder=path,
+    )
+
+
+def _rolls_back(run: Run, settings: Settings, path: Path | None, saver: Saver | None, finding: Finding) -> bool:
+    """Takes a run back to its last good state, if its guard allows it."""
+    if settings.guard != "rollback" or run.rollbacks >= MOST_ROLLBACKS:
+        return False
+    if saver is not None:
+        saver.wait()
+    newest = functools.partial(_newest, path, run)
+    roll_back(run, finding, settings.description, path, newest, settings.distribution, settings.devices)
+    run.rollbacks += 1
+    return True
 
 
 def _newest(path: Path | None, run: Run) -> tuple[Any, int] | None:

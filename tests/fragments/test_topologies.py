@@ -41,7 +41,7 @@ def test_cpu_devices_are_those_of_this_process():
 @pytest.mark.parametrize(
     ("spec", "error", "remedy"),
     [
-        ("tpu:v5e:2x2", RuntimeError("JAX TPU support not installed; cannot generate TPU topology."), "pip install .msrl-jax\\[tpu\\]"),
+        ("tpu:v5e:2x2", RuntimeError("JAX TPU support not installed; cannot generate TPU topology."), ".msrl-jax\\[tpu\\]"),
         ("gpu:h100:8", NotImplementedError("topology not implemented for cuda"), "jax-cuda12-pjrt .* or plan for cpu:8"),
     ],
 )

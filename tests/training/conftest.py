@@ -1,9 +1,12 @@
 """Runs shared by several test modules, because training is slow."""
 
+import shutil
+
 import jax
 import pytest
 
 import msrl_jax as msrl
+from tests.training.runs import stop_after, train
 
 TINY = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
@@ -53,3 +56,18 @@ def stale(tmp_path_factory):
         total_steps=3 * 64, chunk=1, eval_episodes=4, devices=jax.devices()[:2], progress=False,
         out=tmp_path_factory.mktemp("runs") / "run", **TINY,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory):
+    """A run on one device that was stopped after 6 of 12 iterations."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    train("ppo", path, devices=1, iterations=12, callbacks=[stop_after(6)], eval_every=None, checkpoint_every=64)
+    return path
+
+
+@pytest.fixture
+def copy(stopped, tmp_path):
+    """A copy of that run, to be changed."""
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run"

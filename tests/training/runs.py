@@ -1,6 +1,7 @@
 """Small runs that are interrupted and go on; also a script that can be killed: `python -m tests.training.runs NAME ...`."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +27,17 @@ RUNS = {
 """Algorithm, environment and config of each run."""
 
 ITERATIONS, CHUNK = 48, 3
+
+
+def stop_after(iterations):
+    """A callback that stops a run."""
+    return lambda tick: tick.iteration >= iterations
+
+
+def cli(*arguments, **options):
+    """Starts the command line in a process of its own."""
+    command = [sys.executable, "-m", "msrl_jax", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def train(name, folder=None, policy="GPUOnly", *, devices=None, data=None, iterations=ITERATIONS, **options):

@@ -20,6 +20,7 @@ CONFIGS = {
     "dqn": SMALL | {"batch_size": 8, "capacity": 256, "learning_starts": 32, "num_updates": 2},
     "sac": SMALL | {"batch_size": 8, "capacity": 256, "learning_starts": 32, "num_updates": 2},
     "es": {"num_envs": 4, "unroll_length": 24, "hidden_sizes": (8,)},
+    "impala": SMALL,
 }
 APART = "SingleLearnerCoarse:actors=1,learners=1"
 TOGETHER = "GPUOnly:num_devices=1"
@@ -91,6 +92,8 @@ def test_an_environment_whose_reset_returns_nan_is_named():
         ("ppo", "observation", APART), ("dqn", "reward", APART),
         pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.slow),
         pytest.param("sac", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("impala", "reward", f"{APART},staleness=2", marks=pytest.mark.slow),
     ],
 )
 def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
@@ -113,18 +116,31 @@ def test_skip_gives_the_same_run_under_every_policy():
         np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-6)
 
 
-def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(tmp_path):
+@pytest.mark.parametrize(
+    ("algo", "what", "policy"),
+    [
+        ("ppo", "reward", TOGETHER),
+        pytest.param("ppo", "observation", APART, marks=pytest.mark.slow),
+        pytest.param("dqn", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("sac", "observation", APART, marks=pytest.mark.slow),
+        pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, what, policy, tmp_path):
+    config = CONFIGS[algo]
+    steps = config["num_envs"] * config["unroll_length"]
     with pytest.raises(DivergedError) as caught:
-        config = CONFIGS["ppo"]
         msrl.train(
-            "ppo", Faulty("reward"), policy=TOGETHER, total_steps=6 * 32, chunk=1, eval_episodes=0, guard="rollback",
-            checkpoint_every=32, out=tmp_path / "run", devices=jax.devices()[:1], progress=False, **config,
+            algo, Faulty(what), policy=policy, total_steps=6 * steps, chunk=1, eval_episodes=0, guard="rollback",
+            checkpoint_every=steps, out=tmp_path / "run", devices=jax.devices()[:2], progress=False,
+            learning_rate=1e-3, **config,
         )  # fmt: skip
+    bad = WHERE[algo][0]
     description = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert [r["to"] for r in description["rollbacks"]] == [2] * 5
+    assert [r["to"] for r in description["rollbacks"]] == [bad - 1] * 5
     assert description["config"]["learning_rate"] == pytest.approx(1e-3 / 2**5)
     assert caught.value.result.config.learning_rate == pytest.approx(1e-3 / 2**5)
-    np.testing.assert_array_equal(caught.value.result.history["iteration"], [1, 2, 3])
+    np.testing.assert_array_equal(caught.value.result.history["iteration"], range(1, bad + 1))
 
 
 def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):

@@ -1,0 +1,198 @@
+"""The commands of the command line and their options; the text of a class is what `--help` shows."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Where:
+    """The devices of a command.
+
+    Attributes:
+      cpu_devices: compute on this many virtual CPU devices.
+    """
+
+    cpu_devices: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(Where):
+    """Train an agent; with no arguments, PPO on CartPole-v1.
+
+    Attributes:
+      algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
+      env: environment, NAME or NAME:param=value,...
+      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
+      total_steps: environment steps per seed.
+      seed: the seed of all randomness.
+      seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
+      out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
+      resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
+        devices may change (give cpu_devices again), and more total_steps extend it.
+      chunk: iterations between two updates of the progress display; they grow to about a second if not given.
+      eval_episodes: episodes per greedy evaluation; 0 never evaluates.
+      eval_every: environment steps between evaluations; if not given, there is one evaluation at the end.
+      checkpoint_every: steps between checkpoints, or their time such as 10m; about a minute if not given.
+      keep_checkpoints: number of checkpoints to keep, besides the best one.
+      time_limit: time after which the run is saved and ends, such as 5h50m; the exit code is then 75.
+      guard: what to do about nan and infinities: halt, skip (drop the update) or rollback (to the last good state, with half
+        the learning rate); halt if not given.
+      record: file for a data set of all environment steps, such as experience.npz
+      tensorboard: also log to TensorBoard, in the run's folder.
+      wandb: also log to Weights & Biases, in the project with this name.
+      progress: kind of progress display on stderr.
+      processes: start this many processes on this machine; each has one CPU device, or --cpu-devices.
+      distributed: this is one of the processes of a cluster, which JAX finds by itself: SLURM, Open MPI, GKE, a TPU pod.
+      json: print the summary as one line of JSON, the last on stdout.
+    """
+
+    algo: str = "ppo"
+    env: str = "CartPole-v1"
+    policy: str = "GPUOnly"
+    total_steps: int = 500_000
+    seed: int = 0
+    seeds: int = 1
+    out: Path | None = None
+    resume: bool = False
+    chunk: int | None = None
+    eval_episodes: int = 32
+    eval_every: int | None = None
+    checkpoint_every: str | None = None
+    keep_checkpoints: int = 2
+    time_limit: str | None = None
+    guard: Literal["halt", "skip", "rollback"] = "halt"
+    record: Path | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    processes: int | None = None
+    distributed: bool = False
+    json: bool = False
+    given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate(Where):
+    """Play greedy episodes with a trained agent.
+
+    Attributes:
+      run: folder of a run.
+      episodes: number of episodes.
+      seed: the seed of the environments' randomness.
+      member: number of the member that plays, in a run of several seeds; the best one if not given.
+      max_steps: maximum length of an episode, in steps.
+      json: print the results as one line of JSON, the last on stdout.
+    """
+
+    run: tyro.conf.Positional[Path]
+    episodes: int = 128
+    seed: int = 0
+    member: int | None = None
+    max_steps: int = 10_000
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record(Where):
+    """Let a trained agent act, and write its steps to a data set.
+
+    Attributes:
+      run: folder of a run.
+      steps: number of rows of the data set.
+      out: file of the data set, such as medium.npz
+      epsilon: probability of a random action; other actions are the most probable ones. If not given, actions are sampled
+        from the policy.
+      seed: the seed of all randomness.
+      member: number of the member that acts, in a run of several seeds; the best one if not given.
+      num_envs: number of parallel environments.
+      json: print a summary of the data set as one line of JSON, the last on stdout.
+    """
+
+    run: tyro.conf.Positional[Path]
+    steps: int
+    out: Path
+    epsilon: float | None = None
+    seed: int = 0
+    member: int | None = None
+    num_envs: int = 16
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replay(Where):
+    """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from.
+
+    Attributes:
+      file: the file non_finite.npz in the folder of the run.
+      json: print the report as one line of JSON, the last on stdout.
+    """
+
+    file: tyro.conf.Positional[Path]
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explain(Where):
+    """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
+
+    Attributes:
+      algo: name of the algorithm; the fields of its config are flags too.
+      env: environment, NAME or NAME:param=value,...
+      policy: distribution policy, NAME or NAME:param=value,...
+      devices: plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared
+        in a table.
+      envs_per_device: environments for each of these devices, instead of num_envs.
+      seeds: number of runs to train at once.
+      json: print the plan as one line of JSON instead.
+    """
+
+    algo: str = "ppo"
+    env: str = "CartPole-v1"
+    policy: str = "GPUOnly"
+    devices: tuple[str, ...] = ()
+    envs_per_device: int | None = None
+    seeds: int = 1
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench(Where):
+    """Measure environment steps and learner updates per second, over a grid of all options with several values.
+
+    Attributes:
+      algo: names of algorithms; the fields that all their configs have are flags too.
+      env: environments, each NAME or NAME:param=value,...
+      policy: distribution policies, each NAME or NAME:param=value,...
+      num_envs: numbers of environments.
+      unroll_length: lengths of an unroll.
+      repeats: timed runs per setting; the median counts.
+      seconds: approximate length of a timed run.
+      against: compare with the same iteration in a plain jax.jit(jax.lax.scan(...)); the timed runs alternate.
+      json: print the measurements as one line of JSON, the last on stdout.
+    """
+
+    algo: tuple[str, ...] = ("ppo",)
+    env: tuple[str, ...] = ("CartPole-v1",)
+    policy: tuple[str, ...] = ("GPUOnly",)
+    num_envs: PerAlgorithm = ()
+    unroll_length: PerAlgorithm = ()
+    repeats: int = 3
+    seconds: float = 1.0
+    against: Literal["jit"] | None = None
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class List:
+    """List the algorithms, environments and distribution policies.
+
+    Attributes:
+      json: print them as one line of JSON instead.
+    """
+
+    json: bool = False

@@ -1,0 +1,86 @@
+"""The compiler: traces a training iteration, and calls the passes that make a `Program` of it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.build import build
+from msrl_jax.fragments.cost import fragment_costs
+from msrl_jax.fragments.divisibility import Fit, check_devices, dealt
+from msrl_jax.fragments.lifetimes import settle
+from msrl_jax.fragments.own_meshes import check_meshes
+from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack
+from msrl_jax.fragments.parameter_owners import check_owners
+from msrl_jax.fragments.partition import partition
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.processes import check_effects
+from msrl_jax.fragments.program import Program, check_jit_is_on
+from msrl_jax.fragments.schedule import schedule
+from msrl_jax.fragments.staleness import delay
+from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
+
+State = TypeVar("State")
+
+
+def compile(
+    iteration: Callable[[State], tuple[State, Any]],
+    state: State,
+    *,
+    policy: DistributionPolicy,
+    axes: Any = None,
+    groups: Mapping[str, int] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> Program[State]:
+    """Compiles a training iteration for a distribution policy.
+
+    Traces the iteration, partitions it at its fragments and checks that everything fits; XLA compiles on first use.
+
+    Args:
+      iteration: pure function `state -> (state, metrics)` that calls functions marked with `fragment`.
+      state: pytree of arrays, or of `jax.ShapeDtypeStruct` to plan without data.
+      policy: where each role runs.
+      axes: prefix of the state's tree with a `PartitionSpec` of logical axis names ("env", "agent", "member") for each
+        part; None replicates.
+      groups: how many adjacent entries of a logical axis stay on one device, such as `{"env": 4}`; 1 by default.
+      devices: devices that the policy may use; all of the default platform, of all processes, if not given. A policy gets
+        those of several processes by turns.
+
+    Returns:
+      The program.
+
+    Raises:
+      TypeError: if a leaf of the state is not an array, or the next state differs from the state; names the leaf.
+      ValueError: if the axes do not match the state, the devices do not fit the policy, a dimension cannot be split over
+        the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
+    """
+    check_jit_is_on()
+    start = time.perf_counter()
+    specs = leaf_axes(state, axes)
+    usable = dealt(check_devices(jax.devices() if devices is None else devices))
+    fit = Fit(policy, usable, axis_leaves(state, specs), groups or {})
+    layout = fit.layout
+    traced = trace(iteration, state)
+    closed = traced.jaxpr
+    check_effects(closed.effects)
+    _, paths = state_avals(state)
+    graph = build(closed, layout, paths, specs)
+    check_owners(graph)
+    if layout.staleness:
+        delay(graph, layout.staleness, layout)
+    used = graph.placements
+    default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
+    check_codecs(layout)
+    check_codec_names(graph, layout)
+    parts = partition(graph, default)
+    while pack(parts, graph, layout):
+        parts = partition(graph, default)
+    instructions = settle(schedule(parts, graph, default))
+    check_meshes(instructions.body)
+    # If one placement holds every fragment, whole runs of iterations are one program.
+    fused = jaxpr_as_fun(closed) if len(used) <= 1 and not layout.staleness else None
+    costs = tuple(fragment_costs(closed.jaxpr))
+    tree = jax.tree.structure(state)
+    return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)
