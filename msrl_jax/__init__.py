@@ -1,5 +1,6 @@
 """msrl_jax: reinforcement learning as fragmented dataflow graphs, native to JAX."""
 
+from msrl_jax import _threefry as _threefry
 from msrl_jax import algorithms as algorithms
 from msrl_jax import data as data
 from msrl_jax import envs as envs

@@ -1,7 +1,7 @@
 """The only module that imports JAX's unstable interfaces, `jax.extend` and `jax.interpreters`."""
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from jax.extend.core.primitives import (
     scan_p,
     while_p,
 )
+from jax.extend.random import threefry2x32_p
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.ref import AbstractRef
@@ -61,6 +62,7 @@ __all__ = [
     "is_traced_here",
     "jaxpr_as_fun",
     "jit_p",
+    "lower_on_cpu",
     "make_jaxpr_of",
     "mlir",
     "pe",
@@ -68,6 +70,7 @@ __all__ = [
     "scan_parts",
     "source_line",
     "sub_jaxprs",
+    "threefry2x32_p",
     "while_p",
 ]
 
@@ -104,6 +107,11 @@ def call_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def call_labels(eqn: JaxprEqn) -> frozenset[str]:
     """Parameters of a call equation that do not affect its results: names and derivative rules."""
     return _LABELS if eqn.primitive in _CALLS else frozenset()
+
+
+def lower_on_cpu(primitive: Primitive, fn: Callable[..., Sequence[jax.Array]]) -> None:
+    """Compiles a primitive on CPUs as the operations of a function of arrays, which returns several."""
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True), platform="cpu")
 
 
 def context(eqn: JaxprEqn) -> Hashable:

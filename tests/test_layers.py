@@ -17,7 +17,7 @@ FLOORS = [
     {"policies", "replay"},
     {"fragments", "envs"},
     {"codecs"},
-    {"_checks", "_registry", "_streams", "_tables"},
+    {"_checks", "_registry", "_streams", "_tables", "_threefry"},
     {"_compat", "_deprecated", "_device_memory", "_spelling", "counters", "metrics"},
 ]  # fmt: skip
 """From the top layer to the bottom; packages of one layer do not import each other."""

@@ -1,0 +1,39 @@
+"""Random bits on CPUs: JAX's Threefry generator as straight-line code.
+
+JAX's own code for CPUs is a loop over groups of rounds, of about 80 small operations. In a training loop that draws a few
+numbers per step, the operations of that loop take longer than all others together. The bits are the same.
+"""
+
+import jax
+import numpy as np
+
+from msrl_jax._compat import lower_on_cpu, threefry2x32_p
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.2).
+
+    Args:
+      key0: first words of the keys. `[...]` uint32
+      key1: second words of the keys. `[...]` uint32
+      x0: first words of the counters. `[...]` uint32
+      x1: second words of the counters. `[...]` uint32
+
+    Returns:
+      The two words of random bits for each counter. `[...]` uint32
+    """
+    keys = (key0, key1, key0 ^ key1 ^ _PARITY)
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for distance in _ROTATIONS[group % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ (x1 << np.uint32(distance) | x1 >> np.uint32(32 - distance))
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + (keys[(group + 2) % 3] + np.uint32(group + 1))
+    return x0, x1
+
+
+lower_on_cpu(threefry2x32_p, threefry2x32)  # wherever this process draws random bits on a CPU

@@ -1,0 +1,53 @@
+"""Random bits on a CPU: the published generator, JAX's numbers, and no loop in the compiled program."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax._threefry import threefry2x32
+
+# Known-answer tests of Random123 1.14 (kat_vectors): counters, keys, results.
+KNOWN = [
+    ((0x00000000, 0x00000000), (0x00000000, 0x00000000), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_published_answers(counter, key, expected):
+    got = threefry2x32(*(jnp.uint32(x) for x in (*key, *counter)))
+    assert tuple(int(x) for x in got) == expected
+
+
+DRAW = """
+import jax, numpy as np
+def draw(key):
+    keys = jax.random.split(key, 3)
+    return (
+        jax.random.bits(key, (7,)), jax.random.bits(key, (3, 5), "uint16"), jax.random.uniform(keys[0], (33,)),
+        jax.random.normal(keys[1], (4, 3)), jax.random.permutation(keys[2], 10), jax.random.key_data(keys),
+        jax.vmap(jax.random.uniform)(keys), jax.random.key_data(jax.random.fold_in(key, 5)),
+    )
+drawn = [jax.jit(draw)(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
+"""
+
+
+def test_numbers_are_those_of_jax_alone(tmp_path):
+    check = "import sys; assert 'msrl_jax' not in sys.modules"
+    code = f"{DRAW}\n{check}; np.savez({str(tmp_path / 'x.npz')!r}, *jax.tree.leaves(drawn))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    namespace = {}
+    exec(DRAW, namespace)
+    with np.load(tmp_path / "x.npz") as alone:
+        for mine, name in zip(jax.tree.leaves(namespace["drawn"]), alone, strict=True):
+            np.testing.assert_array_equal(mine, alone[name])
+
+
+@pytest.mark.parametrize("draw", [lambda k: jax.random.bits(k, (16,)), lambda k: jax.random.split(k, 4), jax.random.uniform])
+def test_the_compiled_program_has_no_loop(draw):
+    assert " while(" not in jax.jit(draw).lower(jax.random.key(0)).compile().as_text()
