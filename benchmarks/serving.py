@@ -16,6 +16,9 @@ import jax
 
 CHUNK_SECONDS = 0.5
 
+# Times to compile are those without a cache.
+jax.config.update("jax_enable_compilation_cache", False)
+
 
 def versions(*packages: str) -> dict[str, str]:
     """The versions of Python and of installed packages."""
@@ -36,7 +39,9 @@ class Loop:
       compile_seconds: time to trace and compile the first program.
     """
 
-    def __init__(self, make: Callable[[int], tuple[Callable[[], Any], float]], steps: int, *, first: int = 2, empty: bool = False):
+    def __init__(
+        self, make: Callable[[int], tuple[Callable[[], Any], float]], steps: int, *, first: int = 2, empty: bool = False
+    ):  # fmt: skip
         """Compiles, warms up, and finds the number of iterations in a chunk.
 
         Args:
