@@ -180,7 +180,10 @@ def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
                 f"the earlier record has {field} {old.get(field)} and this one {new.get(field)}, so they are not one table; "
                 "delete the earlier record, or write to another file"
             )
-    rows = {row["label"]: row for row in old["rows"]} | {row["label"]: row for row in new["rows"]}
+    rows = {row["label"]: row for row in [*old["rows"], *new["rows"]]}
+    found = {json.dumps(row["peer_versions"]) for row in rows.values()}
+    if len(found) > 1:
+        raise ValueError(f"the record has rows of several versions of {new['peer']}: {sorted(found)}; delete the earlier record")
     return new | {"rows": list(rows.values())}
 
 
@@ -276,7 +279,7 @@ def run(
         rates = f"{row['ours']:>12,.0f}{row['theirs']:>12,.0f} steps/s{row['ratio']:>7.2f} x"
         print(f"{setting.label:<48}{rates}", flush=True)
         record = merge(record, record | {"rows": [row]})
-        record["rows"].sort(key=lambda row: order.index(row["label"]))
+        record["rows"] = sorted((r for r in record["rows"] if r["label"] in order), key=lambda r: order.index(r["label"]))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(record, indent=1) + "\n")

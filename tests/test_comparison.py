@@ -56,6 +56,8 @@ def test_rows_of_one_machine_and_version_make_one_record():
     assert merge(record(old, other), record(new)) == record(new, other)
     with pytest.raises(ValueError, match="versions"):
         merge(record(old, versions={"commit": "def"}), record(new))
+    with pytest.raises(ValueError, match="several versions of Rejax"):
+        merge(record(old, other | {"peer_versions": {"rejax": "0.1.2"}}), record(new))
 
 
 def test_settings_are_chosen_by_words_in_their_labels():
