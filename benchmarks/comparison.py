@@ -183,7 +183,7 @@ def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     rows = {row["label"]: row for row in [*old["rows"], *new["rows"]]}
     found = {json.dumps(row["peer_versions"]) for row in rows.values()}
     if len(found) > 1:
-        raise ValueError(f"the record has rows of several versions of {new['peer']}: {sorted(found)}; delete the earlier record")
+        raise ValueError(f"the record has rows of several versions of {new['peer']}: {sorted(found)}; delete the old one")
     return new | {"rows": list(rows.values())}
 
 
