@@ -6,6 +6,7 @@ train, and is answered with environment steps per second. Between two lines the 
 
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 import time
@@ -15,6 +16,10 @@ from typing import Any
 import jax
 
 CHUNK_SECONDS = 0.5
+
+# Answers alone go to the output; what libraries print, such as brax, goes to the errors.
+_ANSWERS = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 # Times to compile are those without a cache.
 jax.config.update("jax_enable_compilation_cache", False)
@@ -83,6 +88,6 @@ def serve(loop: Loop, versions: dict[str, str]) -> None:
     """Answers requests until the input ends."""
     device = jax.devices()[0]
     first = {"compile_seconds": loop.compile_seconds, "versions": versions, "device": device.device_kind}
-    print(json.dumps(first), flush=True)
+    print(json.dumps(first), file=_ANSWERS)
     for line in sys.stdin:
-        print(json.dumps({"steps_per_second": loop.run(float(line))}), flush=True)
+        print(json.dumps({"steps_per_second": loop.run(float(line))}), file=_ANSWERS)
