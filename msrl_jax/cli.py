@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _flags, _launch, _streams
+from msrl_jax import _flags, _gymnax, _launch, _names, _streams
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -236,11 +236,15 @@ def _note(what: Any) -> None:
 
 
 def _list(args: List, config: dict[str, Any]) -> int:
-    from msrl_jax import algorithms, envs, policies
+    if "msrl_jax.training" in sys.modules:  # what this process has registered is listed too
+        from msrl_jax import algorithms, envs, policies
 
-    names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
+        names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
+    else:
+        environments = sorted(_gymnax.names())
+        names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
     if args.json:
-        _print_json(names)
+        print(json.dumps(names))
     else:
         print("\n\n".join(f"{kind}\n" + "\n".join(f"  {name}" for name in found) for kind, found in names.items()))
     return 0
