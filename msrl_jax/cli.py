@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _flags, _gymnax, _launch, _names, _streams
+from msrl_jax import _compile_cache, _flags, _gymnax, _launch, _names, _streams
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -33,7 +33,11 @@ DIVERGED, BAD_INPUT, NOT_SAVED, OUT_OF_TIME, INTERRUPTED = 1, 2, 3, 75, 130
 def _overview() -> str:
     lines = [f"usage: {PROG} COMMAND [OPTIONS], or {PROG} --version", ""]
     lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
-    return "\n".join([*lines, "", f"{PROG} COMMAND --help lists the options of a command."])
+    about = [
+        f"{PROG} COMMAND --help lists the options of a command.",
+        f"Compiled programs are kept in the user's cache folder; {_compile_cache.VARIABLE} is another folder, or off.",
+    ]
+    return "\n".join([*lines, "", *about])
 
 
 MOST_CPU_DEVICES = 1024
@@ -351,7 +355,8 @@ def _run(argv: list[str]) -> int:
             _use_cpu_devices(getattr(args, "cpu_devices", None))
         if isinstance(args, Train) and (code := _launched(args, argv)) is not None:
             return code
-        return COMMANDS[name][1](args, config)
+        with contextlib.nullcontext() if name == "list" else _compile_cache.on():
+            return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
