@@ -37,8 +37,8 @@ class _PutOff(ModuleType):
 
 def _run(package: ModuleType) -> None:
     with _lock:
-        if isinstance(package, _PutOff):
-            package.__class__ = ModuleType
+        if type(package) is _PutOff:
+            package.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
             assert package.__spec__ is not None and package.__spec__.loader is not None
             try:
                 package.__spec__.loader.exec_module(package)

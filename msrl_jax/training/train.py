@@ -260,3 +260,4 @@ def _loop(
             return "stopped", ""
         if saver is not None and processes.agreed(saver.is_due(run)):
             saver.save(run)
+        run.prepare_evaluation()
