@@ -56,7 +56,7 @@ class GymnaxEnvironment:
                     "step_env and is_truncated"
                 )
         params = self.env.default_params if self.params is None else self.params
-        obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.random.key(0))
+        obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.eval_shape(lambda: jax.random.key(0)))
         for field, value in {
             "params": params,
             "name": self.name or kind.__name__,

@@ -1,6 +1,7 @@
 """A run in progress, as the host sees it: chunks of iterations, rows of the history, evaluations."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -207,11 +208,19 @@ class RunEvaluation:
 
     Attributes:
       play: plays the episodes.
-      keys: the key, or the keys `[M]` of the members.
+      seed: the first seed of the run.
+      seeds: the number of its members.
     """
 
     play: Evaluator
-    keys: jax.Array
+    seed: int
+    seeds: int
+
+    @functools.cached_property
+    def keys(self) -> jax.Array:
+        """The key, or the keys `[M]` of the members."""
+        fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
+        return (jax.vmap(fold) if self.seeds > 1 else fold)(initial_key(self.seed, self.seeds))
 
     def begin(self, state: Any) -> None:
         """Has another thread compile the program."""
@@ -234,7 +243,4 @@ def make_evaluation(setup: Setup, episodes: int) -> RunEvaluation | None:
     """
     if episodes == 0:
         return None
-    play = make_evaluator(setup.behavior, episodes, members=setup.seeds > 1)
-    keys = initial_key(setup.seed, setup.seeds)
-    fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
-    return RunEvaluation(play, jax.vmap(fold)(keys) if setup.seeds > 1 else fold(keys))
+    return RunEvaluation(make_evaluator(setup.behavior, episodes, members=setup.seeds > 1), setup.seed, setup.seeds)
