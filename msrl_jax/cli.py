@@ -318,14 +318,17 @@ def _end(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Shows the warnings of this package in one line on stderr."""
-    show = warnings.showwarning
+    """Shows the warnings of this package in one line on stderr, and the first of JAX's about its programs on disk."""
+    show, said = warnings.showwarning, False
 
     def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if category.__module__.startswith("msrl_jax."):
+        nonlocal said
+        is_of_cache = "persistent compilation cache" in str(message)
+        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not said):
             print(f"{PROG}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-        else:
+        elif not is_of_cache:
             show(message, category, *args, **kwargs)
+        said = said or is_of_cache
 
     warnings.showwarning = ours
     try:
