@@ -150,7 +150,9 @@ class CheckpointWriter:
         self._prune()
 
     def set_aside(self, after: int) -> None:
-        """Renames the checkpoints that are newer than the one that the run goes on from: they are damaged.
+        """Renames the checkpoints that are newer than the one that the run goes on from.
+
+        They are damaged, or hold numbers that are not finite.
 
         Args:
           after: iterations of the checkpoint that the run goes on from.
@@ -285,6 +287,14 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
     if problems:
         raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
     return None
+
+
+def undamaged(path: Path) -> Iterator[Checkpoint]:
+    """The checkpoints of a run that are whole on disk, the newest first."""
+    for checkpoint in complete(path):
+        with contextlib.suppress(CheckpointError):
+            verify(checkpoint)
+            yield checkpoint
 
 
 def load(

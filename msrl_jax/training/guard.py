@@ -3,7 +3,7 @@
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -194,7 +194,7 @@ class Guard:
         description: Mapping[str, Any],
         out: Path | None,
         *,
-        checkpoint: Callable[[], tuple[Any, int] | None] = lambda: None,
+        checkpoints: Callable[[], Iterator[tuple[Any, int]]] = lambda: iter(()),
         seconds_per_iteration: float = 0.0,
     ) -> Finding:
         """Finds where the first nan or infinity came from, and writes the file for `replay_step`.
@@ -204,7 +204,7 @@ class Guard:
           run: `(state, iterations) -> (state, metrics)`; the given state stays valid.
           description: the content of the run's `config.json`.
           out: the folder of the run; a new temporary folder if None.
-          checkpoint: reads the newest checkpoint and its iteration, if there is one.
+          checkpoints: reads the states and iterations of the checkpoints, the newest first.
           seconds_per_iteration: time of an iteration.
 
         Returns:
@@ -214,7 +214,7 @@ class Guard:
             return self._at_start(finding)
         if not self._can_read:
             return self._unknown(finding, "The state is on several processes, so the cause was not looked for.")
-        state, begin = self.earlier(checkpoint)
+        state, begin = self.earlier(checkpoints)
         iterations = finding.iteration - begin
         if iterations < 1:
             return self._unknown(finding, "There is no finite state from before that iteration.")
@@ -250,10 +250,17 @@ class Guard:
             return dataclasses.replace(finding, note=f"The step could not be written: {error}")
         return dataclasses.replace(finding, replay=saved)
 
-    def earlier(self, checkpoint: Callable[[], tuple[Any, int] | None]) -> tuple[Any, int]:
-        """The last good state, and its iteration: the newer one of the copy and the checkpoint, or the initial state."""
-        found = [x for x in (self._kept, checkpoint()) if x is not None]
-        return max(found, key=lambda x: x[1]) if found else (self._setup.start(self._program), 0)
+    def earlier(self, checkpoints: Callable[[], Iterator[tuple[Any, int]]]) -> tuple[Any, int]:
+        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state.
+
+        A checkpoint may hold a nan in its replay buffer that no update has used yet.
+        """
+        for state, iteration in checkpoints():
+            if self._kept is not None and iteration <= self._kept[1]:
+                break
+            if self._watch.is_whole(self._program.unwrap(state)):
+                return state, iteration
+        return self._kept or (self._setup.start(self._program), 0)
 
     def _at_start(self, finding: Finding) -> Finding:
         leaf = self._first_bad[0]

@@ -1,7 +1,7 @@
 """Going back to the last good state of a run, with half the learning rate and other random numbers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ def roll_back(
     finding: Finding,
     description: dict[str, Any],
     path: Path | None,
-    checkpoint: Callable[[], tuple[Any, int] | None],
+    checkpoints: Callable[[], Iterator[tuple[Any, int]]],
     distribution: DistributionPolicy,
     devices: Sequence[Device] | None,
 ) -> None:
-    """Takes a run back, in place: to the newer one of the guard's copy and the newest checkpoint, or to the start.
+    """Takes a run back, in place: to the newest finite one of the guard's copy, the checkpoints and the start.
 
     Rows of the history after that state are dropped, and the program is compiled again.
 
@@ -54,12 +54,12 @@ def roll_back(
       finding: what was not finite.
       description: the content of `config.json`; receives the new config and an entry of `rollbacks`.
       path: the folder of the run, or None.
-      checkpoint: reads the newest checkpoint and its iteration, if there is one.
+      checkpoints: reads the states and iterations of the checkpoints, the newest first.
       distribution: the distribution policy.
       devices: the devices.
     """
     number = len(description["rollbacks"]) + 1
-    state, iteration = run.guard.earlier(checkpoint)
+    state, iteration = run.guard.earlier(checkpoints)
     state = jax.tree.map(lambda x: jnp.copy(x), fold_keys(state, number))
     before = run.setup.config
     run.setup = run.setup.with_config(slower(before))

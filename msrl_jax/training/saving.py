@@ -78,8 +78,8 @@ class Saver:
         self.seconds = 0.0
         self.error: OSError | None = None
 
-    def starts_from(self, run: Run) -> None:
-        """Notes where the run starts or goes on; newer checkpoints are damaged, and set aside."""
+    def goes_on_from(self, run: Run) -> None:
+        """Notes where the run starts or goes on; newer checkpoints are damaged or were left behind, and set aside."""
         self._saved_step = run.step
         if self._writer is not None:
             self._writer.set_aside(run.iteration)

@@ -149,7 +149,7 @@ def train(
         processes.gathered("")  # no process ends while another one writes
     if run.non_finite:
         finding = run.guard.locate(
-            run.non_finite, run.again, settings.description, path, checkpoint=lambda: _newest(path, run),
+            run.non_finite, run.again, settings.description, path, checkpoints=lambda: _saved_states(path, run),
             seconds_per_iteration=run.seconds["train_seconds"] / run.iteration,
         )  # fmt: skip
         raise DivergedError(finding, result)
@@ -191,16 +191,18 @@ def _rolls_back(run: Run, settings: Settings, path: Path | None, saver: Saver | 
         return False
     if saver is not None:
         saver.wait()
-    newest = functools.partial(_newest, path, run)
-    roll_back(run, finding, settings.description, path, newest, settings.distribution, settings.devices)
+    checkpoints = functools.partial(_saved_states, path, run)
+    roll_back(run, finding, settings.description, path, checkpoints, settings.distribution, settings.devices)
+    if saver is not None:
+        saver.goes_on_from(run)
     run.rollbacks += 1
     return True
 
 
-def _newest(path: Path | None, run: Run) -> tuple[Any, int] | None:
-    """The state and the iteration of the newest checkpoint of a run."""
-    found = None if path is None else checkpoint.newest(path, lambda text: None)
-    return None if found is None else (restore_state(found, run.setup, run.program), found.iteration)
+def _saved_states(path: Path | None, run: Run) -> Iterator[tuple[Any, int]]:
+    """The states and iterations of the checkpoints of a run, the newest first."""
+    for found in [] if path is None else checkpoint.undamaged(path):
+        yield restore_state(found, run.setup, run.program), found.iteration
 
 
 def _already_done(saved: Saved, env: Any) -> Result:
@@ -232,7 +234,7 @@ def _loop(
     """
     first = run.step
     if saver is not None:
-        saver.starts_from(run)
+        saver.goes_on_from(run)
     while True:
         reasons = processes.gathered(requests.reason(run.last_seconds + (saver.seconds if saver else 0.0)))
         if reason := next(filter(None, reasons), ""):

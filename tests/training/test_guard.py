@@ -100,7 +100,8 @@ def test_an_environment_whose_reset_returns_nan_is_named():
 def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
     result = run(algo, Faulty(what, length=25), policy, guard="skip", iterations=8)
     assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
-    assert result.history["skipped_updates"].sum() >= 1
+    dropped = result.history["skipped_updates"].sum()
+    assert dropped >= 1 if algo != "es" else dropped == 0, "ES ranks a nan return lowest, so its updates are finite"
 
 
 def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
@@ -141,7 +142,9 @@ def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, wh
     assert [r["to"] for r in description["rollbacks"]] == [bad - 1] * 5
     assert description["config"]["learning_rate"] == pytest.approx(1e-3 / 2**5)
     assert caught.value.result.config.learning_rate == pytest.approx(1e-3 / 2**5)
-    np.testing.assert_array_equal(caught.value.result.history["iteration"], range(1, bad + 1))
+    rows = caught.value.result.history["iteration"]
+    # A nan in a replay buffer is noticed when an update uses it, here one iteration later.
+    np.testing.assert_array_equal(rows, range(1, bad + (2 if (algo, what) == ("sac", "observation") else 1)))
 
 
 def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
