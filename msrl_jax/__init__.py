@@ -1,17 +1,8 @@
-"""msrl_jax: reinforcement learning as fragmented dataflow graphs, native to JAX."""
+"""msrl_jax: reinforcement learning as fragmented dataflow graphs, native to JAX.
 
-from msrl_jax import _threefry as _threefry
-from msrl_jax import algorithms as algorithms
-from msrl_jax import data as data
-from msrl_jax import envs as envs
-from msrl_jax import policies as policies
-from msrl_jax.fragments import Delayed as Delayed
-from msrl_jax.fragments import Plan as Plan
-from msrl_jax.fragments import Program as Program
-from msrl_jax.fragments import compile as compile
-from msrl_jax.fragments import fragment as fragment
-from msrl_jax.fragments import plan_devices as plan_devices
-from msrl_jax.metrics import Mean as Mean
-from msrl_jax.training import Result as Result
-from msrl_jax.training import replay_step as replay_step
-from msrl_jax.training import train as train
+The file `__init__.pyi` lists its names. Each is imported at its first use.
+"""
+
+from msrl_jax._lazy import names_of as _names_of
+
+__getattr__, __dir__, __all__ = _names_of(__name__, __file__)

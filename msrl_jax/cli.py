@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _flags, _launch, _streams
+from msrl_jax import _compile_cache, _flags, _gymnax, _launch, _names, _streams
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -33,7 +33,11 @@ DIVERGED, BAD_INPUT, NOT_SAVED, OUT_OF_TIME, INTERRUPTED = 1, 2, 3, 75, 130
 def _overview() -> str:
     lines = [f"usage: {PROG} COMMAND [OPTIONS], or {PROG} --version", ""]
     lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
-    return "\n".join([*lines, "", f"{PROG} COMMAND --help lists the options of a command."])
+    about = [
+        f"{PROG} COMMAND --help lists the options of a command.",
+        f"Compiled programs are kept in the user's cache folder; {_compile_cache.VARIABLE} is another folder, or off.",
+    ]
+    return "\n".join([*lines, "", *about])
 
 
 MOST_CPU_DEVICES = 1024
@@ -236,11 +240,15 @@ def _note(what: Any) -> None:
 
 
 def _list(args: List, config: dict[str, Any]) -> int:
-    from msrl_jax import algorithms, envs, policies
+    if "msrl_jax.training" in sys.modules:  # what this process has registered is listed too
+        from msrl_jax import algorithms, envs, policies
 
-    names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
+        names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
+    else:
+        environments = sorted(_gymnax.names())
+        names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
     if args.json:
-        _print_json(names)
+        print(json.dumps(names))
     else:
         print("\n\n".join(f"{kind}\n" + "\n".join(f"  {name}" for name in found) for kind, found in names.items()))
     return 0
@@ -310,14 +318,17 @@ def _end(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Shows the warnings of this package in one line on stderr."""
-    show = warnings.showwarning
+    """Shows the warnings of this package in one line on stderr, and the first of JAX's about its programs on disk."""
+    show, said = warnings.showwarning, False
 
     def ours(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-        if category.__module__.startswith("msrl_jax."):
+        nonlocal said
+        is_of_cache = "persistent compilation cache" in str(message)
+        if category.__module__.startswith("msrl_jax.") or (is_of_cache and not said):
             print(f"{PROG}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-        else:
+        elif not is_of_cache:
             show(message, category, *args, **kwargs)
+        said = said or is_of_cache
 
     warnings.showwarning = ours
     try:
@@ -347,7 +358,8 @@ def _run(argv: list[str]) -> int:
             _use_cpu_devices(getattr(args, "cpu_devices", None))
         if isinstance(args, Train) and (code := _launched(args, argv)) is not None:
             return code
-        return COMMANDS[name][1](args, config)
+        with contextlib.nullcontext() if name == "list" else _compile_cache.on():
+            return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED

@@ -29,6 +29,8 @@ os.environ["COLUMNS"] = "120"  # tables fit the terminal, whatever it is here
 # Limits of `-n auto`: a process grows to about 3 GiB, and more than 16 would only wait for the longest test.
 BYTES_PER_PROCESS, MOST_PROCESSES = 3 * 2**30, 16
 
+os.environ["MSRL_JAX_CACHE"] = "off"  # the user's programs are none of the tests' business
+
 # Programs compiled by one worker serve the others, for as long as this run lasts.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="msrl-jax-tests-")

@@ -16,7 +16,7 @@ from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.files import check_new, save
 from msrl_jax.data.spaces import check_rows_fit
 from msrl_jax.envs import Environment, vectorize
-from msrl_jax.fragments.memory import fitting
+from msrl_jax.fragments.memory import Fitting
 from msrl_jax.replay import Transition
 
 _CHUNK = 1024
@@ -133,7 +133,7 @@ def record(
 
         return jax.lax.scan(step, running, None, length=chunk)
 
-    play = fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
+    play = Fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
     leaves = behavior.take(result.member_state(member))
     key, env_key = jax.random.split(jax.random.key(seed))

@@ -1,5 +1,6 @@
 """Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
+from msrl_jax import _threefry as _threefry
 from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import TimeStep as TimeStep

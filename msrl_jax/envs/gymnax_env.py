@@ -4,22 +4,25 @@ import dataclasses
 import inspect
 from typing import Any
 
-import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnax.environments import spaces as gymnax_spaces
-from gymnax.environments.bsuite.deep_sea import DeepSea
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
+from msrl_jax import _gymnax
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, strong
 
-# DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
-_STEPS = (GymnaxBase.step, DeepSea.step)
+_KNOWN = {
+    "reset": {"gymnax.environments.environment.Environment.reset"},
+    # DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
+    "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
+}
+"""Methods that may be left out, by the names that their definitions have, so that no other environment is imported."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,14 +48,15 @@ class GymnaxEnvironment:
 
     def __post_init__(self):
         kind = type(self.env)
-        for method, known in {"reset": (GymnaxBase.reset,), "step": _STEPS}.items():
-            if getattr(kind, method) not in known:
+        for method, known in _KNOWN.items():
+            own = getattr(kind, method)
+            if f"{own.__module__}.{own.__qualname__}" not in known:
                 raise ValueError(
                     f"{kind.__name__} replaces gymnax's {method}, which is not called here; move its code to reset_env, "
                     "step_env and is_truncated"
                 )
         params = self.env.default_params if self.params is None else self.params
-        obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.random.key(0))
+        obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.eval_shape(lambda: jax.random.key(0)))
         for field, value in {
             "params": params,
             "name": self.name or kind.__name__,
@@ -107,7 +111,7 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
 
 def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvParams]:
     try:
-        return gymnax.make(name, **arguments)
+        return _gymnax.make(name, **arguments)
     except OSError as error:
         raise RuntimeError(
             f"{name} could not load its data ({error}); gymnax downloads it at first use, so connect to the internet, "

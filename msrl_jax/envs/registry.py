@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from msrl_jax import _registry
+from msrl_jax import _gymnax, _registry
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.base import Environment
 
@@ -50,6 +50,7 @@ def make(name: str, **params: Any) -> Environment:
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )
+    _gymnax.put_off()
     from msrl_jax.envs import gymnax_env
 
     return gymnax_env.make(name, **params)
@@ -57,6 +58,4 @@ def make(name: str, **params: Any) -> Environment:
 
 def names() -> list[str]:
     """The names of all environments: the registered ones, then gymnax's."""
-    import gymnax  # a slow import (pyplot and seaborn), and only this function needs it
-
-    return [*_factories, *gymnax.registered_envs]
+    return [*_factories, *_gymnax.names()]

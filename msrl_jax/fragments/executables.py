@@ -1,13 +1,15 @@
 """Executables: compiles the programs of a schedule, shares equal ones, and records the shardings of their values."""
 
+import contextlib
 import time
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._background import in_background
 from msrl_jax._device_memory import is_planned
 from msrl_jax.fragments.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
@@ -24,7 +26,7 @@ class Executables:
     Attributes:
       compiled: the executable of every Run, of every copy and of every Alloc.
       shardings: the sharding of each value.
-      seconds: time spent tracing, lowering and compiling.
+      seconds: time spent tracing and lowering, and waiting for XLA.
       count: number of XLA compilations.
     """
 
@@ -33,6 +35,7 @@ class Executables:
     seconds: float = 0.0
     count: int = 0
     _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
+    _begun: dict[Hashable, Callable[[], jax.stages.Compiled]] = field(default_factory=dict)
     _by_jit: dict[jax.stages.Compiled, Callable[..., Any]] = field(default_factory=dict)
 
     def call(self, compiled: jax.stages.Compiled) -> Callable[..., Any]:
@@ -59,20 +62,50 @@ class Executables:
         Returns:
           The executable.
         """
-        shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in args)
-        key = (key, shapes, tuple(donate), out if out is None else tuple(out))
-        if key not in self._cache:
-            start = time.perf_counter()
-            jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
-            try:
-                self._cache[key] = compiled = jitted.lower(*args).compile()
-            except (ValueError, jax.errors.JaxRuntimeError) as error:
-                raise _explained(error, fn.__name__, {d for a in args for d in a.sharding.device_set}) from error
+        whole = _key(key, args, donate, out)
+        if whole not in self._cache:
+            with self._compiling(fn, args):
+                jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+                begun = self._begun.pop(whole, None)
+                compiled = self._cache[whole] = begun() if begun else jitted.lower(*args).compile()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
-            self.seconds += time.perf_counter() - start
             self.count += 1
-        return self._cache[key]
+        return self._cache[whole]
+
+    def begin(
+        self,
+        key: Hashable,
+        fn: Callable[..., Any],
+        args: Sequence[jax.ShapeDtypeStruct],
+        donate: Sequence[int],
+        out: Sequence[NamedSharding | None] | None,
+    ) -> None:
+        """Traces a function, and has another thread compile it; `compile` with equal arguments waits for that."""
+        whole = _key(key, args, donate, out)
+        if whole not in self._cache and whole not in self._begun:
+            with self._compiling(fn, args):
+                jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+                self._begun[whole] = in_background(jitted.lower(*args).compile)
+
+    @contextlib.contextmanager
+    def _compiling(self, fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct]) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            raise _explained(error, fn.__name__, {d for a in args for d in a.sharding.device_set}) from error
+        self.seconds += time.perf_counter() - start
+
+
+def _key(
+    key: Hashable,
+    args: Sequence[jax.ShapeDtypeStruct],
+    donate: Sequence[int],
+    out: Sequence[NamedSharding | None] | None,
+) -> Hashable:
+    shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in args)
+    return key, shapes, tuple(donate), out if out is None else tuple(out)
 
 
 def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,65 @@ _Loop: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
 """Iterations done, the leaves of the state, and the rows of the metrics."""
 
 
-def lower_fused(
+@dataclass(frozen=True)
+class Fused:
+    """One or more iterations as one program, before XLA compiles it.
+
+    Attributes:
+      key: equal for equal functions of one training program only.
+      fn: the function, of the arguments `before` and of the leaves.
+      before: its first arguments.
+      leaves: the state's leaves.
+      shardings: shardings of the leaves.
+      metrics: the metrics' leaves.
+      donate: whether the program may reuse the memory of the leaves.
+    """
+
+    key: Hashable
+    fn: Callable[..., tuple[jax.Array, ...]]
+    before: Sequence[jax.ShapeDtypeStruct]
+    leaves: Sequence[Value]
+    shardings: Sequence[NamedSharding]
+    metrics: Sequence[Value]
+    donate: bool
+
+    def begin(self, executables: Executables) -> None:
+        """Has another thread compile the program; `compile` then waits for that."""
+        executables.begin(*self._request([None] * len(self.metrics)))
+
+    def compile(self, executables: Executables) -> jax.stages.Compiled:
+        """Compiles the program.
+
+        Args:
+          executables: the compiled programs so far; receives this one.
+
+        Returns:
+          The program.
+        """
+        for prescribed in ([None] * len(self.metrics), [whole(v) for v in self.metrics]):
+            compiled = executables.compile(*self._request(prescribed))
+            made = compiled.output_shardings[len(self.leaves) :]
+            if all(understood(s, v) for s, v in zip(made, self.metrics, strict=True)):
+                return compiled
+        raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
+
+    def _request(self, prescribed: Sequence[NamedSharding | None]) -> tuple[Hashable, Callable[..., Any], Any, Any, Any]:
+        args = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
+            for v, s in zip(self.leaves, self.shardings, strict=True)
+        ]
+        donated = range(len(self.before), len(self.before) + len(args)) if self.donate else ()
+        return self.key, self.fn, [*self.before, *args], donated, [*self.shardings, *prescribed]
+
+
+def fused_loop(
     iteration: Callable[..., Sequence[jax.Array]],
     most: int,
     leaves: Sequence[Value],
     shardings: Sequence[NamedSharding],
     metrics: Sequence[Value],
-    executables: Executables,
-) -> jax.stages.Compiled:
-    """Compiles a run of iterations as one program; their number is an argument.
+) -> Fused:
+    """A run of iterations as one program; their number is an argument.
 
     So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program.
 
@@ -33,7 +84,6 @@ def lower_fused(
       leaves: the state's leaves. Their memory is reused.
       shardings: shardings of the leaves.
       metrics: the metrics' leaves.
-      executables: the compiled programs so far; receives this one.
 
     Returns:
       The program: it maps the number of iterations (int32) and leaves to leaves, then metrics with a leading axis of length
@@ -56,26 +106,24 @@ def lower_fused(
         return (*after, *rows)
 
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole(leaves[0]) if leaves else None)
-    return _fused(("iterations", most), iterations, [count], leaves, shardings, metrics, executables, donate=True)
+    return Fused(("iterations", most), iterations, [count], leaves, shardings, metrics, donate=True)
 
 
-def lower_once(
+def fused_once(
     iteration: Callable[..., Sequence[jax.Array]],
     leaves: Sequence[Value],
     shardings: Sequence[NamedSharding],
     metrics: Sequence[Value],
-    executables: Executables,
     *,
     donate: bool = False,
-) -> jax.stages.Compiled:
-    """Compiles one iteration as one program.
+) -> Fused:
+    """One iteration as one program.
 
     Args:
       iteration: maps the leaves of the state to those of the next state and of the metrics.
       leaves: the state's leaves.
       shardings: shardings of the leaves.
       metrics: the metrics' leaves.
-      executables: the compiled programs so far; receives this one.
       donate: whether the program may reuse the memory of the leaves.
 
     Returns:
@@ -85,29 +133,4 @@ def lower_once(
     def once(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(iteration(*leaves))
 
-    return _fused("one iteration", once, [], leaves, shardings, metrics, executables, donate=donate)
-
-
-def _fused(
-    key: Hashable,
-    fn: Callable[..., tuple[jax.Array, ...]],
-    before: Sequence[jax.ShapeDtypeStruct],
-    leaves: Sequence[Value],
-    shardings: Sequence[NamedSharding],
-    metrics: Sequence[Value],
-    executables: Executables,
-    *,
-    donate: bool,
-) -> jax.stages.Compiled:
-    """Compiles a function of the arguments `before` and of the leaves."""
-    args = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
-        for v, s in zip(leaves, shardings, strict=True)
-    ]
-    donated = range(len(before), len(before) + len(args)) if donate else ()
-    for prescribed in ([None] * len(metrics), [whole(v) for v in metrics]):
-        compiled = executables.compile(key, fn, [*before, *args], donated, [*shardings, *prescribed])
-        made = compiled.output_shardings[len(leaves) :]
-        if all(understood(s, v) for s, v in zip(made, metrics, strict=True)):
-            return compiled
-    raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
+    return Fused("one iteration", once, [], leaves, shardings, metrics, donate)

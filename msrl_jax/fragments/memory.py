@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._background import in_background
 from msrl_jax._compat import ClosedJaxpr, Jaxpr, ShapedArray, Var, jaxpr_as_fun, sub_jaxprs
 from msrl_jax._device_memory import array_bytes, device_memory
 from msrl_jax.fragments.marker import is_fragment
@@ -185,29 +186,41 @@ def largest_array(jaxpr: Jaxpr) -> str:
     return f"{name} ({nbytes:,} bytes)"
 
 
-def fitting(fn: jax.stages.Wrapped, what: str, remedy: str) -> Callable[..., Any]:
-    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have.
+class Fitting:
+    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
 
-    Args:
-      fn: the jitted function.
-      what: its program in words, for the message.
-      remedy: how to make it smaller.
+    def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
+        """Wraps a function.
 
-    Returns:
-      The function, of arrays.
-    """
-    programs: dict[Any, jax.stages.Compiled] = {}
+        Args:
+          fn: the jitted function.
+          what: its program in words, for the message.
+          remedy: how to make it smaller.
+        """
+        self._fn, self._what, self._remedy = fn, what, remedy
+        self._begun: dict[Any, Callable[[], jax.stages.Compiled]] = {}
+        self._programs: dict[Any, jax.stages.Compiled] = {}
 
-    def call(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        key = tree, tuple((jax.typeof(x), x.sharding) for x in leaves)
-        if key not in programs:
-            compiled = fn.lower(*args).compile()
-            check_program_fits(compiled, what, remedy)
-            programs[key] = compiled
-        return programs[key](*args)
+    def begin(self, *args: Any) -> None:
+        """Has another thread compile the program for such arguments."""
+        key = _signature(args)
+        if key not in self._programs and key not in self._begun:
+            self._begun[key] = in_background(self._fn.lower(*args).compile)
 
-    return call
+    def __call__(self, *args: Any) -> Any:
+        """Computes the function."""
+        key = _signature(args)
+        if key not in self._programs:
+            begun = self._begun.pop(key, None)
+            compiled = begun() if begun else self._fn.lower(*args).compile()
+            check_program_fits(compiled, self._what, self._remedy)
+            self._programs[key] = compiled
+        return self._programs[key](*args)
+
+
+def _signature(args: tuple[Any, ...]) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((jax.typeof(x), x.sharding) for x in leaves)
 
 
 def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:

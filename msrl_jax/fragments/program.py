@@ -13,7 +13,7 @@ from msrl_jax.fragments.cost import FragmentCost
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
-from msrl_jax.fragments.fused import lower_fused, lower_once
+from msrl_jax.fragments.fused import Fused, fused_loop, fused_once
 from msrl_jax.fragments.given_state import GivenState, check_not_given_away
 from msrl_jax.fragments.graph import Graph
 from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
@@ -133,7 +133,7 @@ class Program(Generic[State]):
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds spent tracing, partitioning and compiling so far."""
+        """Seconds spent tracing and partitioning, and waiting for XLA, so far."""
         return self._executables.seconds
 
     @property
@@ -286,9 +286,18 @@ class Program(Generic[State]):
           chunk: iterations between two readings of the metrics.
         """
         if self.is_fused:
-            self._fused_loop(chunk)
+            self._fused_loop(chunk).compile(self._executables)
         else:
             self._lower()
+
+    def begin(self, chunk: int = 1) -> None:
+        """Has another thread compile what a run with this chunk needs, if that is one program, so that `warm_up` ends sooner.
+
+        Args:
+          chunk: iterations between two readings of the metrics.
+        """
+        if self.is_fused and jax.process_count() == 1:
+            self._fused_loop(chunk).begin(self._executables)
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
         """The XLA programs, for cost analysis and inspection.
@@ -302,7 +311,7 @@ class Program(Generic[State]):
         """
         self.warm_up(chunk)
         if self.is_fused:
-            return [self._fused_loop(chunk)]
+            return [self._fused_loop(chunk).compile(self._executables)]
         runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
         return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
@@ -324,7 +333,7 @@ class Program(Generic[State]):
 
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
-            loop = self._fused_loop(most)
+            loop = self._fused_loop(most).compile(self._executables)
             self._check_fits(loop, f"of up to {most} iterations")
             flat = self._executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
             return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
@@ -351,17 +360,18 @@ class Program(Generic[State]):
         for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
-    def _fused_loop(self, most: int) -> jax.stages.Compiled:
+    def _fused_loop(self, most: int) -> Fused:
         """Up to `most` iterations as one program."""
         assert self._fused is not None
         leaves, shardings = self._first_copies()
-        return lower_fused(self._fused, most, leaves, shardings, self.schedule.metrics, self._executables)
+        return fused_loop(self._fused, most, leaves, shardings, self.schedule.metrics)
 
     def _one_iteration(self, *, donate: bool) -> jax.stages.Compiled:
         """One iteration as one program."""
         assert self._fused is not None
         leaves, shardings = self._first_copies()
-        return lower_once(self._fused, leaves, shardings, self.schedule.metrics, self._executables, donate=donate)
+        once = fused_once(self._fused, leaves, shardings, self.schedule.metrics, donate=donate)
+        return once.compile(self._executables)
 
     def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
         """The canonical copy of each leaf of the state, and its sharding."""

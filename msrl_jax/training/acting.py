@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
+
+_KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +76,16 @@ class Behavior:
     @functools.cached_property
     def state_type(self) -> Any:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(lambda key: self.agent.with_data(self.agent.init(key)), jax.random.key(0))
+        return jax.eval_shape(lambda key: self.agent.with_data(self.agent.init(key)), _KEY)
 
     @functools.cached_property
     def observation_type(self) -> Any:
         """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(self.env.reset, jax.random.key(0))[1]
+        return jax.eval_shape(self.env.reset, _KEY)[1]
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
-        batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), self.observation_type)
+        batch = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
         def act_both_ways(state):

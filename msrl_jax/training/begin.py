@@ -8,7 +8,7 @@ from msrl_jax.training.guard import Guard
 from msrl_jax.training.pace import Pace
 from msrl_jax.training.resume import Saved, continue_from, fingerprint, restore_state, warn_of_schedules
 from msrl_jax.training.rollback import fold_keys
-from msrl_jax.training.run import Run, make_evaluation
+from msrl_jax.training.run import Run, make_evaluation, most_at_once
 from msrl_jax.training.saving import Interval
 from msrl_jax.training.settings import Settings
 
@@ -26,6 +26,7 @@ def begin(settings: Settings, saved: Saved | None, every: Interval, started: flo
       The run.
     """
     setup, program, description = settings.setup, settings.program, settings.description
+    program.begin(most_at_once(program, settings.most))  # while the state is made
     state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
     if saved and saved.checkpoint:  # the run was killed after a rollback, before its next checkpoint
         for number in range(saved.checkpoint.progress.get("rollbacks", 0), len(description["rollbacks"])):

@@ -35,7 +35,7 @@ class Measurement:
       devices: number of devices in use.
       num_envs: number of environments.
       unroll_length: steps of every environment per iteration.
-      compile_seconds: time to trace and compile the program of the first chunk.
+      compile_seconds: time to trace and compile the program of the first chunk, or to load it from disk.
       steps_per_second: environment steps per second, median of `runs`.
       updates_per_second: gradient steps per second at that rate, skipped steps (`target_kl`) included.
       runs: environment steps per second of every timed run.

@@ -1,7 +1,6 @@
 """Evaluation with greedy episodes: one whole episode per environment, so that short episodes do not count more often."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import vectorize
-from msrl_jax.fragments.memory import fitting
+from msrl_jax.fragments.memory import Fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
 
@@ -76,10 +75,31 @@ class _Episodes(NamedTuple):
     running: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Plays greedy episodes.
+
+    Attributes:
+      behavior: the behavior that plays.
+      play: maps the leaves that `behavior.take` returns, and a key, to the fields of an `Evaluation`.
+    """
+
+    behavior: Behavior
+    play: Fitting
+
+    def begin(self, state: Any, key: jax.Array) -> None:
+        """Has another thread compile the program for such a state and key."""
+        self.play.begin(self.behavior.take(state), key)
+
+    def __call__(self, state: Any, key: jax.Array) -> Evaluation:
+        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
+        return Evaluation(*jax.device_get(self.play(self.behavior.take(state), key)))
+
+
 def make_evaluator(
     behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS
-) -> Callable[[Any, jax.Array], Evaluation]:
-    """Makes a function that plays greedy episodes in parallel on one device.
+) -> Evaluator:
+    """Makes an evaluator that plays greedy episodes in parallel on one device.
 
     Args:
       behavior: the behavior to evaluate.
@@ -88,8 +108,7 @@ def make_evaluator(
       max_steps: maximum length of an episode in steps, for environments that may never end.
 
     Returns:
-      A function `(state, key) -> Evaluation` of a run's state, on any devices, and a typed key (or keys `[M]`). It compiles
-      once, and does not change the observation statistics in `state`.
+      The evaluator. It compiles once, and does not change the observation statistics in a state.
 
     Raises:
       ValueError: if `episodes` or `max_steps` is below 1, and from the function, before it runs, if the episodes take more
@@ -123,12 +142,8 @@ def make_evaluator(
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         return end.returns, end.lengths, ~end.running
 
-    compiled = fitting(
+    fits = Fitting(
         jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
         "Play fewer episodes; several evaluations with other seeds play as many in less memory",
     )  # fmt: skip
-
-    def evaluate(state: Any, key: jax.Array) -> Evaluation:
-        return Evaluation(*jax.device_get(compiled(behavior.take(state), key)))
-
-    return evaluate
+    return Evaluator(behavior, fits)

@@ -1,8 +1,9 @@
 """A run in progress, as the host sees it: chunks of iterations, rows of the history, evaluations."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from msrl_jax.data.experience import ExperienceWriter, without_experience
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import processes
-from msrl_jax.training.evaluate import Evaluation, make_evaluator
+from msrl_jax.training.evaluate import Evaluation, Evaluator, make_evaluator
 from msrl_jax.training.guard import Finding, Guard
 from msrl_jax.training.history import Row, reduce_chunk
 from msrl_jax.training.members import initial_key
@@ -44,6 +45,7 @@ class Run:
       rows: the history.
       iteration: iterations done.
       evaluation: the last evaluation.
+      has_begun_evaluation: whether the evaluation is compiled, or is being compiled by another thread.
       non_finite: the first thing that is not finite and ends the run.
       rollbacks: how often the run went back to an earlier state.
       seconds: time spent on setting up, training and evaluating, by part.
@@ -57,7 +59,7 @@ class Run:
     run_state: Any
     iterations: int
     pace: Pace
-    evaluate: Callable[[Any], Evaluation] | None
+    evaluate: "RunEvaluation | None"
     eval_every: int | None
     boundaries: tuple[int, ...]
     experience: ExperienceWriter | None
@@ -66,6 +68,7 @@ class Run:
     rows: list[Row] = dataclasses.field(default_factory=list)
     iteration: int = 0
     evaluation: Evaluation | None = None
+    has_begun_evaluation: bool = False
     non_finite: Finding | None = None
     rollbacks: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
@@ -90,7 +93,7 @@ class Run:
 
     @property
     def compile_seconds(self) -> float:
-        """Time spent on tracing and compiling the training program."""
+        """Time spent on tracing the training program, and on waiting until it was compiled."""
         return self.compiled_before + self.program.compile_seconds
 
     @property
@@ -126,8 +129,7 @@ class Run:
     @property
     def _most(self) -> int:
         """The largest number of iterations between two readings of the metrics."""
-        limit = _FUSED if self.program.is_fused else _HOST_DRIVEN
-        return min(limit, self.pace.most, max(1, _METRICS_BYTES // max(self.program.metrics_bytes, 1)))
+        return most_at_once(self.program, self.pace.most)
 
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled."""
@@ -166,11 +168,20 @@ class Run:
             unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan
             self.rows[-1] |= {"eval_return": unknown, "eval_length": unknown}
 
+    def prepare_evaluation(self) -> None:
+        """Has another thread compile the evaluation while the next chunks run."""
+        if self.evaluate is not None and not self.has_begun_evaluation and processes.count() == 1:
+            start = time.perf_counter()
+            self.has_begun_evaluation = True
+            self.evaluate.begin(self.state())
+            self.seconds["evaluation_seconds"] += time.perf_counter() - start
+
     def evaluate_now(self) -> None:
         """Evaluates, unless a metric is not finite."""
         if self.evaluate is None or self.non_finite:
             return
         start = time.perf_counter()
+        self.has_begun_evaluation = True
         self.evaluation = self.evaluate(self.state())
         self.seconds["evaluation_seconds"] += time.perf_counter() - start
         self.rows[-1] |= {"eval_return": self.evaluation.mean_return, "eval_length": self.evaluation.mean_length}
@@ -185,7 +196,42 @@ class Run:
         return sign * value if np.isfinite(value) else None
 
 
-def make_evaluation(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] | None:
+def most_at_once(program: Program, most: int) -> int:
+    """The largest number of iterations between two readings of the metrics, if a chunk has at most `most`."""
+    limit = _FUSED if program.is_fused else _HOST_DRIVEN
+    return min(limit, most, max(1, _METRICS_BYTES // max(program.metrics_bytes, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunEvaluation:
+    """The evaluation of a run, with the same keys every time and for every member, so that differences come from the policy.
+
+    Attributes:
+      play: plays the episodes.
+      seed: the first seed of the run.
+      seeds: the number of its members.
+    """
+
+    play: Evaluator
+    seed: int
+    seeds: int
+
+    @functools.cached_property
+    def keys(self) -> jax.Array:
+        """The key, or the keys `[M]` of the members."""
+        fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
+        return (jax.vmap(fold) if self.seeds > 1 else fold)(initial_key(self.seed, self.seeds))
+
+    def begin(self, state: Any) -> None:
+        """Has another thread compile the program."""
+        self.play.begin(state, self.keys)
+
+    def __call__(self, state: Any) -> Evaluation:
+        """Evaluates a state of the run."""
+        return self.play(state, self.keys)
+
+
+def make_evaluation(setup: Setup, episodes: int) -> RunEvaluation | None:
     """Makes the evaluation of a run.
 
     Args:
@@ -193,13 +239,8 @@ def make_evaluation(setup: Setup, episodes: int) -> Callable[[Any], Evaluation] 
       episodes: number of episodes; 0 gives no evaluation.
 
     Returns:
-      A function of the run's state. Every member is evaluated with the same keys every time, so that differences come from
-      the policy.
+      The evaluation.
     """
     if episodes == 0:
         return None
-    play = make_evaluator(setup.behavior, episodes, members=setup.seeds > 1)
-    keys = initial_key(setup.seed, setup.seeds)
-    fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
-    keys = jax.vmap(fold)(keys) if setup.seeds > 1 else fold(keys)
-    return lambda state: play(state, keys)
+    return RunEvaluation(make_evaluator(setup.behavior, episodes, members=setup.seeds > 1), setup.seed, setup.seeds)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from msrl_jax import _compile_cache
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -115,6 +116,7 @@ def train(
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
     path, goes_on = run_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_compile_cache.on())
         requests = stack.enter_context(stopping.stop_requests(limit))
         with processes.together("setting up the run"):
             saved = stack.enter_context(_opened(path, goes_on))
@@ -260,3 +262,4 @@ def _loop(
             return "stopped", ""
         if saver is not None and processes.agreed(saver.is_due(run)):
             saver.save(run)
+        run.prepare_evaluation()

@@ -1,4 +1,5 @@
-"""Which parts of a state must be finite, and one small program per mesh that checks them.
+"""Which parts of a state must be finite, and how that is checked: with NumPy where NumPy can read the memory of the state, and
+else with one small program per mesh.
 
 Watched are the parameters, the observations, and every other part of the state that the algorithm or a wrapper of the
 environment computes and that is finite at the start. So an infinity that means something, such as the nan of an open TD error,
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from msrl_jax.algorithms import Agent
@@ -77,6 +79,18 @@ def _non_finite_on(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
     return jax.jit(_flags, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+def _is_at_hand(x: jax.Array) -> bool:
+    """Whether NumPy can read an array without a copy, and knows its dtype."""
+    on_one = x.is_fully_addressable and len(x.sharding.device_set) == 1
+    return on_one and x.dtype in (np.float32, np.float64) and next(iter(x.sharding.device_set)).platform == "cpu"
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    """Whether all numbers are finite, without an array of as many bools."""
+    with np.errstate(invalid="ignore"):
+        return x.size == 0 or bool(np.isfinite(x.min()) and np.isfinite(x.max()))
+
+
 def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]:
     """Finds leaves that are not finite, without moving them to the host.
 
@@ -87,8 +101,11 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
     Returns:
       The positions of those that are not finite.
     """
+    found = [i for i in numbers if _is_at_hand(leaves[i]) and not _is_finite(np.asarray(leaves[i]))]
     meshes: dict[Any, list[int]] = {}
     for i in numbers:
+        if _is_at_hand(leaves[i]):
+            continue
         meshes.setdefault(frozenset(leaves[i].sharding.device_set), []).append(i)
 
     def check(group: list[int]) -> jax.Array:
@@ -99,7 +116,7 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
 
     flags = read([check(group) for group in meshes.values()])
     pairs = zip(meshes.values(), flags, strict=True)
-    return sorted(i for group, found in pairs for i, bad in zip(group, found, strict=True) if bad)
+    return sorted([*found, *(i for group, bad in pairs for i, is_bad in zip(group, bad, strict=True) if is_bad)])
 
 
 class Watch:

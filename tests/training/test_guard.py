@@ -12,6 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.fragments.origin import find_origin
 from msrl_jax.training import DivergedError
+from msrl_jax.training.watch import non_finite
 from tests.training.guarded_envs import Faulty
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
@@ -198,3 +199,15 @@ def test_infinities_without_effect_are_left_aside():
     env = {v: jnp.arange(3.0) for v in closed.jaxpr.invars}
     origin = find_origin(closed.jaxpr.eqns, env, closed.jaxpr.outvars)
     assert origin.primitive == "log" and origin.value == "-inf"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_leaves_that_are_not_finite_are_found_on_one_device_and_on_several(dtype, devices):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    rows = [[], [1, 2], [np.nan, 1], [1, np.inf], [-np.inf, 1], [np.inf, -np.inf], [6e4, -6e4]]
+    leaves = [jax.device_put(jnp.asarray(row, dtype), split) for row in rows]
+    wanted = [i for i, row in enumerate(rows) if not np.isfinite(row).all()]
+    assert non_finite(leaves, range(len(rows))) == wanted == [2, 3, 4, 5]
+    assert non_finite(leaves, [5, 1]) == [5]

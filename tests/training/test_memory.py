@@ -7,7 +7,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _device_memory, cli
-from msrl_jax.fragments.memory import fitting, program_bytes
+from msrl_jax.fragments.memory import Fitting, program_bytes
 from msrl_jax.training.setup import resolve
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
@@ -26,10 +26,10 @@ def test_a_program_is_refused_from_the_first_byte_too_many(monkeypatch):
     taken = program_bytes(jax.jit(square).lower(x).compile())
     assert taken >= 2 * 64 * 64 * 4  # the argument and its square
     limit_to(monkeypatch, taken)
-    np.testing.assert_array_equal(fitting(jax.jit(square), "it", "")(x), np.full(64, 64.0))
+    np.testing.assert_array_equal(Fitting(jax.jit(square), "it", "")(x), np.full(64, 64.0))
     limit_to(monkeypatch, taken - 1)
     with pytest.raises(ValueError, match=f"it takes {taken:,} bytes of .*, which has {taken - 1:,} in all. Use less"):
-        fitting(jax.jit(square), "it", "Use less")(x)
+        Fitting(jax.jit(square), "it", "Use less")(x)
 
 
 @pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse"])

@@ -1,0 +1,157 @@
+"""XLA's programs on disk, so that the second start of a run does not compile what the first has compiled.
+
+It is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
+environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX bounds the folder's size only with a lock that every reading
+takes, so here its oldest files are removed at the start of a process.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+VARIABLE = "MSRL_JAX_CACHE"
+
+MOST_BYTES = 2**30
+"""Size of all programs on disk, at the start of a process."""
+
+MIN_SECONDS = 0.2
+"""Programs that compile faster are not worth a file."""
+
+_FREE_BYTES = 2**27
+"""A disk with less free space is as good as full."""
+
+_CHECKED = ".checked"
+
+
+class CacheWarning(UserWarning):
+    """Compiled programs cannot be kept on disk."""
+
+
+def user_folder() -> Path:
+    """The folder for compiled programs among the user's caches.
+
+    Raises:
+      RuntimeError: if the user has no home.
+    """
+    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
+        return Path(local) / "msrl-jax" / "programs"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "msrl-jax" / "programs"
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "msrl-jax" / "programs"
+
+
+def machine() -> str:
+    """Names jaxlib and this machine's CPU: programs for a CPU with other instructions would crash here."""
+    about = [platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+        wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+        about += [line for line in first.splitlines() if line.partition(":")[0].strip() in wanted]
+    return f"jaxlib-{importlib.metadata.version('jaxlib')}-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}"
+
+
+@contextlib.contextmanager
+def on() -> Iterator[None]:
+    """Keeps compiled programs on disk within the context, unless JAX has a cache already or the user wants none.
+
+    Warns once, and goes on without, if there is no folder to write to.
+    """
+    import jax
+
+    ready: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    own: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    folder = _prepared(os.environ.get(VARIABLE) or "on") if ready and own is None else None
+    if folder is None:
+        yield
+        return
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    if name.upper() not in os.environ:
+        jax.config.update(name, MIN_SECONDS)
+    try:
+        yield
+    finally:
+        if jax.config.jax_compilation_cache_dir == folder:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_compilation_cache_dir", None)
+            jax.config.update(name, before)
+            reset_cache()
+
+
+@functools.cache
+def _prepared(choice: str) -> str | None:
+    """Makes the folder of this machine, and removes from it what is damaged or too much; None if there is to be no cache."""
+    if choice.lower() in ("off", "0", "no", "false"):
+        return None
+    try:
+        folder = user_folder() if choice.lower() in ("on", "1", "yes", "true") else Path(choice).expanduser().absolute()
+        own, is_new = folder / machine(), not folder.exists()
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(own, os.W_OK | os.X_OK):
+            raise PermissionError(f"no permission to write to {own}")
+        if shutil.disk_usage(own).free < _FREE_BYTES:
+            raise OSError(f"the disk of {own} is full")
+        _remove_damaged(own)
+        _remove_oldest(folder)
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"compiled programs are not kept on disk, so each start compiles them again: {error}. {VARIABLE} names another "
+            "folder; off ends this warning",
+            CacheWarning, stacklevel=2,
+        )  # fmt: skip
+        return None
+    if is_new:
+        print(f"compiled programs are kept in {folder} for the next start ({VARIABLE}=off: not)", file=sys.stderr)
+    return str(own)
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Removes files that a process that was killed, or a full disk, left incomplete; each new file is looked at once."""
+    stamp = folder / _CHECKED
+    since = stamp.stat().st_mtime_ns if stamp.exists() else 0
+    stamp.touch()
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            if path.stat().st_mtime_ns >= since and not _is_whole(path.read_bytes()):
+                path.unlink()
+
+
+def _is_whole(data: bytes) -> bool:
+    if data[:4] == b"\x28\xb5\x2f\xfd":  # Zstandard, if it is installed; JAX reports what it cannot read
+        return True
+    stream = zlib.decompressobj()
+    try:
+        while data and not stream.eof:
+            stream.decompress(data, 2**20)
+            data = stream.unconsumed_tail
+    except zlib.error:
+        return False
+    return stream.eof
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Removes the files that have not been used for longest, until the rest is small enough."""
+    found: list[tuple[int, int, Path]] = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            about = path.stat()
+            if path.is_file():
+                found.append((max(about.st_atime_ns, about.st_mtime_ns), about.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= MOST_BYTES:
+            return
+        path.unlink(missing_ok=True)
+        total -= size

@@ -1,0 +1,243 @@
+"""The start of a process: what is imported, how many programs are compiled, and the programs that are kept on disk."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import _compile_cache, _names
+from msrl_jax.fragments.executables import Executables
+
+RUN = """
+import collections, json, sys
+import jax
+events, programs = collections.Counter(), []
+jax.monitoring.register_event_listener(lambda name, **about: events.update([name.rpartition("/")[2]]))
+def compiled(name, seconds, fun_name="", **about):
+    if name.endswith("backend_compile_duration"):
+        programs.append(fun_name)
+jax.monitoring.register_event_duration_secs_listener(compiled)
+"""
+TINY = [
+    "train", "--total-steps", "64", "--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--eval-episodes", "2",
+    "--progress", "none",
+]  # fmt: skip
+TRAIN = f"""{RUN}
+from msrl_jax.cli import main
+code = main({TINY} + ["--out", sys.argv[1]])
+folder = jax.config.jax_compilation_cache_dir
+print(json.dumps([code, events["cache_hits"], events["cache_misses"], programs, folder]))
+"""
+
+
+def python(code, *arguments, **environment):
+    """Runs code in a process of its own, with one device and without the settings of the tests."""
+    ours = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "MSRL_JAX_CACHE")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    quick = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    kept |= quick | environment
+    return subprocess.run(
+        [sys.executable, "-W", "always::msrl_jax._compile_cache.CacheWarning", "-c", code, *map(str, arguments)],
+        env=kept, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+
+
+def train(out, **environment):
+    done = python(TRAIN, out, **environment)
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_listing_and_help_import_no_jax():
+    code = """
+import sys
+from msrl_jax.cli import main
+import msrl_jax
+for words in (["list"], ["list", "--json"], ["--help"], ["--version"]):
+    assert main(words) == 0
+dir(msrl_jax)
+print(sorted({"jax", "flax", "optax", "gymnax", "numpy"} & set(sys.modules)))
+"""
+    assert python(code).stdout.splitlines()[-1] == "[]"
+
+
+def test_names_that_are_listed_without_imports_are_those_of_the_registries():
+    assert sorted(_names.ALGORITHMS) == msrl.algorithms.names() and sorted(_names.POLICIES) == msrl.policies.names()
+
+
+def test_every_name_of_the_package_is_there():
+    assert set(msrl.__all__) <= set(dir(msrl)) and "train" in msrl.__all__
+    for name in msrl.__all__:
+        assert getattr(msrl, name) is not None
+    with pytest.raises(AttributeError, match="module 'msrl_jax' has no attribute 'trian'"):
+        _ = msrl.trian
+
+
+def test_an_environment_is_imported_alone_and_gymnax_stays_whole():
+    code = """
+import sys
+from msrl_jax import envs
+names = envs.names()
+env = envs.make("CartPole-v1")
+slow = {"matplotlib.pyplot", "pandas", "scipy", "seaborn", "gymnax.environments.misc.pong"}
+assert not slow & set(sys.modules), slow & set(sys.modules)
+import gymnax
+import gymnax.environments.classic_control.cartpole as module
+assert gymnax.make("CartPole-v1")[0].__class__ is env.env.__class__ is module.CartPole
+assert gymnax.environments.classic_control.cartpole is module and gymnax.environments.CartPole is module.CartPole
+assert sorted(gymnax.registered_envs) == sorted(names), "the names that were read are those of gymnax"
+assert type(gymnax) is type(sys) and {"make", "register", "EnvParams"} <= set(dir(gymnax))
+from gymnax.environments import *
+gymnax.register("Mine-v0", Pong)
+assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
+"""
+    python(code)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder of programs, and what the first run that wrote to it did."""
+    folder = tmp_path_factory.mktemp("cache") / "programs"
+    return folder, *train(folder.parent / "run", MSRL_JAX_CACHE=str(folder))
+
+
+def test_a_default_run_compiles_few_programs(kept):
+    _, (_, _, _, programs, _), _ = kept
+    # The initial state, the training and the evaluation; then copies of the state, keys, and gymnax's spaces.
+    assert sorted(p for p in programs if p in ("jit(iterations)", "jit(play)")) == ["jit(iterations)", "jit(play)"], programs
+    assert len(programs) <= 10, programs
+
+
+def test_the_second_run_compiles_nothing_again(kept, tmp_path):
+    folder, (code, hits, misses, programs, after), said = kept
+    assert (code, hits, after) == (0, 0, None) and misses >= 3 and said.count(f"kept in {folder}") == 1
+    (code, hits, misses, again, _), said = train(tmp_path / "run", MSRL_JAX_CACHE=str(folder))
+    assert code == 0 and misses == 0 and hits == len(again) and "kept in" not in said
+    assert sorted(again) == sorted(programs)
+    rows = [(path / "run" / "metrics.csv").read_text().splitlines() for path in (folder.parent, tmp_path)]
+    named = [dict(zip(text[0].split(","), text[-1].split(","), strict=True)) for text in rows]
+    for name in ("step", "policy_loss", "episode_return", "eval_return"):
+        assert named[0][name] == named[1][name], name
+
+
+def test_a_damaged_program_is_compiled_again(kept, tmp_path):
+    folder, _, _ = kept
+    files = sorted(folder.rglob("*-cache"))
+    training = next(path for path in files if "iterations" in path.name)
+    training.write_bytes(training.read_bytes()[:1000])
+    (code, hits, misses, _, _), said = train(tmp_path / "run", MSRL_JAX_CACHE=str(folder))
+    assert code == 0 and misses == 1 and hits >= 2 and "rror" not in said
+    zlib.decompress(training.read_bytes())
+
+
+SORT = f"""{RUN}
+import jax.numpy as jnp
+from msrl_jax import _compile_cache
+for n in (3, 4):
+    with _compile_cache.on():
+        jax.jit(lambda x: jnp.sort(x) + 7)(jnp.ones(n))
+print(events["cache_misses"])
+"""
+
+
+def test_the_cache_can_be_off(tmp_path):
+    done = python(SORT, MSRL_JAX_CACHE="off", HOME=str(tmp_path), XDG_CACHE_HOME="")
+    assert done.stdout.split() == ["0"] and not done.stderr and not list(tmp_path.iterdir())
+    done = python(SORT, HOME=str(tmp_path), XDG_CACHE_HOME="")
+    assert done.stdout.split() != ["0"] and (tmp_path / ".cache" / "msrl-jax").is_dir()
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_no_obstacle(tmp_path):
+    (tmp_path / "file").touch()
+    done = python(SORT, MSRL_JAX_CACHE=str(tmp_path / "file" / "programs"))
+    assert done.stdout.split() == ["0"] and done.stderr.count("compiled programs are not kept on disk") == 1
+
+
+def test_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.warns(_compile_cache.CacheWarning, match="the disk of .* is full"):
+        assert _compile_cache._prepared(str(tmp_path / "programs")) is None
+
+
+IN_PYTHON = f"""{RUN}
+import jax.numpy as jnp
+import msrl_jax as msrl
+tiny = dict(total_steps=64, num_envs=4, unroll_length=8, hidden_sizes=(8,), eval_episodes=0, progress=False)
+seconds = lambda: jax.config.jax_persistent_cache_min_compile_time_secs
+before = seconds()
+msrl.train(**tiny)
+print(events["cache_misses"], jax.config.jax_compilation_cache_dir, seconds() == before)
+jax.jit(lambda x: jnp.sort(x) + 7)(jnp.ones(3))
+print(events["cache_misses"])
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+msrl.train(**tiny, seed=3)
+print(jax.config.jax_compilation_cache_dir)
+"""
+
+
+def test_train_keeps_programs_but_leaves_jax_s_settings_as_they_were(tmp_path):
+    said = python(IN_PYTHON, tmp_path / "own", XDG_CACHE_HOME=str(tmp_path / "cache")).stdout.splitlines()
+    misses, folder, same = said[0].split()
+    assert int(misses) >= 2 and (folder, same) == ("None", "True")
+    assert said[1] == misses, "programs of the user's own are not kept"
+    assert said[2] == str(tmp_path / "own") and list((tmp_path / "own").glob("jit_iterations-*"))
+    (machine,) = (tmp_path / "cache" / "msrl-jax" / "programs").iterdir()
+    assert machine.name == _compile_cache.machine() and machine.stat().st_mode & 0o077 == 0
+
+
+def test_the_oldest_programs_leave_when_there_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(_compile_cache, "MOST_BYTES", 250)
+    for age, name in enumerate(("newest", "older", "oldest")):
+        (tmp_path / name).mkdir()
+        path = tmp_path / name / "jit_f-cache"
+        path.write_bytes(bytes(100))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    _compile_cache._remove_oldest(tmp_path)
+    assert sorted(p.parent.name for p in tmp_path.rglob("*-cache")) == ["newest", "older"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "expected"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/big/cache"}, "/big/cache/msrl-jax/programs"),
+        ("linux", {"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/msrl-jax/programs"),
+        ("darwin", {"XDG_CACHE_HOME": "/big/cache"}, "/home/me/Library/Caches/msrl-jax/programs"),
+    ],
+)
+def test_the_folder_is_where_the_system_keeps_caches(platform, environment, expected, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert _compile_cache.user_folder() == Path(expected)
+
+
+def three_numbers():
+    return jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def test_another_thread_compiles_the_same_program_once():
+    executables, x = Executables(), three_numbers()
+    double = lambda x: (2 * x,)  # noqa: E731
+    executables.begin("double", double, [x], (), None)
+    executables.begin("double", double, [x], (), None)
+    compiled = executables.compile("double", double, [x], (), None)
+    assert executables.compile("double", double, [x], (), None) is compiled and executables.count == 1
+    np.testing.assert_array_equal(compiled(jnp.arange(3.0))[0], [0, 2, 4])
+
+
+def test_an_error_of_another_thread_s_compiler_reaches_the_user():
+    executables, x = Executables(), three_numbers()
+    call = lambda x: (jax.ffi.ffi_call("no_such_target", x)(x),)  # noqa: E731
+    executables.begin("call", call, [x], (), None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_target"):
+        executables.compile("call", call, [x], (), None)
