@@ -13,7 +13,10 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
 
-_KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+def key_type() -> Any:
+    """The type of a typed PRNG key, as JAX is set up now."""
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +79,12 @@ class Behavior:
     @functools.cached_property
     def state_type(self) -> Any:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(lambda key: self.agent.with_data(self.agent.init(key)), _KEY)
+        return jax.eval_shape(lambda key: self.agent.with_data(self.agent.init(key)), key_type())
 
     @functools.cached_property
     def observation_type(self) -> Any:
         """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(self.env.reset, _KEY)[1]
+        return jax.eval_shape(self.env.reset, key_type())[1]
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
