@@ -19,18 +19,39 @@ from msrl_jax.fragments.placement import Device
 SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
+@dataclass(frozen=True, eq=False)
+class Bundles:
+    """How the values of a Move travel.
+
+    Attributes:
+      alone: values that travel as they are: their positions in the Move.
+      joined: values that travel in vectors: their positions, in the order of the arguments of `join`.
+      join: the program that makes the vectors where the values are.
+      split: the program that takes them apart where they arrive; None if each vector is one value.
+      shardings: the shardings of what arrives: the values that travel alone, then the vectors.
+    """
+
+    alone: tuple[int, ...]
+    joined: tuple[int, ...]
+    join: jax.stages.Compiled
+    split: jax.stages.Compiled | None
+    shardings: tuple[NamedSharding, ...]
+
+
 @dataclass(eq=False)
 class Executables:
     """Compiled programs and the shardings between them.
 
     Attributes:
       compiled: the executable of every Run, of every copy and of every Alloc.
+      bundles: how the values of a Move travel, if not each by itself.
       shardings: the sharding of each value.
       seconds: time spent tracing and lowering, and waiting for XLA.
       count: number of XLA compilations.
     """
 
     compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
+    bundles: dict[Instruction, Bundles] = field(default_factory=dict)
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0
     count: int = 0

@@ -14,8 +14,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax.fragments.bundles import bundle
 from msrl_jax.fragments.executables import Executables, understood, whole
-from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.program_key import program_key
 
 
@@ -44,6 +45,9 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
         pairs = [(leave, inputs[enter]) for enter, leave in zip(enters, leaves, strict=True)]
         outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
     executables.shardings.update({v: s or whole(v) for v, s in known.items()})
+    for i, _ in walk(body):
+        if isinstance(i, Move) and i.processes == {jax.process_index()} and not i.shares_devices:
+            bundle(i, executables)
     return replace(schedule, body=tuple(body), outputs=tuple(outputs))
 
 

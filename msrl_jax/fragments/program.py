@@ -1,6 +1,5 @@
 """The compiled training loop: a `Program` places a state, runs iterations and explains its plan."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -10,6 +9,7 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._device_memory import array_bytes, is_planned
 from msrl_jax.fragments.cost import FragmentCost
+from msrl_jax.fragments.dispatch import Dispatch, measure
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.executables import Executables
 from msrl_jax.fragments.explain import explain
@@ -234,7 +234,8 @@ class Program(Generic[State]):
         self._check_setting()
         if self._fused is None:
             leaves, row, measured = self._ready()(self._fill(state, copy=True))
-            self._check_measured([measured])
+            scalars, tree = jax.tree.flatten([measured])
+            self._check_measured(jax.tree.unflatten(tree, read(scalars)))
         else:
             if self._once is None:
                 once = self._one_iteration(donate=False)
@@ -331,33 +332,44 @@ class Program(Generic[State]):
             unused_codecs(self.graph, self.layout),
         )  # fmt: skip
 
+    def measure_dispatch(self, state: State | Delayed) -> Dispatch | None:
+        """Measures what the host spends to dispatch an iteration, over a few iterations.
+
+        Args:
+          state: the state. It stays valid.
+
+        Returns:
+          The measurement; None if the policy fuses the loop, which is one call then.
+        """
+        if self.is_fused:
+            return None
+        self._check_setting()
+        self._ready()
+        return measure(self.schedule, self._executables, self._fill(state, copy=True))
+
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
         if self.is_fused:
             loop = self._fused_loop(most).compile(self._executables)
             self._check_fits(loop, f"of up to {most} iterations")
             flat = self._executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
             return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
-        execute = self._ready()
-        rows: list[list[jax.Array]] = []
-        measured: list[list[tuple[jax.Array, ...]]] = []
-        in_flight: deque[Any] = deque()
+        execute, ahead = self._ready(), _AHEAD + self.layout.staleness
+        made: list[tuple[list[jax.Array], list[tuple[jax.Array, ...]]]] = []
         for _ in range(length):
-            leaves, row, scalars = execute(leaves)
-            rows.append(row)
-            measured.append(scalars)
-            in_flight.append((row, scalars))
-            if not row and not scalars:
+            leaves, row, measured = execute(leaves)
+            made.append((row, measured))
+            if not row and not measured:
                 jax.block_until_ready(leaves)
-            elif len(in_flight) > _AHEAD + self.layout.staleness:
-                jax.block_until_ready(in_flight.popleft())
+            elif len(made) > ahead:
+                jax.block_until_ready(made[-1 - ahead])
+        flat, tree = jax.tree.flatten(made)
+        rows, measured = zip(*jax.tree.unflatten(tree, read(flat)), strict=True)  # all at once, and only here
         self._check_measured(measured)
         return leaves, stack(rows)
 
-    def _check_measured(self, measured: Sequence[Sequence[tuple[jax.Array, ...]]]) -> None:
-        """Raises if a codec lost values, according to the scalars of its check in each iteration."""
-        scalars, tree = jax.tree.flatten(measured)
-        columns = zip(*jax.tree.unflatten(tree, read(scalars)), strict=True)
-        for (check, _), scalars in zip(self.schedule.checks, columns, strict=True):
+    def _check_measured(self, measured: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Raises if a codec lost values, according to the scalars of its check in each iteration, on the host."""
+        for (check, _), scalars in zip(self.schedule.checks, zip(*measured, strict=True), strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
 
     def _fused_loop(self, most: int) -> Fused:

@@ -1,4 +1,4 @@
-"""Reads metrics to the host: stacks metrics of iterations, and joins metrics of chunks."""
+"""Metrics on the host: reads them, stacks those of iterations, and joins those of chunks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +10,16 @@ import numpy as np
 from msrl_jax.fragments.processes import read as read
 
 
-def stack(rows: Sequence[Sequence[jax.Array]]) -> list[Any]:
-    """Reads the metrics of single iterations.
+def stack(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Stacks the metrics of single iterations.
 
     Args:
-      rows: the metrics' leaves of each iteration, on their devices.
+      rows: the metrics' leaves of each iteration, as `read` returns them.
 
     Returns:
       One array for each leaf, with a leading axis of iterations: a NumPy array, or typed keys.
     """
-    width = len(rows[0])
-    found = read([x for row in rows for x in row])  # at once: several processes exchange what they read
-    return [_together(np.stack, jnp.stack, found[k::width]) for k in range(width)]
+    return [_together(np.stack, jnp.stack, column) for column in zip(*rows, strict=True)]
 
 
 def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:

@@ -12,12 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from msrl_jax.fragments.executables import Executables
+from msrl_jax.fragments.executables import Bundles, Executables
 from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
 from msrl_jax.fragments.processes import absent, crossing, must_wait, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
+Call = Callable[..., Sequence[jax.Array]]
 
 # A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
 # an earlier one that they depend on waits for a place: a deadlock.
@@ -30,8 +31,15 @@ class Executor:
     The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
     """
 
-    def __init__(self, schedule: Schedule, executables: Executables):
-        self._schedule, self._executables = schedule, executables
+    def __init__(self, schedule: Schedule, executables: Executables, around: Callable[[Call], Call] = lambda call: call):
+        """Makes the steps of an iteration.
+
+        Args:
+          schedule: the instructions, compiled.
+          executables: the programs.
+          around: replaces every function of JAX that dispatches, such as by one that measures its time.
+        """
+        self._schedule, self._executables, self._around = schedule, executables, around
         self._size = 1 + max(
             [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
             + [v.index for v in executables.shardings],
@@ -83,43 +91,68 @@ class Executor:
         return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes())
 
     def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value]) -> Step:
-        call = self._executables.call(self._executables.compiled[i])
+        call = self._program(self._executables.compiled[i], makes)
         ins, outs = [v.index for v in reads], [v.index for v in makes]
-        mesh = makes[0].placement.mesh if makes else None
 
         def step(slots: Slots) -> None:
             for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
                 slots[o] = x
 
+        return step
+
+    def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
+        """The function that runs a program, at the pace of its devices."""
+        call = self._around(self._executables.call(compiled))
+        mesh = makes[0].placement.mesh if makes else None
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
-            return step
+            return call
         launched = self._launched.setdefault(mesh, [0])
         ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
+        wait = self._around(_wait)
 
-        def paced(slots: Slots) -> None:
-            step(slots)
+        def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
+            results = call(*arrays)
             launched[0] += 1
             if launched[0] % ahead == 0:
-                jax.block_until_ready([slots[k] for k in outs])
+                wait(results)
+            return results
 
         return paced
 
     def _move(self, i: Move) -> Step:
-        ins, outs = [v.index for v in i.sources], [v.index for v in i.results]
         if i.is_copy:
             return self._call(i, i.sources, i.results)
-        shardings = [self._executables.shardings[v] for v in i.results]
+        ins, outs = [v.index for v in i.sources], [v.index for v in i.results]
         if len(i.processes) > 1:
             return self._cross(i, ins, outs)
+        shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
             elsewhere = [absent(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
             return _set(outs, elsewhere)
-        copied = self._executables.compiled.get(i)
-        copy = self._executables.call(copied) if copied else None
+        if i in self._executables.bundles:
+            return self._send_bundles(i, self._executables.bundles[i])
+        put, copied = self._around(_put), self._executables.compiled.get(i)
+        copy = self._program(copied, i.results) if copied else None
 
         def step(slots: Slots) -> None:
-            arrays = jax.device_put([slots[k] for k in ins], shardings)
+            arrays = put([slots[k] for k in ins], shardings)
             for o, x in zip(outs, copy(*arrays) if copy else arrays, strict=True):
+                slots[o] = x
+
+        return step
+
+    def _send_bundles(self, i: Move, bundles: Bundles) -> Step:
+        put, join = self._around(_put), self._program(bundles.join, i.sources)
+        split = self._program(bundles.split, i.results) if bundles.split else None
+        alone, joined = ([i.sources[k].index for k in part] for part in (bundles.alone, bundles.joined))
+        outs = [i.results[k].index for k in (*bundles.alone, *bundles.joined)]
+
+        def step(slots: Slots) -> None:
+            vectors = join(*[slots[k] for k in joined])
+            arrived = put([*[slots[k] for k in alone], *vectors], bundles.shardings)
+            if split:
+                arrived = [*arrived[: len(alone)], *split(*arrived[len(alone) :])]
+            for o, x in zip(outs, arrived, strict=True):
                 slots[o] = x
 
         return step
@@ -128,7 +161,7 @@ class Executor:
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
         ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
         start = time.perf_counter()
-        cross = crossing(kinds, *ends)
+        cross = self._around(crossing(kinds, *ends))
         self._executables.seconds += time.perf_counter() - start
 
         def step(slots: Slots) -> None:
@@ -175,6 +208,17 @@ class Executor:
             more = [np.int32(t) for t in range(len(known), length)]
             known += transfer(more, [sharding] * len(more))
         return known
+
+
+def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+    # JAX looks through all copies of an array for the ones that it needs, but a single device needs any one copy.
+    one = shardings[0].num_devices == 1
+    sent = [x.addressable_data(0) if one and x.is_fully_replicated else x for x in arrays]
+    return jax.device_put(sent, list(shardings))
+
+
+def _wait(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    return jax.block_until_ready(arrays)
 
 
 def _set(indices: Sequence[int], arrays: Sequence[jax.Array]) -> Step:

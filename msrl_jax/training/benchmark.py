@@ -46,6 +46,11 @@ class Measurement:
       jit_flops: floating point operations of one iteration of the plain program.
       bytes: bytes accessed by one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
       jit_bytes: bytes accessed by one iteration of the plain program.
+      instructions: programs, transfers and allocations that the host dispatches per iteration; None if the policy fuses the
+        loop, as are the next three.
+      instruction_microseconds: processor time of the host per instruction.
+      python_microseconds: the part of it that passes outside of JAX.
+      call_microseconds: processor time of the host for one call of a jitted function, the mean over the programs.
     """
 
     algorithm: str
@@ -66,13 +71,18 @@ class Measurement:
     jit_flops: float | None = None
     bytes: float | None = None
     jit_bytes: float | None = None
+    instructions: int | None = None
+    instruction_microseconds: float | None = None
+    python_microseconds: float | None = None
+    call_microseconds: float | None = None
 
     def __str__(self) -> str:
         where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
         what = _setting(self.algorithm, self.env, self)
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
         rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
-        return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}"
+        dispatch = "" if self.instructions is None else f"; dispatch: {_dispatch(self)}"
+        return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
 
 
 class Timed(Protocol):
@@ -221,6 +231,11 @@ def measure(
         unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
         steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
     )  # fmt: skip
+    if dispatch := program.measure_dispatch(setup.start(program)):
+        measurement = dataclasses.replace(
+            measurement, instructions=dispatch.instructions, instruction_microseconds=dispatch.microseconds,
+            python_microseconds=dispatch.python_microseconds, call_microseconds=dispatch.call_microseconds,
+        )  # fmt: skip
     if not others:
         return measurement
     jit_rate = statistics.median(others[0])
@@ -305,6 +320,8 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     """Formats measurements as a table that fits the terminal."""
     header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
+    driven = any(m.instructions is not None for m in measurements)
+    header += ["instructions", "us each", "us Python", "us/call"] * driven
     header += ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared
     rows = []
     for m in measurements:
@@ -313,6 +330,10 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             m.algorithm, m.env, m.policy, f"{m.devices} {m.platform}", str(m.num_envs), str(m.unroll_length),
             f"{m.steps_per_second:,.0f}", _rate(m.updates_per_second), f"{spread:.0%}", f"{m.compile_seconds:.1f}",
         ]  # fmt: skip
+        if driven:
+            times = (m.instruction_microseconds, m.python_microseconds, m.call_microseconds)
+            row += ["one program" if m.instructions is None else str(m.instructions)]
+            row += ["-" if t is None else f"{t:.1f}" for t in times]
         if compared and m.jit_steps_per_second is not None:
             row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}", _quotient(m.flops, m.jit_flops)]
             row += [_quotient(m.bytes, m.jit_bytes)]
@@ -323,6 +344,13 @@ def format_table(measurements: Sequence[Measurement]) -> str:
 def _setting(algorithm: str, env: str, sizes: Any) -> str:
     """An algorithm, an environment, and the sizes of a measurement or a config."""
     return f"{algorithm} {env}, {sizes.num_envs} envs x {sizes.unroll_length} steps"
+
+
+def _dispatch(m: Measurement) -> str:
+    return (
+        f"{m.instructions} instructions per iteration, {m.instruction_microseconds:.0f} us each, of which Python "
+        f"{m.python_microseconds:.0f} us (a jitted call: {m.call_microseconds:.0f} us)"
+    )
 
 
 def _rate(per_second: float) -> str:
