@@ -162,7 +162,7 @@ class Explain(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench(Where):
-    """Measure environment steps and learner updates per second, over a grid of all options with several values.
+    """Measure steps, updates and, where the host drives the loop, its time per instruction, over a grid of several values.
 
     Attributes:
       algo: names of algorithms; the fields that all their configs have are flags too.

@@ -334,9 +334,9 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             times = (m.instruction_microseconds, m.python_microseconds, m.call_microseconds)
             row += ["one program" if m.instructions is None else str(m.instructions)]
             row += ["-" if t is None else f"{t:.1f}" for t in times]
-        if compared and m.jit_steps_per_second is not None:
-            row += [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}", _quotient(m.flops, m.jit_flops)]
-            row += [_quotient(m.bytes, m.jit_bytes)]
+        if compared:
+            row += ["-", "-"] if m.jit_steps_per_second is None else [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}"]
+            row += [_quotient(m.flops, m.jit_flops), _quotient(m.bytes, m.jit_bytes)]
         rows.append(row)
     return "\n".join(table(header, rows))
 

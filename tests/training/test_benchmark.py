@@ -1,5 +1,6 @@
 import statistics
 
+import jax
 import pytest
 
 from msrl_jax import algorithms
@@ -79,6 +80,38 @@ def test_the_table_fits_the_terminal(measurements, monkeypatch):
     assert max(map(len, text.splitlines())) <= 80
     for cell in ("CartPole-v1", f"{measurements[0].ratio:.3f}", f"{measurements[0].steps_per_second:,.0f}"):
         assert cell in text
+
+
+DISPATCH = ["instructions", "instruction_microseconds", "python_microseconds", "call_microseconds"]
+
+
+@pytest.fixture(scope="module")
+def driven(tiny, measurements):
+    """The measurement of a policy that the host drives, after that of a fused loop."""
+    config = {k: v for k, v in tiny.items() if k not in ("num_envs", "unroll_length")}
+    options = {"num_envs": (8,), "unroll_lengths": (8,), "seconds": 0.05, "repeats": 1, "devices": jax.devices()[:3]}
+    return [*measurements, *bench(policies=["SingleLearnerFine:learners=1"], **options, **config)]
+
+
+def test_dispatch_is_measured_where_the_host_drives_the_loop(driven):
+    fused, loop = ({name: getattr(m, name) for name in DISPATCH} for m in driven)
+    assert set(fused.values()) == {None}
+    assert loop["instructions"] >= 4 * 8  # two programs and two transfers per step
+    assert all(value > 0 for value in loop.values())
+    assert loop["python_microseconds"] < loop["instruction_microseconds"]
+
+
+def test_the_line_and_the_table_show_what_the_host_dispatches(driven, monkeypatch):
+    fused, loop = driven
+    assert "dispatch" not in str(fused)
+    assert f"; dispatch: {loop.instructions} instructions per iteration, " in str(loop) and "(a jitted call: " in str(loop)
+    monkeypatch.setenv("COLUMNS", "250")
+    header, first, second = format_table(driven).splitlines()
+    at = header.index("instructions")
+    assert first[at:].startswith("one program") and second[at:].split()[:2] == [
+        str(loop.instructions), f"{loop.instruction_microseconds:.1f}",
+    ]  # fmt: skip
+    assert "instructions" not in format_table([fused])
 
 
 @pytest.fixture
