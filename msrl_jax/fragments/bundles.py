@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from msrl_jax._device_memory import is_planned
 from msrl_jax.fragments.executables import SMALLER_THAN_A_BYTE, Bundles, Executables, whole
 from msrl_jax.fragments.instructions import Move, Value
 
@@ -19,12 +20,17 @@ SMALL = 2**16
 
 
 def bundle(i: Move, executables: Executables) -> None:
-    """Compiles the programs that join and split the small values of a Move, if it has several. As many bytes arrive.
+    """Compiles the programs that join and split the small values of a Move, if there is something to join or to gather.
+
+    As many bytes arrive. Values that cross between processes, or between placements with a common device, travel as they are.
 
     Args:
-      i: the instruction, between placements of this process that have no device in common.
+      i: the instruction.
       executables: the shardings of its values; receives the bundles.
     """
+    devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
+    if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):
+        return
     at = executables.shardings
     groups: dict[str, list[int]] = {}
     for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):

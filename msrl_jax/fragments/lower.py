@@ -46,7 +46,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
         outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
     executables.shardings.update({v: s or whole(v) for v, s in known.items()})
     for i, _ in walk(body):
-        if isinstance(i, Move) and i.processes == {jax.process_index()} and not i.shares_devices:
+        if isinstance(i, Move):
             bundle(i, executables)
     return replace(schedule, body=tuple(body), outputs=tuple(outputs))
 

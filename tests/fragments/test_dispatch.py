@@ -108,9 +108,9 @@ def test_a_value_lost_in_the_middle_of_a_chunk_stops_the_run_at_its_end(devices,
 
 
 KINDS = [
-    np.float32([[1.5, np.nan], [-0.0, np.inf]]), np.arange(6, dtype=np.float32), np.bool_([True, False]), np.bool_([[True]]),
-    np.int8([-128, 127]), np.int32(7), np.int32([2**31 - 1, -5]), jnp.bfloat16([1.25, -0.0]), np.zeros((0, 3), np.float32),
-    np.arange(SMALL, dtype=np.float32),
+    np.array([[1.5, np.nan], [-0.0, np.inf]], np.float32), np.arange(6, dtype=np.float32), np.zeros((0, 3), np.float32),
+    np.arange(SMALL, dtype=np.float32), np.array([True, False]), np.array([[True]]), np.array([-128, 127], np.int8),
+    np.int32(7), np.array([2**31 - 1, -5], np.int32), np.array([1.25, -0.0], jnp.bfloat16),
 ]  # fmt: skip
 
 
