@@ -1,4 +1,4 @@
-"""The runtime: executes an instruction list, one asynchronous dispatch per instruction.
+"""The runtime: executes an instruction list by asynchronous dispatches.
 
 If several processes run the program, each executes the whole list. Programs on devices of other processes give it arrays
 without parts of its own.
@@ -91,14 +91,7 @@ class Executor:
         return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes())
 
     def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value]) -> Step:
-        call = self._program(self._executables.compiled[i], makes)
-        ins, outs = [v.index for v in reads], [v.index for v in makes]
-
-        def step(slots: Slots) -> None:
-            for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
-                slots[o] = x
-
-        return step
+        return _step(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes))
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
         """The function that runs a program, at the pace of its devices."""
@@ -122,53 +115,46 @@ class Executor:
     def _move(self, i: Move) -> Step:
         if i.is_copy:
             return self._call(i, i.sources, i.results)
-        ins, outs = [v.index for v in i.sources], [v.index for v in i.results]
+        ins, outs = _slots(i.sources), _slots(i.results)
         if len(i.processes) > 1:
-            return self._cross(i, ins, outs)
+            return _step(self._cross(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
             elsewhere = [absent(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
             return _set(outs, elsewhere)
-        if i in self._executables.bundles:
-            return self._send_bundles(i, self._executables.bundles[i])
-        put, copied = self._around(_put), self._executables.compiled.get(i)
+        if bundles := self._executables.bundles.get(i):
+            order = (*bundles.alone, *bundles.joined)
+            return _step(self._send_bundles(i, bundles), [ins[k] for k in order], [outs[k] for k in order])
+        put, copied = self._transfer(i), self._executables.compiled.get(i)
         copy = self._program(copied, i.results) if copied else None
 
-        def step(slots: Slots) -> None:
-            arrays = put([slots[k] for k in ins], shardings)
-            for o, x in zip(outs, copy(*arrays) if copy else arrays, strict=True):
-                slots[o] = x
+        def send(*arrays: jax.Array) -> Sequence[jax.Array]:
+            arrived = put(arrays, shardings)
+            return copy(*arrived) if copy else arrived
 
-        return step
+        return _step(send, ins, outs)
 
-    def _send_bundles(self, i: Move, bundles: Bundles) -> Step:
-        put, join = self._around(_put), self._program(bundles.join, i.sources)
+    def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
+        to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
+        return self._around(_put_one_copy if to_one else _put)
+
+    def _send_bundles(self, i: Move, bundles: Bundles) -> Call:
+        put, join, num_alone = self._transfer(i), self._program(bundles.join, i.sources), len(bundles.alone)
         split = self._program(bundles.split, i.results) if bundles.split else None
-        alone, joined = ([i.sources[k].index for k in part] for part in (bundles.alone, bundles.joined))
-        outs = [i.results[k].index for k in (*bundles.alone, *bundles.joined)]
 
-        def step(slots: Slots) -> None:
-            vectors = join(*[slots[k] for k in joined])
-            arrived = put([*[slots[k] for k in alone], *vectors], bundles.shardings)
-            if split:
-                arrived = [*arrived[: len(alone)], *split(*arrived[len(alone) :])]
-            for o, x in zip(outs, arrived, strict=True):
-                slots[o] = x
+        def send(*arrays: jax.Array) -> Sequence[jax.Array]:
+            arrived = put([*arrays[:num_alone], *join(*arrays[num_alone:])], bundles.shardings)
+            return [*arrived[:num_alone], *split(*arrived[num_alone:])] if split else arrived
 
-        return step
+        return send
 
-    def _cross(self, i: Move, ins: Sequence[int], outs: Sequence[int]) -> Step:
+    def _cross(self, i: Move) -> Call:
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
         ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
         start = time.perf_counter()
         cross = self._around(crossing(kinds, *ends))
         self._executables.seconds += time.perf_counter() - start
-
-        def step(slots: Slots) -> None:
-            for o, x in zip(outs, cross([slots[k] for k in ins]), strict=True):
-                slots[o] = x
-
-        return step
+        return lambda *arrays: cross(arrays)
 
     def _loop(self, i: Loop) -> Step:
         steps = [self._step(b) for b in i.body]
@@ -210,11 +196,27 @@ class Executor:
         return known
 
 
+def _slots(values: Sequence[Value]) -> list[int]:
+    return [v.index for v in values]
+
+
+def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
+    """Calls a function with slots, and puts its results in others."""
+
+    def step(slots: Slots) -> None:
+        for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
+            slots[o] = x
+
+    return step
+
+
 def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
-    # JAX looks through all copies of an array for the ones that it needs, but a single device needs any one copy.
-    one = shardings[0].num_devices == 1
-    sent = [x.addressable_data(0) if one and x.is_fully_replicated else x for x in arrays]
-    return jax.device_put(sent, list(shardings))
+    return jax.device_put(list(arrays), list(shardings))
+
+
+def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+    """Puts arrays of several devices on one device, for which JAX would look through all copies."""
+    return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
 
 
 def _wait(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
