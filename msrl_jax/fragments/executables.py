@@ -27,14 +27,14 @@ class Bundles:
       alone: values that travel as they are: their positions in the Move.
       joined: values that travel in vectors: their positions, in the order of the arguments of `join`.
       join: the program that makes the vectors where the values are.
-      split: the program that takes them apart where they arrive; None if each vector is one value.
+      split: the program that takes them apart where they arrive.
       shardings: the shardings of what arrives: the values that travel alone, then the vectors.
     """
 
     alone: tuple[int, ...]
     joined: tuple[int, ...]
     join: jax.stages.Compiled
-    split: jax.stages.Compiled | None
+    split: jax.stages.Compiled
     shardings: tuple[NamedSharding, ...]
 
 

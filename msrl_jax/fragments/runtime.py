@@ -139,12 +139,12 @@ class Executor:
         return self._around(_put_one_copy if to_one else _put)
 
     def _send_bundles(self, i: Move, bundles: Bundles) -> Call:
-        put, join, num_alone = self._transfer(i), self._program(bundles.join, i.sources), len(bundles.alone)
-        split = self._program(bundles.split, i.results) if bundles.split else None
+        put, num_alone = self._transfer(i), len(bundles.alone)
+        join, split = self._program(bundles.join, i.sources), self._program(bundles.split, i.results)
 
         def send(*arrays: jax.Array) -> Sequence[jax.Array]:
             arrived = put([*arrays[:num_alone], *join(*arrays[num_alone:])], bundles.shardings)
-            return [*arrived[:num_alone], *split(*arrived[num_alone:])] if split else arrived
+            return [*arrived[:num_alone], *split(*arrived[num_alone:])]
 
         return send
 

@@ -12,8 +12,7 @@ import msrl_jax as msrl
 from msrl_jax.fragments import processes, runtime
 from msrl_jax.fragments.bundles import SMALL
 from msrl_jax.fragments.instructions import Alloc, Loop, Move, Run, walk
-from msrl_jax.policies.central import Central
-from msrl_jax.policies.single_learner import SingleLearnerFine
+from msrl_jax.policies import Central
 
 from . import toy
 from .conftest import as_numpy
@@ -142,18 +141,18 @@ def test_small_arrays_of_one_dtype_travel_as_one_and_arrive_as_they_were(workers
         assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
-def test_a_small_array_that_is_split_is_gathered_where_it_is_made(devices, sent):
-    """JAX would wait for it, and read it to the host."""
+def test_gradients_that_are_split_are_gathered_where_they_are_made(devices, sent):
+    """JAX would wait for them, and read them to the host."""
     state = toy.initial_state()
-    program = msrl.compile(
-        toy.iteration, state, policy=SingleLearnerFine(learners=1), axes=toy.AXES, devices=devices[:3]
-    )
+    program = msrl.compile(toy.iteration, state, policy=Central(workers=2), axes=toy.AXES, devices=devices[:3])
     program.run(state, 1)
-    assert len(program.layout.placement("env", "env_step").devices) == 2
+    run = next(i for i, _ in walk(program.instructions) if isinstance(i, Run) and "gradients" in i.fragments)
+    (compiled,) = [c for c in program.compiled() if "gradients" in (c.as_text() or "").splitlines()[0]]
+    assert not all(s.is_fully_replicated for s in compiled.output_shardings[: len(run.outputs)])
     sent.clear()
     program.run(state, 1)
     up = [x for call in sent for x, at in call if at.num_devices == 1]
-    assert len(up) >= toy.UNROLL and all(x.is_fully_replicated for x in up)
+    assert len(up) >= toy.EPOCHS * toy.MINIBATCHES and all(x.is_fully_replicated for x in up)
 
 
 @pytest.mark.parametrize("name", DRIVEN)
