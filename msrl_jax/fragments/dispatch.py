@@ -25,7 +25,7 @@ class Dispatch:
     Attributes:
       instructions: programs, transfers and allocations of one iteration; those in loops count in every repetition.
       microseconds: time per instruction.
-      python_microseconds: the part of it that passes outside of JAX. Frees and loops are in it.
+      python_microseconds: the part of it that passes outside of calls of JAX. Loops, and the release of arrays, are in it.
       call_microseconds: time of one call of a compiled program, without the rest of its instruction.
     """
 

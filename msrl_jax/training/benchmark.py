@@ -49,7 +49,7 @@ class Measurement:
       instructions: programs, transfers and allocations that the host dispatches per iteration; None if the policy fuses the
         loop, as are the next three.
       instruction_microseconds: processor time of the host per instruction.
-      python_microseconds: the part of it that passes outside of JAX.
+      python_microseconds: the part of it that passes outside of calls of JAX.
       call_microseconds: processor time of the host for one call of a jitted function, the mean over the programs.
     """
 
