@@ -46,7 +46,7 @@ class RecurrentConfig(NetworkConfig):
     """A network with a recurrent core between its dense layers and its heads.
 
     Attributes:
-      core: "gru", "lstm" or "min_gru", whose steps are computed in parallel. Usual: "gru".
+      core: "gru", "lstm", or "min_gru", whose gates do not wait for the step before: the fastest. Usual: "gru".
       memory_size: size of the recurrent state, `H`. Usual: 64 to 512.
       hidden_sizes: widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution.
     """
