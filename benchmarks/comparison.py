@@ -100,14 +100,18 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
       seconds: approximate length of a timed run.
 
     Returns:
-      A row of the record: the setting, medians, all runs, times to compile, the load average before, the cores that other
-      processes kept busy during the timed runs, and the peer's versions.
+      A row of the record: the setting, medians, all runs, floating-point operations of our program per step, the machine's
+      peak, times to compile, the load average before, the cores that other processes kept busy during the timed runs, and
+      the peer's versions.
     """
     load = os.getloadavg()[0]
     setup = resolve(setting.algo, setting.env, overrides=setting.config | setting.only_ours, seeds=setting.seeds)
     program = setup.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds
+    flops = sum(f.flops * f.calls for f in program.explain().fragments if f.depth == 0)
+    steps = setup.behavior.agent.steps_per_iteration * setting.seeds
+    peak = flops_per_second()
     with Peer(command, setting) as peer:
         here, there = jax.devices()[0].device_kind, peer.about["device"]
         if here != there:
@@ -120,10 +124,23 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
     return {
         "label": setting.label, **dataclasses.asdict(setting), "ours": statistics.median(ours),
         "theirs": statistics.median(theirs), "ratio": statistics.median(ours) / statistics.median(theirs),
-        "our_runs": ours, "their_runs": theirs, "our_compile_seconds": compile_seconds,
+        "our_runs": ours, "their_runs": theirs, "flops_per_step": flops / steps,
+        "peak_flops": peak, "our_compile_seconds": compile_seconds,
         "their_compile_seconds": peer.about["compile_seconds"], "load": load, "others": others,
         "peer_versions": peer.about["versions"],
     }  # fmt: skip
+
+
+def flops_per_second(size: int = 1024, repeats: int = 10) -> float:
+    """The most floating-point operations per second that a product of two matrices of `size` rows and columns reached."""
+    x = jax.numpy.ones((size, size))
+    product = jax.jit(jax.numpy.matmul).lower(x, x).compile()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(product(x, x))
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
 
 
 def others_seconds(peer: int) -> float | None:
@@ -190,12 +207,13 @@ def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     """A record as Markdown: a table, and a paragraph on versions, machine and load."""
     peer = record["peer"]
-    lines = [f"| setting | msrl_jax | {peer} | ratio | ratio of each turn | cores of others |", "|---|---|---|---|---|---|"]
+    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each turn", "share of peak", "cores of others"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in record["rows"]:
         ratios = [ours / theirs for ours, theirs in zip(row["our_runs"], row["their_runs"], strict=True)]
         cells = f"{row['ours']:,.0f} | {row['theirs']:,.0f} | {row['ratio']:.2f} | {min(ratios):.2f} to {max(ratios):.2f}"
         others = "-" if row["others"] is None else f"{row['others']:.2f}"
-        lines.append(f"| {row['label']} | {cells} | {others} |")
+        lines.append(f"| {row['label']} | {cells} | {row['ours'] * row['flops_per_step'] / row['peak_flops']:.0%} | {others} |")
     machine, ours, theirs = record["machine"], record["versions"], record["rows"][0]["peer_versions"]
     named = {"msrl_jax": ours, peer: theirs}
     versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())

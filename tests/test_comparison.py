@@ -14,7 +14,7 @@ PAGE = "# Speed\n\n<!-- rejax: begin -->\nold\n<!-- rejax: end -->\n\nText.\n<!-
 def row(label, ours, theirs, others=0.25):
     return {
         "label": label, "ours": sorted(ours)[1], "theirs": sorted(theirs)[1], "ratio": sorted(ours)[1] / sorted(theirs)[1],
-        "our_runs": ours, "their_runs": theirs, "load": 1.5, "others": others,
+        "our_runs": ours, "their_runs": theirs, "flops_per_step": 3e6, "peak_flops": 1e11, "load": 1.5, "others": others,
         "peer_versions": {"rejax": "0.1.3", "jax": "0.10"},
     }  # fmt: skip
 
@@ -29,10 +29,10 @@ def record(*rows, **changes):
 def test_the_table_has_medians_ratios_versions_and_the_machine():
     found = table(record(row("ppo a", [3000.0, 1000.0, 2000.0], [1000.0] * 3), row("dqn b", [10.0] * 3, [20.0] * 3, None)))
     assert found == textwrap.dedent("""\
-        | setting | msrl_jax | Rejax | ratio | ratio of each turn | cores of others |
-        |---|---|---|---|---|---|
-        | ppo a | 2,000 | 1,000 | 2.00 | 1.00 to 3.00 | 0.25 |
-        | dqn b | 10 | 20 | 0.50 | 0.50 to 0.50 | - |
+        | setting | msrl_jax | Rejax | ratio | ratio of each turn | share of peak | cores of others |
+        |---|---|---|---|---|---|---|
+        | ppo a | 2,000 | 1,000 | 2.00 | 1.00 to 3.00 | 6% | 0.25 |
+        | dqn b | 10 | 20 | 0.50 | 0.50 to 0.50 | 0% | - |
 
         Medians of 3 turns of 2 s, on 2 cores of A CPU (cpu). msrl_jax: commit abc, jax 0.10; Rejax: rejax 0.1.3, jax 0.10.""")
 
