@@ -148,7 +148,8 @@ def _min_gru(size: int) -> Core:
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
         keep, write = (unflatten(x, len(inputs)) for x in gates(params, flatten(inputs)))
-        return (linear_recurrence(*forget(is_first, (keep,)), write, *carry),)
+        (keep,) = forget(is_first, (keep,))  # what an episode keeps of the one before
+        return (linear_recurrence(keep, write, carry[0]),)
 
     return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size)),), step, unroll)
 
