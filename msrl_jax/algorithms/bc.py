@@ -16,8 +16,8 @@ from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
-from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 

@@ -27,11 +27,11 @@ from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, soft_value, temperature_loss
+from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics
 from msrl_jax.algorithms.networks.distributions import TanhNormal
 from msrl_jax.algorithms.networks.policies import make_policy
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.fragments import fragment
 

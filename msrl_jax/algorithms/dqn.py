@@ -34,8 +34,8 @@ from msrl_jax.algorithms.loops.off_policy import (
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
+from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment

@@ -24,9 +24,9 @@ from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_opt
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value
+from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics, make_value, taken_value
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
-from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 

@@ -37,7 +37,8 @@ from msrl_jax.algorithms.loops.off_policy import (
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import greedy_target, rescale, sequence_priority, unrescale
-from msrl_jax.algorithms.networks.recurrent import Carry, RecurrentNetwork, recurrent_q_network
+from msrl_jax.algorithms.networks.cores import Carry
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_q_network
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment

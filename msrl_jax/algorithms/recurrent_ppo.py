@@ -22,7 +22,8 @@ from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_k
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.algorithms.networks.recurrent import Carry, forget, recurrent_actor_critic
+from msrl_jax.algorithms.networks.cores import Carry, forget
+from msrl_jax.algorithms.networks.recurrent import recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment

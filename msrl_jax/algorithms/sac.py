@@ -32,10 +32,10 @@ from msrl_jax.algorithms.loops.off_policy import (
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
+from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics, taken_value
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.policies import make_policy
-from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.counters import Counter, at_least
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.fragments import fragment

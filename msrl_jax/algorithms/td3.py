@@ -32,9 +32,9 @@ from msrl_jax.algorithms.loops.off_policy import (
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
+from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics
 from msrl_jax.algorithms.networks.policies import make_actor
-from msrl_jax.algorithms.networks.recurrent import Carry
 from msrl_jax.counters import Counter, at_least, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment

@@ -41,7 +41,7 @@ def test_breakout_improves_from_images():
 CHAIN = {"env": envs.make("MemoryChain-bsuite", memory_length=15), "total_steps": 400_000, "seeds": 3}
 
 
-@pytest.mark.parametrize("core", ["gru", "lstm"])
+@pytest.mark.parametrize("core", ["gru", "lstm", "min_gru"])
 def test_a_carry_makes_up_for_missing_observations(core):
     """The answer is shown once, and asked for 15 steps later."""
     assert (returns(**CHAIN, name="recurrent_ppo", core=core)[:, -1] > 0.9).all()

@@ -15,6 +15,7 @@ SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
     "ppo": {"num_epochs": 2, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
+    "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
     "a3c": {"num_workers": 8},
     "es": {"unroll_length": 24},
     "impala+replay": {"replay_batches": 4, "num_updates": 2},
@@ -51,6 +52,7 @@ CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
     ("recurrent_ppo", "CartPole-v1"),
+    ("recurrent_ppo+min_gru", "CartPole-v1"),
     ("a2c", "Pendulum-v1"),
     ("impala", "CartPole-v1"),
     ("a3c", "CartPole-v1"),
@@ -84,8 +86,9 @@ SLOW = [
 
 
 # These share their loop with an algorithm that runs under every policy each time: R2D2 and TD3 with Ape-X and SAC, IQL with
-# CQL.
+# CQL, cores with each other.
 TWO_POLICIES = {
+    "recurrent_ppo+min_gru": ("Central", "MultiLearner"),
     "r2d2": ("Central", "SingleLearnerFine"), "td3": ("GPUOnly", "SingleLearnerCoarse"), "iql": ("Environments", "Central"),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ SMALL = {
 OPTIONS = {
     "gru": {"core": "gru", "beta": 0.5, "max_grad_norm": 0.3},
     "lstm": {"core": "lstm", "rescale_epsilon": 1e-2, "huber_delta": 0.1, "dueling": False, "eta": 0.6, "tau": 0.1},
+    "min_gru": {"core": "min_gru"},
 }
 
 
@@ -109,7 +110,7 @@ def test_the_error_of_a_sequence_is_between_the_mean_and_the_largest():
     np.testing.assert_allclose(sequence_priority(error, 0.0), [2.0, 1.0], rtol=1e-6)
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm"])
+@pytest.fixture(scope="module", params=["gru", "lstm", pytest.param("min_gru", marks=pytest.mark.slow)])
 def walk(request):
     """An agent, its config, network and buffer, and its iteration, compiled."""
     config = R2D2Config(**SMALL | OPTIONS[request.param])
@@ -258,7 +259,7 @@ def test_no_gradient_flows_through_the_burn_in(walk, walked):
     assert not np.asarray(of_obs[:BURN_IN]).any() and np.asarray(of_obs[BURN_IN:]).any()
     through, of_obs = gradient(params, window.obs, 0)
     assert np.asarray(of_obs[:BURN_IN]).any()
-    assert np.abs(np.asarray(of_params["core"]["recurrent"] - through["core"]["recurrent"])).max() > 1e-6
+    assert np.abs(np.asarray(of_params["core"]["input"] - through["core"]["input"])).max() > 1e-6
 
 
 def test_the_state_keeps_its_types(walk):

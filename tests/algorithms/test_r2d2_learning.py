@@ -17,7 +17,7 @@ def greedy_returns(name, **options):
     return np.asarray(evaluation.mean_return)
 
 
-@pytest.mark.parametrize("core", ["gru", "lstm"])
+@pytest.mark.parametrize("core", ["gru", "lstm", "min_gru"])
 def test_a_carry_makes_up_for_missing_observations(core):
     """The answer is shown once, and asked for 15 steps later."""
     assert (greedy_returns("r2d2", **CHAIN, core=core) > 0.9).all()

@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import RecurrentPPOConfig
-from msrl_jax.algorithms.networks.recurrent import recurrent_core
+from msrl_jax.algorithms.networks.cores import recurrent_core
 
 from .random_walk import RandomWalk
 from .test_ppo import collectives
@@ -22,9 +22,9 @@ SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches":
 
 def plain_core(name, params, inputs, is_first, carry, xp=jnp):
     """The equations of the cell, gate by gate and step by step."""
-    gates = 3 if name == "gru" else 4
-    w, u = (xp.split(params[k], gates, -1) for k in ("input", "recurrent"))
-    b = xp.split(params["bias"], gates)
+    gates = {"gru": 3, "lstm": 4, "min_gru": 2}[name]
+    w, b = xp.split(params["input"], gates, -1), xp.split(params["bias"], gates)
+    u = xp.split(params["recurrent"], gates, -1) if "recurrent" in params else None
     sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
     carries = []
     for x, first in zip(inputs, is_first, strict=True):
@@ -34,6 +34,9 @@ def plain_core(name, params, inputs, is_first, carry, xp=jnp):
             r, z = (sigmoid(x @ w[i] + b[i] + h @ u[i]) for i in (0, 1))
             n = xp.tanh(x @ w[2] + b[2] + r * (h @ u[2]))
             carry = [(1 - z) * n + z * h]
+        elif name == "min_gru":
+            z = sigmoid(x @ w[0] + b[0])
+            carry = [(1 - z) * (x @ w[1] + b[1]) + z * h]
         else:
             i, f, o = (sigmoid(x @ w[k] + b[k] + h @ u[k]) for k in range(3))
             c = f * carry[1] + i * xp.tanh(x @ w[3] + b[3] + h @ u[3])
@@ -42,7 +45,7 @@ def plain_core(name, params, inputs, is_first, carry, xp=jnp):
     return tuple(xp.stack(m) for m in zip(*carries, strict=True))
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm"])
+@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru"])
 def unrolled(request):
     """A core, parameters without special values, inputs, where episodes start, and a carry from before."""
     core = recurrent_core(request.param, H)
@@ -101,6 +104,14 @@ def test_recurrent_matrices_start_orthogonal_and_the_forget_gate_open():
     np.testing.assert_array_equal(params["bias"].reshape(4, H), [[0] * H, [1] * H, [0] * H, [0] * H])
 
 
+def test_units_of_a_new_min_gru_remember_for_2_to_128_steps():
+    """A unit that keeps a share `k` at every step remembers for `1 / (1 - k)` steps."""
+    core = recurrent_core("min_gru", 64)
+    params = core.init(jax.random.key(0), INPUTS)
+    (kept,) = core.step(params, jnp.zeros(INPUTS), (jnp.ones(64),))
+    np.testing.assert_allclose(1 / (1 - np.float64(kept)), np.linspace(2, 128, 64), rtol=1e-4)
+
+
 def build(env, **overrides):
     return algorithms.get("recurrent_ppo").build(env, RecurrentPPOConfig(**SMALL | overrides))
 
@@ -113,10 +124,10 @@ def start(agent, iterations):
     return state
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm"])
+@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru"])
 def walk(request):
     """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
-    over = {"gru": "minibatch", "lstm": "batch"}[request.param]
+    over = {"gru": "minibatch", "lstm": "batch", "min_gru": "minibatch"}[request.param]
     config = RecurrentPPOConfig(**SMALL, core=request.param, clip_value=0.1, normalize_advantage=over)
     agent = algorithms.get("recurrent_ppo").build(RandomWalk(), config)
     return config, agent, start(agent, 2)
@@ -248,7 +259,7 @@ def test_the_state_keeps_its_types(walk):
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
 
 
-@pytest.mark.parametrize("core", ["gru", "lstm"])
+@pytest.mark.parametrize("core", ["gru", "lstm", "min_gru"])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
     agent = build(RandomWalk(), core=core)

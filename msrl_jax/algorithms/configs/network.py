@@ -46,12 +46,12 @@ class RecurrentConfig(NetworkConfig):
     """A network with a recurrent core between its dense layers and its heads.
 
     Attributes:
-      core: "gru" or "lstm". Usual: "gru".
+      core: "gru", "lstm", or "min_gru", whose gates do not wait for the step before: the fastest. Usual: "gru".
       memory_size: size of the recurrent state, `H`. Usual: 64 to 512.
       hidden_sizes: widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution.
     """
 
-    core: Literal["gru", "lstm"] = "gru"
+    core: Literal["gru", "lstm", "min_gru"] = "gru"
     memory_size: int = 64
     hidden_sizes: tuple[int, ...] = (64,)
 

@@ -26,7 +26,7 @@ from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.loops.acting import parameter_age, parameter_version
 from msrl_jax.algorithms.loops.optimizer import descend
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.algorithms.networks.recurrent import Carry, forget
+from msrl_jax.algorithms.networks.cores import Carry, forget
 from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.envs import VectorEnvironment
 from msrl_jax.fragments import fragment

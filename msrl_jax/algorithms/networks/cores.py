@@ -1,0 +1,221 @@
+"""Recurrent layers as pure functions: GRU and LSTM, whose steps wait for each other, and minGRU, whose steps need not.
+
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input
+and `H` the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array is the
+output of the core. An episode starts with zeros.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from msrl_jax.algorithms.loops.acting import flatten, unflatten
+from msrl_jax.algorithms.networks.layers import matmul
+from msrl_jax.algorithms.networks.linear_recurrence import linear_recurrence
+
+Carry = tuple[jax.Array, ...]
+"""The recurrent state: arrays `[..., H]`."""
+Gates = tuple[jax.Array, ...]
+"""One array `[..., H]` for each gate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One step of a recurrent network, without its matrices.
+
+    Attributes:
+      biases: initial bias of every gate.
+      num_arrays: number of arrays in a carry.
+      update: `(from_input, from_carry, carry) -> carry`, elementwise. `from_input` is the product of the input and its
+        matrix, plus the bias; `from_carry` is the product of the last output and the recurrent matrix.
+    """
+
+    biases: tuple[float, ...]
+    num_arrays: int
+    update: Callable[[Gates, Gates, Carry], Carry]
+
+
+def _gru(x: Gates, u: Gates, carry: Carry) -> Carry:
+    (h,) = carry
+    reset, keep = jax.nn.sigmoid(x[0] + u[0]), jax.nn.sigmoid(x[1] + u[1])
+    candidate = jnp.tanh(x[2] + reset * u[2])
+    return (candidate + keep * (h - candidate),)
+
+
+def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
+    _, c = carry
+    write, keep, read = (jax.nn.sigmoid(a + b) for a, b in zip(x[:3], u[:3], strict=True))
+    c = keep * c + write * jnp.tanh(x[3] + u[3])
+    return read * jnp.tanh(c), c
+
+
+CELLS: dict[str, Cell] = {
+    # Cho et al., 2014, arXiv 1406.1078, with the reset gate after the recurrent matrix, as in cuDNN: one product per step.
+    "gru": Cell((0.0, 0.0, 0.0), 1, _gru),
+    # Gers et al., 2000; the forget gate starts open (Jozefowicz et al., 2015).
+    "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
+}
+
+LONGEST_MEMORY = 128
+"""How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """A recurrent layer as pure functions of its parameters.
+
+    Attributes:
+      init: `(key, input_size) -> params`.
+      initial_carry: `(batch_shape) -> carry`, zeros.
+      step: `(params, inputs [..., I], carry [..., H]) -> carry`.
+      unroll: `(params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> carries after every step [T, E, H]`; the
+        carry is cleared before the first step of every episode.
+    """
+
+    init: Callable[[jax.Array, int], Any]
+    initial_carry: Callable[[tuple[int, ...]], Carry]
+    step: Callable[[Any, jax.Array, Carry], Carry]
+    unroll: Callable[[Any, jax.Array, jax.Array, Carry], Carry]
+
+
+def recurrent_core(name: str, size: int) -> Core:
+    """Makes a recurrent layer.
+
+    Args:
+      name: "gru", "lstm" or "min_gru".
+      size: size of the carry, `H`.
+
+    Returns:
+      The layer. Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
+    """
+    return _min_gru(size) if name == "min_gru" else _stepwise(CELLS[name], size)
+
+
+def _stepwise(cell: Cell, size: int) -> Core:
+    """A layer whose gates depend on its last output; the products of its inputs are one product for all steps."""
+    num_gates = len(cell.biases)
+
+    def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        input_key, *keys = jax.random.split(key, 1 + num_gates)
+        orthogonal = nn.initializers.orthogonal()
+        return {
+            "input": nn.initializers.lecun_normal()(input_key, (input_size, num_gates * size)),
+            "recurrent": jnp.concatenate([orthogonal(k, (size, size)) for k in keys], axis=-1),
+            "bias": jnp.repeat(jnp.array(cell.biases, jnp.float32), size),
+        }
+
+    def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
+        return (jnp.zeros((*batch_shape, size)),) * cell.num_arrays
+
+    def gates(params: Any, inputs: jax.Array) -> Gates:
+        return _per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
+
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
+        return cell.update(gates(params, inputs), _per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
+
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
+        x = tuple(unflatten(gate, len(inputs)) for gate in gates(params, flatten(inputs)))
+        return _scan(cell.update, params["recurrent"], x, is_first, carry)
+
+    return Core(init, initial_carry, step, unroll)
+
+
+def _min_gru(size: int) -> Core:
+    """A GRU whose gates see inputs alone: its carries are a linear recurrence (minGRU; Feng et al., 2024, arXiv 2410.01201)."""
+
+    def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        # Units start with evenly spaced lengths of memory (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
+        # open, PPO needed three to five times as many steps to learn a chain of 15.
+        keep = jnp.log(jnp.linspace(1, LONGEST_MEMORY - 1, size))
+        return {
+            "input": nn.initializers.lecun_normal()(key, (input_size, 2 * size)),
+            "bias": jnp.concatenate([keep, jnp.zeros(size)]),
+        }
+
+    def gates(params: Any, inputs: jax.Array) -> Gates:
+        keep, candidate = _per_gate(matmul(inputs, params["input"]) + params["bias"], 2)
+        keep = jax.nn.sigmoid(keep)
+        return keep, (1 - keep) * candidate
+
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
+        keep, write = gates(params, inputs)
+        return (keep * carry[0] + write,)
+
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
+        keep, write = (unflatten(x, len(inputs)) for x in gates(params, flatten(inputs)))
+        (keep,) = forget(is_first, (keep,))  # what an episode keeps of the one before
+        return (linear_recurrence(keep, write, carry[0]),)
+
+    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size)),), step, unroll)
+
+
+def forget(is_first: jax.Array, carry: Carry) -> Carry:
+    """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` `[...]` bool."""
+    return tuple(jnp.where(is_first[..., None], 0.0, array) for array in carry)
+
+
+def _per_gate(x: jax.Array, num_gates: int) -> Gates:
+    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
+    # times as long.
+    return tuple(jnp.split(x, num_gates, axis=-1))
+
+
+def _plain_scan(
+    update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
+) -> Carry:
+    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix."""
+
+    def step(carry, inputs):
+        x, is_first = inputs
+        carry = forget(is_first, carry)
+        carry = update(x, _per_gate(carry[0] @ kernel, len(x)), carry)
+        return carry, carry
+
+    return jax.lax.scan(step, carry, (x, is_first))[1]
+
+
+_scan = jax.custom_vjp(_plain_scan, nondiff_argnums=(0,))
+
+
+def _scan_forward(update, kernel, x, is_first, carry):
+    carries = _scan(update, kernel, x, is_first, carry)
+    return carries, (kernel, x, is_first, carry, carries)
+
+
+def _scan_backward(update, residuals, cotangents):
+    kernel, x, is_first, carry, carries = residuals
+    before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
+    before = forget(is_first, before)
+    # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the gates
+    # and the derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not
+    # matrices. After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
+    _, pullback = jax.vjp(update, x, _per_gate(before[0] @ kernel, len(x)), before)
+    ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
+    slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
+    by_x, by_u, by_carry = zip(*slopes, strict=True)
+
+    def step(later, inputs):
+        is_first, cotangent, by_u, by_carry = inputs
+        cotangent = tuple(map(jnp.add, later, cotangent))
+        output, *rest = _chain(cotangent, by_carry)
+        output += jnp.concatenate(_chain(cotangent, by_u), axis=-1) @ kernel.T
+        return forget(is_first, (output, *rest)), cotangent
+
+    start = tuple(map(jnp.zeros_like, carry))
+    dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
+    du = jnp.concatenate(_chain(cotangents, by_u), axis=-1)
+    (dkernel,) = jax.vjp(lambda kernel: matmul(flatten(before[0]), kernel), kernel)[1](flatten(du))
+    return dkernel, _chain(cotangents, by_x), None, dcarry
+
+
+def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
+    """The elementwise chain rule: combines the cotangents of the carries with their derivatives by each of several arrays."""
+    return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
+
+
+_scan.defvjp(_scan_forward, _scan_backward)
