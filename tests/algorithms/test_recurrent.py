@@ -259,7 +259,7 @@ def test_the_state_keeps_its_types(walk):
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
 
 
-@pytest.mark.parametrize("core", ["gru", "lstm", "min_gru"])
+@pytest.mark.parametrize("core", ["gru", "lstm", pytest.param("min_gru", marks=pytest.mark.slow)])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
     agent = build(RandomWalk(), core=core)
