@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ _FREE_BYTES = 2**27
 """A disk with less free space is as good as full."""
 
 _CHECKED = ".checked"
+
+_OWN = f"jaxlib-*-{'[0-9a-f]' * 12}"
+"""The folders that `machine` names."""
 
 
 class CacheWarning(UserWarning):
@@ -93,9 +97,12 @@ def on() -> Iterator[None]:
 @functools.cache
 def _prepared(choice: str) -> str | None:
     """Makes the folder of this machine, and removes from it what is damaged or too much; None if there is to be no cache."""
-    if choice.lower() in ("off", "0", "no", "false"):
+    choice = choice.strip() or "on"
+    if choice.lower() in ("off", "0", "no", "none", "false", "disabled"):
         return None
     try:
+        if "://" in choice:
+            raise OSError(f"{choice} is no folder of this machine")
         folder = user_folder() if choice.lower() in ("on", "1", "yes", "true") else Path(choice).expanduser().absolute()
         own, is_new = folder / machine(), not folder.exists()
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,13 +126,14 @@ def _prepared(choice: str) -> str | None:
 
 def _remove_damaged(folder: Path) -> None:
     """Removes files that a process that was killed, or a full disk, left incomplete; each new file is looked at once."""
-    stamp = folder / _CHECKED
+    stamp, now = folder / _CHECKED, time.time_ns()
     since = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    stamp.touch()
     for path in folder.glob("*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
             if path.stat().st_mtime_ns >= since and not _is_whole(path.read_bytes()):
                 path.unlink()
+    stamp.touch()
+    os.utime(stamp, ns=(now, now))
 
 
 def _is_whole(data: bytes) -> bool:
@@ -142,9 +150,12 @@ def _is_whole(data: bytes) -> bool:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes the files that have not been used for longest, until the rest is small enough."""
+    """Removes the programs of any machine that have not been used for longest, until the rest is small enough.
+
+    The folder may hold other files, which are the user's.
+    """
     found: list[tuple[int, int, Path]] = []
-    for path in folder.rglob("*"):
+    for path in folder.glob(f"{_OWN}/*-cache"):
         with contextlib.suppress(FileNotFoundError):
             about = path.stat()
             if path.is_file():

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _compile_cache, _flags, _gymnax, _launch, _names, _streams
+from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -285,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal
       ended it.
     """
+    is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
     with _streams.lasting() as out, _short_warnings():
         try:
@@ -298,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
         if lost and code == 0 and argv[0] not in ("train", "record"):
             code = _complain(f"cannot write to standard output: {out.error}")
-    if code and _is_one_of_several():
+    if (code and _is_one_of_several()) or (is_whole_process and _background.is_busy()):
         _end(code)
     return code
 
@@ -309,7 +310,7 @@ def _is_one_of_several() -> bool:
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process at once, so that the others notice; JAX would wait for them at the usual end."""
+    """Ends the process at once: at the usual end, JAX would wait for other processes, and Python for what is being compiled."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -194,15 +194,28 @@ def test_train_keeps_programs_but_leaves_jax_s_settings_as_they_were(tmp_path):
     assert machine.name == _compile_cache.machine() and machine.stat().st_mode & 0o077 == 0
 
 
-def test_the_oldest_programs_leave_when_there_are_too_many(tmp_path, monkeypatch):
+def test_the_oldest_programs_leave_when_there_are_too_many_and_no_other_files(tmp_path, monkeypatch):
     monkeypatch.setattr(_compile_cache, "MOST_BYTES", 250)
-    for age, name in enumerate(("newest", "older", "oldest")):
-        (tmp_path / name).mkdir()
-        path = tmp_path / name / "jit_f-cache"
+    for age, version in enumerate(("3", "2", "1")):
+        path = tmp_path / f"jaxlib-{version}-0123456789ab" / "jit_f-cache"
+        path.parent.mkdir()
         path.write_bytes(bytes(100))
         os.utime(path, (1e9 - age, 1e9 - age))
+    others = ["thesis.tex", "runs/my-cache", "jaxlib-notes/my-cache", "jaxlib-1-0123456789ab/notes"]
+    for name in others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(1000))
+        os.utime(tmp_path / name, (1.0, 1.0))
     _compile_cache._remove_oldest(tmp_path)
-    assert sorted(p.parent.name for p in tmp_path.rglob("*-cache")) == ["newest", "older"]
+    assert sorted(p.parent.name[7] for p in tmp_path.glob("*/jit_f-cache")) == ["2", "3"]
+    assert all((tmp_path / name).exists() for name in others)
+
+
+@pytest.mark.parametrize("choice", ["gs://bucket/programs", "none", " off "])
+def test_what_is_no_folder_makes_none(choice, tmp_path):
+    done = python(f"import os, sys; os.chdir(sys.argv[1])\n{SORT}", tmp_path, MSRL_JAX_CACHE=choice, HOME=str(tmp_path))
+    assert done.stdout.split() == ["0"] and not list(tmp_path.iterdir())
+    assert ("is no folder of this machine" in done.stderr) == ("://" in choice)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +254,30 @@ def test_an_error_of_another_thread_s_compiler_reaches_the_user():
     executables.begin("call", call, [x], (), None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_target"):
         executables.compile("call", call, [x], (), None)
+
+
+def test_a_thread_that_outlives_the_main_thread_compiles(tmp_path):
+    code = """
+import threading, time
+from msrl_jax._background import in_background
+
+def later():
+    threading.main_thread().join()
+    time.sleep(0.2)
+    print(in_background(lambda: 40 + 2)())
+
+threading.Thread(target=later).start()
+"""
+    assert python(code).stdout.split() == ["42"]
+
+
+def test_a_command_does_not_wait_for_what_is_being_compiled():
+    code = """
+import sys, time
+from msrl_jax import _background, cli
+
+_background.in_background(lambda: time.sleep(1000))
+sys.argv = ["msrl-jax", "--version"]
+sys.exit(cli.main())
+"""
+    assert python(code).stdout.startswith("msrl-jax ")

@@ -45,7 +45,7 @@ class _Clock:
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The function, timed."""
-        is_program = isinstance(call, jax.stages.Compiled)
+        is_program = isinstance(call, jax.stages.Compiled | jax.stages.Wrapped)
 
         def timed(*args: Any) -> Any:
             start = time.thread_time()
@@ -81,6 +81,7 @@ def measure(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dis
         leaves, *_ = execute(leaves)
         seconds = time.thread_time() - start
         jax.block_until_ready(leaves)
-        rows.append((seconds / instructions, (seconds - clock.in_jax) / instructions, clock.in_programs / clock.programs))
+        call = clock.in_programs / max(clock.programs, 1)
+        rows.append((seconds / instructions, (seconds - clock.in_jax) / instructions, call))
     # JAX prepares a program in its first call.
     return Dispatch(instructions, *(statistics.median(column) * 1e6 for column in zip(*rows[1:], strict=True)))

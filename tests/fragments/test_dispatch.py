@@ -170,3 +170,24 @@ def test_a_fused_loop_has_no_instructions_to_measure(devices):
     state = toy.initial_state()
     program = msrl.compile(toy.iteration, state, policy=msrl.policies.GPUOnly(), axes=toy.AXES, devices=devices[:1])
     assert program.measure_dispatch(state) is None and program.num_compilations == 0
+
+
+def test_programs_of_numbers_smaller_than_a_byte_are_measured_too(devices):
+    """JAX calls these by another way."""
+
+    @msrl.fragment(role="actor")
+    def act(scale, x):
+        return (x.astype(jnp.int8) * scale.astype(jnp.int8)[0]).astype(jnp.int4)
+
+    @msrl.fragment(role="learner")
+    def learn(scale, x):
+        return (scale.astype(jnp.int8) + x.astype(jnp.int8).sum(dtype=jnp.int8)).astype(jnp.int4)
+
+    def iteration(state):
+        x = act(*state)
+        return (learn(state[0], x), x), {}
+
+    state = jnp.ones(3, jnp.int4), jnp.ones(4, jnp.int4)
+    policy = msrl.policies.SingleLearnerCoarse()
+    program = msrl.compile(iteration, state, policy=policy, axes=(P(), P("env")), devices=devices[:3])
+    assert program.measure_dispatch(state).call_microseconds > 0
