@@ -46,7 +46,7 @@ def python(code, *arguments, **environment):
     quick = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     kept |= quick | environment
     return subprocess.run(
-        [sys.executable, "-W", "always::msrl_jax._compile_cache.CacheWarning", "-c", code, *map(str, arguments)],
+        [sys.executable, "-W", "always::UserWarning", "-c", code, *map(str, arguments)],
         env=kept, capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
 
