@@ -86,7 +86,7 @@ class Executables:
         whole = _key(key, args, donate, out)
         if whole not in self._cache:
             with self._compiling(fn, args):
-                jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+                jitted = _jitted(fn, donate, out)
                 begun = self._begun.pop(whole, None)
                 compiled = self._cache[whole] = begun() if begun else jitted.lower(*args).compile()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
@@ -106,7 +106,7 @@ class Executables:
         whole = _key(key, args, donate, out)
         if whole not in self._cache and whole not in self._begun:
             with self._compiling(fn, args):
-                jitted = jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+                jitted = _jitted(fn, donate, out)
                 self._begun[whole] = in_background(jitted.lower(*args).compile)
 
     @contextlib.contextmanager
@@ -117,6 +117,10 @@ class Executables:
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             raise _explained(error, fn.__name__, {d for a in args for d in a.sharding.device_set}) from error
         self.seconds += time.perf_counter() - start
+
+
+def _jitted(fn: Callable[..., Any], donate: Sequence[int], out: Sequence[NamedSharding | None] | None) -> jax.stages.Wrapped:
+    return jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
 
 
 def _key(
