@@ -165,50 +165,64 @@ def _per_gate(x: jax.Array, num_gates: int) -> Gates:
     return tuple(jnp.split(x, num_gates, axis=-1))
 
 
-def _plain_scan(
+def _carries_and_products(
     update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
-) -> Carry:
-    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix."""
+) -> tuple[Carry, jax.Array]:
+    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix.
+
+    Also returns the products of that matrix and the outputs before every step, for all gates one after another.
+    """
 
     def step(carry, inputs):
         x, is_first = inputs
         carry = forget(is_first, carry)
-        carry = update(x, _per_gate(carry[0] @ kernel, len(x)), carry)
-        return carry, carry
+        product = carry[0] @ kernel
+        carry = update(x, _per_gate(product, len(x)), carry)
+        return carry, (carry, product)
 
     return jax.lax.scan(step, carry, (x, is_first))[1]
+
+
+def _plain_scan(update, kernel, x, is_first, carry):
+    return _carries_and_products(update, kernel, x, is_first, carry)[0]
 
 
 _scan = jax.custom_vjp(_plain_scan, nondiff_argnums=(0,))
 
 
 def _scan_forward(update, kernel, x, is_first, carry):
-    carries = _scan(update, kernel, x, is_first, carry)
-    return carries, (kernel, x, is_first, carry, carries)
+    carries, products = _carries_and_products(update, kernel, x, is_first, carry)
+    return carries, (kernel, x, is_first, carry, carries, products)
 
 
 def _scan_backward(update, residuals, cotangents):
-    kernel, x, is_first, carry, carries = residuals
+    kernel, x, is_first, carry, carries, products = residuals
     before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
     before = forget(is_first, before)
-    # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the gates
-    # and the derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not
-    # matrices. After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
-    _, pullback = jax.vjp(update, x, _per_gate(before[0] @ kernel, len(x)), before)
+    # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
+    # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
+    # After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
+    _, pullback = jax.vjp(update, x, _per_gate(products, len(x)), before)
     ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
     slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
     by_x, by_u, by_carry = zip(*slopes, strict=True)
+    by_u = tuple(jnp.stack(by, axis=-2) for by in by_u)  # one array, one multiplication per step
+
+    def through_gates(cotangent: Carry, by_u: Gates) -> jax.Array:
+        terms = (c[..., None, :] * by for c, by in zip(cotangent, by_u, strict=True))
+        du = functools.reduce(jnp.add, terms)
+        return du.reshape(*du.shape[:-2], -1)
 
     def step(later, inputs):
         is_first, cotangent, by_u, by_carry = inputs
         cotangent = tuple(map(jnp.add, later, cotangent))
         output, *rest = _chain(cotangent, by_carry)
-        output += jnp.concatenate(_chain(cotangent, by_u), axis=-1) @ kernel.T
+        output += through_gates(cotangent, by_u) @ kernel.T
         return forget(is_first, (output, *rest)), cotangent
 
     start = tuple(map(jnp.zeros_like, carry))
     dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
-    du = jnp.concatenate(_chain(cotangents, by_u), axis=-1)
+    du = through_gates(cotangents, by_u)
     (dkernel,) = jax.vjp(lambda kernel: matmul(flatten(before[0]), kernel), kernel)[1](flatten(du))
     return dkernel, _chain(cotangents, by_x), None, dcarry
 
