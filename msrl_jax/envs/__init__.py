@@ -3,6 +3,7 @@
 from msrl_jax import _threefry as _threefry
 from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.base import Environment as Environment
+from msrl_jax.envs.base import MaskedObservation as MaskedObservation
 from msrl_jax.envs.base import TimeStep as TimeStep
 from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
 from msrl_jax.envs.registry import make as make

@@ -60,6 +60,20 @@ class Environment(Protocol):
         ...
 
 
+class MaskedObservation(NamedTuple):
+    """An observation, and the actions that are legal in it.
+
+    `vectorize` makes it for an environment with a method `action_mask(state)`, in all places of an observation.
+
+    Attributes:
+      obs: the observation. `[..., *observation_shape]`
+      action_mask: whether each of the `n` discrete actions is legal. `[..., n]` bool
+    """
+
+    obs: PyTree
+    action_mask: jax.Array
+
+
 class TimeStep(NamedTuple):
     """The outcome of one step of `E` environments.
 
