@@ -25,7 +25,7 @@ from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
-from msrl_jax.algorithms.loops.acting import next_values, parameter_age, parameter_version, split_keys
+from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
@@ -402,5 +402,5 @@ def build(env: MultiAgentEnvironment, config: IPPOConfig) -> Agent:
     return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
 
 
-IPPO = register(Algorithm("ippo", IPPOConfig, build))
-MAPPO = register(Algorithm("mappo", MAPPOConfig, build))
+IPPO = register(Algorithm("ippo", IPPOConfig, build, many_agents=True))
+MAPPO = register(Algorithm("mappo", MAPPOConfig, build, many_agents=True))

@@ -93,6 +93,11 @@ class TimeStep(NamedTuple):
     truncated: jax.Array
     final_obs: PyTree
 
+    @property
+    def ended(self) -> jax.Array:
+        """Whether the episode ended. `[E]` bool."""
+        return self.terminated | self.truncated
+
 
 class VectorEnvironment(Protocol):
     """`E` parallel environments with automatic reset.

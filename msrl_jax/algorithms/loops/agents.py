@@ -92,7 +92,7 @@ class Team:
     initial_carry: Callable[[int], Any]
     recurrent: bool
     updates_per_iteration: int
-    agent_axes: P = P("env")
+    agent_axes: P
     env_group: int = 1
 
 
