@@ -29,11 +29,11 @@ from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_k
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network
+from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import Box, MaskedObservation, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -158,21 +158,15 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         actor_keys = jax.random.split(actor_key, config.num_envs * num_agents).reshape(config.num_envs, num_agents)
         return params, Learner(opt_state, counter(), learner_key, actor_keys)
 
-    def with_ids(x: Any) -> Any:
-        """Appends the number of the agent, one-hot, to vectors `[..., A, D]`."""
-        if isinstance(x, MaskedObservation):
-            return MaskedObservation(with_ids(x.obs), x.action_mask)
-        ids = jnp.broadcast_to(jnp.eye(num_agents), (*x.shape[:-1], num_agents))
-        return jnp.concatenate([x.astype(jnp.float32), ids], axis=-1)
-
     def inputs_of(obs: Any, state: jax.Array) -> Any:
         """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
         if identify and config.agent_ids:
-            obs = with_ids(obs)
+            obs = with_ids(obs, num_agents)
         if not config.central_critic:
             return obs
         if identify:  # a row of the one critic for every agent
-            state = with_ids(jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1])))
+            state = jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1]))
+            state = with_ids(state, num_agents)
         elif shared:
             state = state[..., None, :]
         return obs, state
@@ -363,12 +357,7 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -
     identify = config.share_parameters and num_agents > 1
     space = venv.observation_space
     if identify and config.agent_ids:
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            raise TypeError(
-                f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or "
-                "use agent_ids=False"
-            )
-        space = Box(-jnp.inf, jnp.inf, (space.shape[0] + num_agents,))
+        space = with_ids_space(space, num_agents)
     if config.central_critic:
         state_size = venv.state_size + (num_agents if identify else 0)
         return centralized_network(
