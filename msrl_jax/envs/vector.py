@@ -10,6 +10,7 @@ from jax.tree_util import keystr
 from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
+from msrl_jax.envs.masks import check_masks, has_masks, with_masks
 from msrl_jax.metrics import Mean
 
 
@@ -31,7 +32,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     Environments do not depend on each other, and each has its own key. So trajectories do not depend on the split over
     devices, and the split needs no communication.
 
-    If the environment has a method `vectorize(num_envs)`, that method makes the copies.
+    If the environment has a method `vectorize(num_envs)`, that method makes the copies. If it has a method
+    `action_mask(state)`, observations are `MaskedObservation`s.
 
     Args:
       env: the environment.
@@ -41,7 +43,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
       The vector environment.
 
     Raises:
-      TypeError: if a result of `reset` or `step` does not fit the protocol; the message names it.
+      TypeError: if a result of `reset`, `step` or `action_mask` does not fit the protocol; the message names it.
       ValueError: if `num_envs` is not at least 1.
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
@@ -50,7 +52,9 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     if own is not None:
         return own(num_envs)
     _check(env)
-    return Vectorized(env, num_envs)
+    if has_masks(env):
+        check_masks(env)
+    return Vectorized(with_masks(env), num_envs)
 
 
 @dataclass(frozen=True)

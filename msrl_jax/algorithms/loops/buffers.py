@@ -10,6 +10,7 @@ from msrl_jax import data, replay
 from msrl_jax.algorithms.configs.replay import MixingConfig, OffPolicyConfig, PriorityConfig
 from msrl_jax.algorithms.loops.mixing import load_data, mix, split_batch
 from msrl_jax.envs import Discrete, Environment, Space
+from msrl_jax.envs.masks import has_masks, with_masks
 from msrl_jax.replay import Replay, Transition
 
 
@@ -39,7 +40,7 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
         return _buffer(env, config, "n_step is", config.batch_size, config.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
-    mixed_in = data.buffer(dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage), **windows)
+    mixed_in = data.buffer(dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, env), **windows)
     return mix(_buffer(env, config, "n_step is", own_rows, shards, **windows), *mixed_in)
 
 
@@ -65,9 +66,10 @@ def sequence_buffer(
     return _buffer(env, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
 
 
-def storage_of(codec: str | None) -> dict[str, str] | None:
-    """The `storage` of a buffer whose observations have a codec."""
-    return None if codec is None else {"obs": codec, "next_obs": codec}
+def storage_of(codec: str | None, env: Environment) -> dict[str, str | None] | None:
+    """The `storage` of a buffer whose observations have a codec; masks have none."""
+    masks = {"action_mask": None} if has_masks(env) else {}
+    return None if codec is None else {"obs": codec, "next_obs": codec, **masks}
 
 
 def _buffer(
@@ -79,7 +81,7 @@ def _buffer(
     carry: Any = (),
     **windows: Any,
 ) -> Replay:
-    obs = jax.eval_shape(env.reset, jax.random.key(0))[1]
+    obs = jax.eval_shape(with_masks(env).reset, jax.random.key(0))[1]
     number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
     example = Transition(obs, action_type(env.action_space), number, flag, flag, obs, carry)
     options: dict[str, Any] = {
@@ -89,7 +91,7 @@ def _buffer(
         "batch_size": batch_size,
         "min_size": config.learning_starts,
         "shards": shards,
-        "storage": storage_of(config.storage),
+        "storage": storage_of(config.storage, env),
         **windows,
     }
     make = replay.uniform

@@ -204,7 +204,7 @@ def read_data(
     dataset = load_data(config.data, env)
     if normalize_rewards:
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
-    shards, storage = _shards(config), storage_of(config.storage)
+    shards, storage = _shards(config), storage_of(config.storage, env)
 
     def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)
