@@ -26,6 +26,10 @@ from msrl_jax.algorithms.es import ES as ES
 from msrl_jax.algorithms.es import ESConfig as ESConfig
 from msrl_jax.algorithms.impala import IMPALA as IMPALA
 from msrl_jax.algorithms.impala import IMPALAConfig as IMPALAConfig
+from msrl_jax.algorithms.ippo import IPPO as IPPO
+from msrl_jax.algorithms.ippo import MAPPO as MAPPO
+from msrl_jax.algorithms.ippo import IPPOConfig as IPPOConfig
+from msrl_jax.algorithms.ippo import MAPPOConfig as MAPPOConfig
 from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.iql import IQLConfig as IQLConfig
 from msrl_jax.algorithms.ppo import PPO as PPO

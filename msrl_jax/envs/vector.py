@@ -1,15 +1,17 @@
 """`vectorize`: parallel copies of an environment, each with its own key and automatic reset."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr
 
 from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import spaces
+from msrl_jax.envs.agents.base import has_agents
+from msrl_jax.envs.agents.vector import VectorizedAgents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
+from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
 from msrl_jax.metrics import Mean
 
@@ -32,8 +34,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     Environments do not depend on each other, and each has its own key. So trajectories do not depend on the split over
     devices, and the split needs no communication.
 
-    If the environment has a method `vectorize(num_envs)`, that method makes the copies. If it has a method
-    `action_mask(state)`, observations are `MaskedObservation`s.
+    If the environment has a method `vectorize(num_envs)`, that method makes the copies. An environment of several agents
+    becomes `VectorizedAgents`. With a method `action_mask(state)`, observations are `MaskedObservation`s.
 
     Args:
       env: the environment.
@@ -51,6 +53,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     own = getattr(env, "vectorize", None)
     if own is not None:
         return own(num_envs)
+    if has_agents(env):
+        return VectorizedAgents(env, num_envs)  # type: ignore[arg-type,return-value]
     _check(env)
     if has_masks(env):
         check_masks(env)
@@ -82,8 +86,7 @@ class Vectorized:
 
     def reset(self, key: jax.Array) -> tuple[VectorState, PyTree]:
         """Starts all environments; returns the state and the first observations `[E, ...]`."""
-        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
-            raise TypeError(f"reset needs one typed key, got {jax.typeof(key)}; make it with jax.random.key(seed)")
+        check_key(key)
 
         def reset_one(key):
             key, reset_key = jax.random.split(key)
@@ -94,7 +97,7 @@ class Vectorized:
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
         """Advances every environment by one action, and resets environments at the end of an episode."""
-        action = self._as_actions(action, state.key.shape[0])
+        action = as_actions(self, action, (state.key.shape[0],), "environment")
 
         def step_one(state, action):
             key, step_key = jax.random.split(state.key)
@@ -129,20 +132,6 @@ class Vectorized:
         """Returns the state unchanged."""
         return state
 
-    def _as_actions(self, action: PyTree, num_envs: int) -> PyTree:
-        """Converts actions to the dtypes of the action space; raises ValueError for other shapes and kinds."""
-
-        def convert(path, want, x):
-            x, shape = jnp.asarray(x), (num_envs, *want.shape)
-            if x.shape != shape or not jnp.can_cast(x.dtype, want.dtype, "same_kind"):
-                raise ValueError(
-                    f"action{keystr(path)} of {self.name} is {_show(x)}; it must be {want.dtype}{list(shape)}: "
-                    f"one element of {self.action_space} for each of {num_envs} environments"
-                )
-            return x.astype(want.dtype)
-
-        return jax.tree_util.tree_map_with_path(convert, spaces.struct(self.action_space), action)
-
 
 def _check(env: Environment) -> None:
     """Checks the types of the results of `reset` and `step`, without computing anything."""
@@ -151,68 +140,24 @@ def _check(env: Environment) -> None:
     if missing:
         raise TypeError(f"{name} has no {missing[0]}; an environment has observation_space, action_space, reset, step")
     for field in ("observation_space", "action_space"):
-        _check_space(getattr(env, field), f"{name}.{field}")
+        check_space(getattr(env, field), f"{name}.{field}")
     key = jax.eval_shape(lambda: jax.random.key(0))
     observation, action = spaces.struct(env.observation_space), spaces.struct(env.action_space)
 
-    started = jax.eval_shape(lambda key: strong(_returned(env.reset(key), f"{name}.reset", "state, obs")), key)
+    started = jax.eval_shape(lambda key: strong(returned(env.reset(key), f"{name}.reset", "state, obs")), key)
     state, obs = started
-    _compare(obs, observation, f"the observation of {name}.reset", "its observation_space")
+    compare_types(obs, observation, f"the observation of {name}.reset", "its observation_space")
 
     parts = "state, obs, reward, terminated, truncated"
     stepped = jax.eval_shape(
-        lambda key, state, action: strong(_returned(env.step(key, state, action), f"{name}.step", parts)),
+        lambda key, state, action: strong(returned(env.step(key, state, action), f"{name}.step", parts)),
         key, state, action,
     )  # fmt: skip
     next_state, next_obs, reward, terminated, truncated = stepped
-    _compare(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
-    _compare(next_obs, observation, f"the observation of {name}.step", "its observation_space")
+    compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
+    compare_types(next_obs, observation, f"the observation of {name}.step", "its observation_space")
     if reward.shape != () or not (jnp.issubdtype(reward.dtype, jnp.number) or reward.dtype == bool):
-        raise TypeError(f"the reward of {name}.step is {_show(reward)}; return a scalar, float32[]")
+        raise TypeError(f"the reward of {name}.step is {show(reward)}; return a scalar, float32[]")
     for flag, x in {"terminated": terminated, "truncated": truncated}.items():
         if x.shape != () or x.dtype != bool:
-            raise TypeError(f"{flag} of {name}.step is {_show(x)}; return a scalar bool, jnp.asarray(False) if never")
-
-
-def _check_space(space: Any, where: str) -> None:
-    if isinstance(space, spaces.Tuple | spaces.Dict):
-        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
-        for key, part in parts:
-            _check_space(part, f"{where}.spaces[{key!r}]")
-    elif not isinstance(space, spaces.Discrete | spaces.Box):
-        kind = f"{type(space).__module__}.{type(space).__qualname__}"
-        raise TypeError(f"{where} is {space!r} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
-    elif 0 in space.shape:
-        raise TypeError(f"{where} is {space}, which has no elements; give it at least one, for example a constant")
-
-
-def _returned(result: Any, where: str, parts: str) -> tuple:
-    wanted = len(parts.split(", "))
-    if not isinstance(result, tuple) or len(result) != wanted:
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise TypeError(f"{where} returned {got}; return the {wanted} values ({parts})")
-    return result
-
-
-def _compare(got: PyTree, want: PyTree, what: str, reference: str) -> None:
-    got_leaves, want_leaves = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (got, want))
-    for path in [*got_leaves, *want_leaves]:
-        a, b = got_leaves.get(path), want_leaves.get(path)
-        if a is None or b is None:
-            has, lacks = (what, reference) if b is None else (reference, what)
-            where = keystr(path) or "a value"
-            raise TypeError(f"{has} has {where}, which {lacks} has not; return the same pytree in both")
-        if a.shape != b.shape or a.dtype != b.dtype:
-            raise TypeError(
-                f"{what} has {keystr(path) or 'a value'} of {_show(a)}, but {reference} has {_show(b)}; "
-                f"make them equal, for instance with jnp.asarray(..., jnp.{b.dtype})"
-            )
-    if jax.tree.structure(got) != jax.tree.structure(want):
-        raise TypeError(
-            f"{what} is the pytree {jax.tree.structure(got)}, but {reference} is {jax.tree.structure(want)}; "
-            "return the same types of containers in both"
-        )
-
-
-def _show(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+            raise TypeError(f"{flag} of {name}.step is {show(x)}; return a scalar bool, jnp.asarray(False) if never")

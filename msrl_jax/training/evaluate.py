@@ -131,15 +131,17 @@ def make_evaluator(
         def step(e: _Episodes) -> _Episodes:
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
+            # The return of several agents is the sum of theirs, as in training.
+            reward = t.reward if t.reward.ndim == 1 else t.reward.sum(-1)
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             return _Episodes(
                 step=e.step + 1,
                 env_state=env_state,
                 obs=t.obs,
                 carry=carry,
-                returns=e.returns + jnp.where(e.running, t.reward, 0.0),
+                returns=e.returns + jnp.where(e.running, reward, 0.0),
                 lengths=e.lengths + e.running,
-                running=e.running & ~(t.terminated | t.truncated),
+                running=e.running & ~t.ended,
             )
 
         none = jnp.zeros(episodes, jnp.int32)

@@ -276,7 +276,7 @@ class Result:
         if single:
             obs = jax.tree.map(lambda x: x[None], obs)
         if (mask := mask_of(obs)) is not None and not mask.any(-1).all():
-            number = int(np.argmin(mask.any(-1)))
+            number = np.argwhere(~mask.any(-1))[0].tolist()
             raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
         count = jax.tree.leaves(obs)[0].shape[0]
         fresh = self.behavior.initial_carry(count)

@@ -137,7 +137,7 @@ def test_actions_are_chosen_for_observations_with_their_legal_actions():
     assert result.act(envs.MaskedObservation(obs[0], masks[0]), jax.random.key(0)) == 2
     with pytest.raises(ValueError, match=r"Maze names its legal actions; give them .* MaskedObservation\(obs, action_mask\)"):
         result.act(obs)
-    with pytest.raises(ValueError, match="observation 1 has no legal action"):
+    with pytest.raises(ValueError, match=r"observation \[1\] has no legal action"):
         result.act(envs.MaskedObservation(obs, masks & ~masks[1]))
 
 

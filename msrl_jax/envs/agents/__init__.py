@@ -1,0 +1,1 @@
+"""Environments with several agents: the protocol, and its vectorized form."""

@@ -1,0 +1,195 @@
+"""Parallel copies of an environment with several agents: automatic reset, absent agents, statistics of episodes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
+from msrl_jax.envs.agents.conformity import check_agents
+from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, env_name, strong
+from msrl_jax.envs.conformity import as_actions, check_key
+from msrl_jax.metrics import Mean
+
+
+class AgentsState(NamedTuple):
+    """The state of `E` environments with `A` agents.
+
+    Attributes:
+      key: one typed PRNG key per environment, for all its randomness. `[E]`
+      env_state: the states of the environments. `[E, ...]`
+      absent: which agents have terminated before the end of their episode. `[E, A]` bool
+      episode_return: undiscounted sums of the rewards of the running episodes. `[E, A]` float32
+      episode_length: lengths of the running episodes, in steps. `[E]` float32
+      return_sum: sums of the returns of the episodes completed since `pop_episodes`. `[E, A]` float32
+      length_sum: sums of the lengths of these episodes. `[E]` float32
+      num_episodes: numbers of these episodes. `[E]` float32
+    """
+
+    key: jax.Array
+    env_state: PyTree
+    absent: jax.Array
+    episode_return: jax.Array
+    episode_length: jax.Array
+    return_sum: jax.Array
+    length_sum: jax.Array
+    num_episodes: jax.Array
+
+
+@dataclass(frozen=True)
+class VectorizedAgents:
+    """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.
+
+    Environments do not depend on each other, and each has its own key, as in `vectorize`.
+
+    Attributes:
+      env: the environment.
+      num_envs: number of copies, `E`.
+      teams: name -> indices of agents; with several teams, statistics name the returns of each.
+    """
+
+    env: MultiAgentEnvironment
+    num_envs: int
+    teams: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    axes = ENV_AXIS
+
+    def __post_init__(self):
+        check_agents(self.env)
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents."""
+        return tuple(self.env.agents)
+
+    @property
+    def num_agents(self) -> int:
+        """The number of agents, `A`."""
+        return len(self.env.agents)
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """The space of one agent's observations."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """The space of one agent's actions."""
+        return self.env.action_space
+
+    @property
+    def state_size(self) -> int:
+        """The length of a global state, `S`."""
+
+        def one(key):
+            env_state, obs = self.env.reset(key)
+            return self._global_state(env_state, obs)
+
+        return jax.eval_shape(one, jax.eval_shape(lambda: jax.random.key(0))).shape[0]
+
+    def reset(self, key: jax.Array) -> tuple[AgentsState, PyTree]:
+        """Starts all environments; returns the state and the first observations `[E, A, ...]`."""
+        check_key(key)
+
+        def reset_one(key):
+            key, reset_key = jax.random.split(key)
+            env_state, obs = strong(self.env.reset(reset_key))
+            absent = jnp.zeros(self.num_agents, bool)
+            return key, env_state, absent, self._observation(env_state, obs, absent)
+
+        key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
+        per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
+        return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env), obs
+
+    def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
+        """The global states, given the observations that belong to the state. `[E, S]` float32."""
+        plain = obs.obs if isinstance(obs, MaskedObservation) else obs
+        return jax.vmap(self._global_state)(state.env_state, plain)
+
+    def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, MultiAgentTimeStep]:
+        """Advances every environment by one action of every agent `[E, A, ...]`, and resets environments that ended."""
+        action = as_actions(self, action, (state.key.shape[0], self.num_agents), "agent of each environment")
+
+        def step_one(key, env_state, absent, action):
+            key, step_key = jax.random.split(key)
+            step_key, reset_key = jax.random.split(step_key)
+            env_state, obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
+            reward = jnp.where(absent, 0.0, reward.astype(jnp.float32))
+            terminated |= absent
+            ended = truncated | terminated.all()
+            final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
+            fresh = strong(self.env.reset(reset_key))
+            env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
+            gone = terminated & ~ended
+            obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
+            time_step = MultiAgentTimeStep(
+                obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state
+            )
+            return key, env_state, gone, time_step
+
+        key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action)
+        ended = t.ended[:, None]
+        episode_return, episode_length = state.episode_return + t.reward, state.episode_length + 1
+        state = AgentsState(
+            key,
+            env_state,
+            absent,
+            episode_return=jnp.where(ended, 0, episode_return),
+            episode_length=jnp.where(t.ended, 0, episode_length),
+            return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
+            length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
+            num_episodes=state.num_episodes + t.ended,
+        )
+        return state, t
+
+    def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
+        """Returns the means over completed episodes, and resets the sums.
+
+        Args:
+          state: the state with the sums since the last call.
+
+        Returns:
+          The state with zero sums; and the means `episode_return` (undiscounted, summed over all agents), `episode_length`
+          (in steps), and `episode_return/TEAM` (summed over the agents of a team) if there are several teams.
+        """
+        count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
+        metrics = {
+            "episode_return": Mean(returns.sum(), count),
+            "episode_length": Mean(jnp.sum(state.length_sum), count),
+        }
+        if len(self.teams) > 1:
+            for team, members in self.teams.items():
+                metrics[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
+        zeros = {name: jnp.zeros_like(getattr(state, name)) for name in ("return_sum", "length_sum", "num_episodes")}
+        return state._replace(**zeros), metrics
+
+    def observe(self, state: AgentsState, obs: PyTree) -> PyTree:
+        """Returns the observations unchanged."""
+        return obs
+
+    def statistics(self, state: AgentsState) -> tuple[()]:
+        """Returns `()`: there are no running statistics."""
+        return ()
+
+    def with_statistics(self, state: AgentsState, statistics: tuple[()]) -> AgentsState:
+        """Returns the state unchanged."""
+        return state
+
+    def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
+        """The observations of one environment; with masks if it has any. Absent agents may do anything: nobody looks."""
+        if not hasattr(self.env, "action_mask"):
+            return obs
+        return MaskedObservation(obs, self.env.action_mask(env_state) | absent[:, None])  # type: ignore[attr-defined]
+
+    def _global_state(self, env_state: PyTree, obs: PyTree) -> jax.Array:
+        """The global state of one environment. `[S]` float32."""
+        if hasattr(self.env, "global_state"):
+            return self.env.global_state(env_state).astype(jnp.float32)  # type: ignore[attr-defined]
+        return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in jax.tree.leaves(obs)])
