@@ -97,18 +97,6 @@ class VDNConfig(QMIXConfig):
     mixer: Literal["monotonic", "sum"] = "sum"
 
 
-class _Joint:
-    """The types of the joint observations and actions, for the buffer."""
-
-    def __init__(self, venv: JointView):
-        self._venv = venv
-        self.action_type = jax.ShapeDtypeStruct((venv.env.num_agents,), jnp.int32)
-
-    def observation_type(self) -> Any:
-        obs = jax.eval_shape(self._venv.reset, jax.random.key(0))[1]
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
-
-
 def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
     """Builds QMIX or VDN for one team of all agents, whose rewards are summed.
 
@@ -143,10 +131,9 @@ def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
         if config.mixer == "sum"
         else monotonic_mixer(num_agents, state_size, mixing_size=config.mixing_size, hyper_size=config.hyper_size)
     )
-    joint = _Joint(venv)
     buffer = sequence_buffer(
-        joint.observation_type(),
-        joint.action_type,
+        venv.observation_type,
+        jax.ShapeDtypeStruct((num_agents,), jnp.int32),
         config,
         length=config.burn_in + config.trace_length + config.n_step - 1,
         length_is="burn_in + trace_length + n_step - 1 are",

@@ -9,6 +9,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import vectorize
+from msrl_jax.envs.masks import check_played
 from msrl_jax.fragments.memory import Fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
@@ -92,8 +93,14 @@ class Evaluator:
         self.play.begin(self.behavior.take(state), key)
 
     def __call__(self, state: Any, key: jax.Array) -> Evaluation:
-        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
-        return Evaluation(*jax.device_get(self.play(self.behavior.take(state), key)))
+        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`.
+
+        Raises:
+          ValueError: if an observation has no legal action.
+        """
+        evaluation = Evaluation(*jax.device_get(self.play(self.behavior.take(state), key)))
+        check_played(self.behavior.env, evaluation.returns)
+        return evaluation
 
 
 def make_evaluator(

@@ -57,6 +57,12 @@ class JointView:
         """The space of one agent's actions."""
         return self.env.action_space
 
+    @property
+    def observation_type(self) -> JointObservation:
+        """Shapes and dtypes of one joint observation."""
+        obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
+
     def reset(self, key: jax.Array) -> tuple[AgentsState, JointObservation]:
         """Starts all environments."""
         state, obs = self.env.reset(key)
