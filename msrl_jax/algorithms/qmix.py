@@ -3,8 +3,8 @@
 QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
 observations and joint actions, and learns from replayed sequences as R2D2 does; the loop is in `loops/off_policy.py`.
 
-In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of an
-agent, `L` is `trace_length` and `H` is `memory_size`.
+In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
+an agent, `L` is `trace_length` and `H` is `memory_size`.
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ class QMIXConfig(NetworkConfig, QLearningConfig):
       mixing_size: width of the hidden layer of the monotonic mixer. Usual: 32.
       hyper_size: width of the hidden layers of the networks that compute the mixer's weights. Usual: 64.
       burn_in: first steps of a window, which only refresh the stored carry. Usual: 0 to 40.
-      trace_length: steps of a window in the loss, `L`; windows overlap by half of it. Usual: the length of an episode, or 16 to 80.
+      trace_length: steps of a window in the loss, `L`; windows overlap by half of it. Usual: the length of an
+        episode, or 16 to 80.
       share_parameters: whether all agents have one network, or each its own. Usual: True for agents of one kind.
       agent_ids: whether a shared network also sees which agent it acts for. Usual: True if observations do not tell.
     """
