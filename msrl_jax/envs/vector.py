@@ -1,7 +1,7 @@
 """`vectorize`: parallel copies of an environment, each with its own key and automatic reset."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
