@@ -80,7 +80,7 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
     assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 5
 
 
-ACTING = sorted(msrl.algorithms.ALGORITHMS.keys() - {"bc", "cql", "iql"})
+ACTING = sorted({a.name for a in msrl.algorithms.ALGORITHMS.values() if not a.many_agents} - {"bc", "cql", "iql"})
 OFTEN = ("a2c", "ppo", "r2d2", "sac")  # one of each kind: `-m slow` runs the rest
 
 

@@ -45,6 +45,7 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
+    (ENVIRONMENTS, "Legal actions"),
     (RUNS, TOP),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),

@@ -30,6 +30,7 @@ from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -144,9 +145,9 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         obs=P("env"),
     )
 
-    def by_worker(x: jax.Array, axis: int = 0) -> jax.Array:
+    def by_worker(tree: Any, axis: int = 0) -> Any:
         """Splits the dimension `axis` by worker: `[..., W * n, ...]` becomes `[..., W, n, ...]`."""
-        return x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :])
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], num_workers, -1, *x.shape[axis + 1 :]), tree)
 
     def merge(x: jax.Array) -> jax.Array:
         """Merges `[W, n, ...]` into `[W * n, ...]`."""
@@ -190,7 +191,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
                 normalize=config.normalize_advantage == "worker",
             )
 
-        trajectory, bootstrap_value = jax.tree.map(lambda x: by_worker(x, axis=1), (trajectory, bootstrap_value))
+        trajectory, bootstrap_value = by_worker((trajectory, bootstrap_value), axis=1)
         gradient = jax.vmap(jax.grad(loss, has_aux=True), in_axes=(0, 1, 0, 1))
         return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
 
@@ -247,8 +248,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         return after, {**metrics, **summarize(state.iteration, version, stats), **episodes}
 
     def choose_action(state: A3CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        policy = network.policy(state.params, obs)
-        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+        return to_env_action(choose(network.policy(state.params, obs), key))
 
     return Agent(
         init=init,

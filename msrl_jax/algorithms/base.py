@@ -12,6 +12,7 @@ import jax
 from msrl_jax import _registry, envs
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.envs import Environment, VectorEnvironment
+from msrl_jax.envs.base import env_name
 from msrl_jax.metrics import Mean
 
 Metrics = Mapping[str, jax.Array | Mean]
@@ -67,11 +68,24 @@ class Algorithm:
       name: the name for `get`, such as `"ppo"`.
       config: its config class, a frozen dataclass with sensible defaults.
       build: `(env, config) -> Agent`.
+      many_agents: whether `env` is a `MultiAgentEnvironment`.
     """
 
     name: str
     config: type
-    build: Callable[[Environment, Any], Agent]
+    build: Callable[[Any, Any], Agent]
+    many_agents: bool = False
+
+    def check_env(self, env: Any) -> None:
+        """Raises TypeError if the environment has several agents and the algorithm trains one, or the reverse."""
+        if envs.has_agents(env) == self.many_agents:
+            return
+        name, others = env_name(env), [a.name for a in ALGORITHMS.values() if a.many_agents != self.many_agents]
+        if self.many_agents:
+            fact = f"algorithm {self.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
+        else:
+            fact = f"algorithm {self.name!r} trains one agent, but environment {name!r} has {len(env.agents)}"
+        raise TypeError(f"{fact}; use {', '.join(sorted(others))}, or another environment")
 
 
 def counting_environment(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:

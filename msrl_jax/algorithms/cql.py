@@ -33,6 +33,7 @@ from msrl_jax.algorithms.networks.distributions import TanhNormal
 from msrl_jax.algorithms.networks.policies import make_policy
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete, Environment
+from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 
 
@@ -135,12 +136,12 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
     def gradients(params, target_params, e):
         next_target = values(target_params, e.next_obs)
         next_online = values(params, e.next_obs) if config.double else next_target
-        target = e.reward + e.discount * jax.vmap(greedy_target)(next_online, next_target)
+        target = e.reward + e.discount * jax.vmap(greedy_target)(only_legal(next_online, e.next_obs), next_target)
 
         def loss(params):
             q = values(params, e.obs)
             taken = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
-            gap = conservative_gap(q, e.action)
+            gap = conservative_gap(only_legal(q, e.obs), e.action)
             losses = value_loss(taken, target) + weight * gap
             stats = {"value": taken.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
             return losses.mean(), (target - taken, stats)
@@ -155,7 +156,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
         return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return values(params, obs).argmax(-1).astype(jnp.int32), carry
+        return only_legal(values(params, obs), obs).argmax(-1).astype(jnp.int32), carry
 
     return Rule(init, update, choose_action)
 

@@ -38,6 +38,7 @@ from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
+from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import NStep
 
@@ -145,7 +146,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
     def gradients(params, target_params, experience: NStep, weight):
         next_target = network.apply(target_params, experience.next_obs)
         next_online = network.apply(params, experience.next_obs) if config.double else next_target
-        next_outputs = jax.vmap(greedy_target)(expected(next_online), next_target)
+        next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
 
         def loss(params):
             outputs = network.apply(params, experience.obs)
@@ -164,13 +165,13 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return expected(network.apply(params, obs)).argmax(-1).astype(jnp.int32), carry
+        return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
 
     randomly = epsilon_greedy(config, num_envs=config.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
 
     def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
         greedy, carry = choose_action(params, obs, None, carry)
-        return randomly(greedy, keys, steps), carry
+        return randomly(greedy, keys, steps, obs), carry
 
     return off_policy_agent(
         venv,

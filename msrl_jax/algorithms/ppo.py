@@ -29,6 +29,7 @@ from msrl_jax.algorithms.loops.acting import (
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
@@ -241,8 +242,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         return after, {**metrics, **episodes}
 
     def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        policy = network.policy(state.params, obs)
-        return to_env_action(policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0])))
+        return to_env_action(choose(network.policy(state.params, obs), key))
 
     return Agent(
         init=init,

@@ -23,7 +23,7 @@ from msrl_jax.algorithms.configs.network import Activation, RecurrentConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
 from msrl_jax.algorithms.loops.acting import flatten, unflatten
-from msrl_jax.algorithms.loops.buffers import sequence_buffer
+from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import (
     Batch,
@@ -42,6 +42,7 @@ from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_q
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
+from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, Transition
 
@@ -104,7 +105,8 @@ def make_buffer(env: Environment, carry: Any, config: R2D2Config) -> Replay:
       ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
     return sequence_buffer(
-        env,
+        observation_type(env),
+        action_type(env.action_space),
         config,
         length=config.burn_in + config.trace_length + config.n_step - 1,
         length_is="burn_in + trace_length + n_step - 1 are",
@@ -130,10 +132,11 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
     is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     carry = tuple(x[0] for x in window.carry)
     if burn_in:
-        known = jax.lax.stop_gradient((params, window.obs[:burn_in], is_first[:burn_in], carry))
-        _, carries = network.unroll(*known)
+        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
+        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
         carry = tuple(x[-1] for x in carries)
-    return network.unroll(params, window.obs[burn_in:], is_first[burn_in:], carry)
+    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
+    return network.unroll(params, after, is_first[burn_in:], carry)
 
 
 def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Array, carries: Carry) -> jax.Array:
@@ -149,7 +152,7 @@ def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Arra
       The values. `[T, B, A]`
     """
     values, _ = network.step(params, flatten(next_obs), tuple(map(flatten, carries)))
-    return unflatten(values, len(next_obs))
+    return unflatten(values, len(jax.tree.leaves(next_obs)[0]))
 
 
 def sequence_target(
@@ -209,7 +212,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
         def loss(params):
             values, carries = replay_values(network, params, window, config.burn_in)
             chooser = replay_successors(network, *jax.lax.stop_gradient((params, after.next_obs, carries)))
-            next_value = jax.vmap(jax.vmap(greedy_target))(chooser, next_target)
+            next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
             target = sequence_target(
                 next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=config.rescale_epsilon
             )
@@ -231,13 +234,13 @@ def build(env: Environment, config: R2D2Config) -> Agent:
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         values, carry = network.step(params, obs, carry)
-        return values.argmax(-1).astype(jnp.int32), carry
+        return only_legal(values, obs).argmax(-1).astype(jnp.int32), carry
 
     randomly = epsilon_greedy(config, num_envs=config.num_envs, num_actions=action_space.n, random_steps=buffer.min_size)
 
     def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
         greedy, carry = choose_action(params, obs, None, carry)
-        return randomly(greedy, keys, steps), carry
+        return randomly(greedy, keys, steps, obs), carry
 
     return off_policy_agent(
         venv,

@@ -23,6 +23,7 @@ from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend,
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
+from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.recurrent import recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
@@ -282,8 +283,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
         (policy, _), carry = network.step(state.params, obs, carry)
-        action = policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
-        return to_env_action(action), carry
+        return to_env_action(choose(policy, key)), carry
 
     return Agent(
         init=init,

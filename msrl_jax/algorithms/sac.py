@@ -38,6 +38,7 @@ from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.policies import make_policy
 from msrl_jax.counters import Counter, at_least
 from msrl_jax.envs import Discrete, Environment
+from msrl_jax.envs.masks import mask_of
 from msrl_jax.fragments import fragment
 
 
@@ -51,7 +52,8 @@ class SACConfig(OffPolicyActorCriticConfig):
       initial_temperature: initial weight of the entropy. Usual: 0.1 to 1.
       learn_temperature: whether the temperature is learned; otherwise it is constant. Usual: True.
       target_entropy: target entropy of the learned temperature, in nats. None takes minus the length of a continuous action,
-        or half the logarithm of the number of discrete actions (the paper takes 98 %, which is almost random). Usual: None.
+        or half the logarithm of the number of legal discrete actions (the paper takes 98 %, which is almost random). Usual:
+        None.
     """
 
     num_updates: int = 16
@@ -85,10 +87,6 @@ def build(env: Environment, config: SACConfig) -> Agent:
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     policy = make_policy(venv.observation_space, action_space, config)
     critics = make_critics(venv.observation_space, action_space, 2, config)
-    target_entropy = config.target_entropy
-    if target_entropy is None:
-        discrete = isinstance(action_space, Discrete)
-        target_entropy = 0.5 * math.log(action_space.n) if discrete else -float(math.prod(action_space.shape))
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update = make_apply_update(optimizer)
 
@@ -101,11 +99,19 @@ def build(env: Environment, config: SACConfig) -> Agent:
         }
         return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
 
+    def target_entropy(obs):
+        if config.target_entropy is not None:
+            return config.target_entropy
+        if not isinstance(action_space, Discrete):
+            return -float(math.prod(action_space.shape))
+        legal = mask_of(obs)
+        return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
+
     def policy_value(critic, distribution, obs, temperature, keys):
         """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete."""
         if isinstance(distribution, Categorical):
             q = pessimistic_value(critics.apply(critic, obs))
-            return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature)
+            return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
         action, log_prob = distribution.sample_and_log_prob(keys)
         q = pessimistic_value(critics.apply(critic, obs, action))
         return soft_value(q, log_prob, temperature), log_prob
@@ -126,7 +132,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
             soft, log_prob = policy_value(params["critic"], distribution, e.obs, temperature, keys)
             total = critic_loss - soft.mean()
             if config.learn_temperature:
-                total += temperature_loss(trained["log_temperature"], log_prob, target_entropy).mean()
+                total += temperature_loss(trained["log_temperature"], log_prob, target_entropy(e.obs)).mean()
             stats = {
                 "critic_loss": critic_loss,
                 "actor_loss": -soft.mean(),
@@ -151,7 +157,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
 
     def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
         explored = policy.apply(params["actor"], obs).sample(keys)
-        return jnp.where(at_least(steps, config.learning_starts), explored, uniform_actions(keys, action_space)), carry
+        return jnp.where(at_least(steps, config.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
 
     return off_policy_agent(
         venv,

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from msrl_jax import replay
-from msrl_jax.data.dataset import FIELDS, Dataset
+from msrl_jax.data.dataset import MASKS, Dataset
+from msrl_jax.envs import MaskedObservation
 from msrl_jax.replay import Replay, ReplayState, Transition
 from msrl_jax.replay.storage import Storage
 
@@ -50,10 +51,12 @@ def buffer(
     def lanes(x: np.ndarray) -> np.ndarray:
         return np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
 
-    items = {name: lanes(getattr(dataset, name)) for name in FIELDS}
+    items: dict[str, Any] = {name: lanes(getattr(dataset, name)) for name in dataset.columns}
     items = {name: x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in items.items()}
     items["truncated"][-1] |= ~items["terminated"][-1]
-    example: Any = Transition(**{name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in items.items()})
+    if dataset.has_masks:
+        items |= {name: MaskedObservation(items[name], items.pop(mask)) for name, mask in MASKS.items()}
+    example: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), Transition(**items))
     made = replay.uniform(
         example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
         discount=discount, shards=shards, storage=storage,

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from msrl_jax.envs import MaskedObservation
+
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
+MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}
+"""The fields with the legal actions of observations."""
 
 
 class Episodes(NamedTuple):
@@ -46,6 +50,9 @@ class Dataset:
       about: the origin of the rows, as plain data.
       cut: whether the data stop at a row while the episode continues; such rows are `truncated` too. None marks only the
         rows before gaps. shape=(N,), dtype=bool
+      action_mask: whether each of `n` discrete actions is legal in `obs`; None if the environment does not name legal actions.
+        shape=(N, n), dtype=bool
+      next_action_mask: the same of `next_obs`. shape=(N, n), dtype=bool
 
     Raises:
       ValueError: if the shapes or dtypes are inconsistent, or an array holds no numbers; the message names the field.
@@ -59,22 +66,26 @@ class Dataset:
     next_obs: np.ndarray
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cut: Any = None
+    action_mask: Any = None
+    next_action_mask: Any = None
 
     def __post_init__(self):
-        arrays = {name: np.asarray(getattr(self, name)) for name in FIELDS}
+        arrays = {name: np.asarray(getattr(self, name)) for name in self.columns}
         num_rows = arrays["obs"].shape[:1]
         if 0 in num_rows or not num_rows:
             raise ValueError("a data set needs at least one row: obs of shape [N, ...]")
         for name, x in arrays.items():
             if x.dtype.kind not in "biuf":
                 raise ValueError(f"{name} of a data set is {_kind(x)}, which holds no numbers; give an array of numbers")
-            if name in ("terminated", "truncated"):
+            if name in ("terminated", "truncated", *MASKS.values()):
                 if not ((x == 0) | (x == 1)).all():
-                    raise ValueError(f"{name} of a data set is {_kind(x)} with values other than 0 and 1; give bool[N]")
+                    raise ValueError(f"{name} of a data set is {_kind(x)} with values other than 0 and 1; give bool")
                 arrays[name] = x.astype(bool)
         arrays["reward"] = arrays["reward"].astype(np.float32)
         wanted = dict.fromkeys(("reward", "terminated", "truncated"), num_rows) | {"next_obs": arrays["obs"].shape}
-        for name in FIELDS:
+        if self.has_masks:
+            wanted |= dict.fromkeys(MASKS.values(), (*num_rows, *arrays["action_mask"].shape[-1:]))
+        for name in arrays:
             shape = wanted.get(name, num_rows + arrays[name].shape[1:])
             if arrays[name].shape != shape:
                 raise ValueError(
@@ -99,6 +110,16 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.reward)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether the data set has the legal actions of its observations."""
+        return self.action_mask is not None or self.next_action_mask is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the arrays with one row for each transition, except for `cut`."""
+        return (*FIELDS, *MASKS.values()) if self.has_masks else FIELDS
+
     def __repr__(self) -> str:
         returns, cut = self._returns()
         of = f" of {self.about['env']}" if "env" in self.about else ""
@@ -110,7 +131,7 @@ class Dataset:
     @property
     def nbytes(self) -> int:
         """Total size of the arrays in bytes."""
-        return sum(getattr(self, name).nbytes for name in FIELDS)
+        return sum(getattr(self, name).nbytes for name in self.columns)
 
     @property
     def episodes(self) -> Episodes:
@@ -140,7 +161,7 @@ class Dataset:
     def fingerprint(self) -> str:
         """The SHA-256 of all fields with their dtypes and shapes, in hexadecimal digits."""
         digest = hashlib.sha256()
-        for name in (*FIELDS, "cut"):
+        for name in (*self.columns, "cut"):
             x = np.ascontiguousarray(getattr(self, name))
             digest.update(f"{name} {_kind(x)}".encode())
             digest.update(x.data)
@@ -155,7 +176,7 @@ class Dataset:
         Returns:
           The data set of these rows, in this order, with gaps marked.
         """
-        return Dataset(*(getattr(self, name)[rows] for name in FIELDS), about=self.about, cut=self.cut[rows])
+        return Dataset(**{name: getattr(self, name)[rows] for name in (*self.columns, "cut")}, about=self.about)
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Splits off a part of the episodes.
@@ -182,17 +203,33 @@ class Dataset:
         return self.select(np.flatnonzero(~rows)), self.select(np.flatnonzero(rows))
 
 
-def from_lanes(rows: Any, about: Mapping[str, Any]) -> Dataset:
+def columns(rows: Any) -> dict[str, Any]:
+    """The columns of a data set from transitions, whose observations may have masks.
+
+    Args:
+      rows: the fields of a data set as attributes.
+
+    Returns:
+      The arrays by the names of `Dataset.columns`.
+    """
+    found = {name: getattr(rows, name) for name in FIELDS}
+    for name, mask in MASKS.items():
+        if isinstance(found[name], MaskedObservation):
+            found[name], found[mask] = found[name]
+    return found
+
+
+def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """Joins the steps of parallel environments, one environment after another.
 
     Args:
-      rows: the fields of a data set as attributes, with the steps of `E` environments. `[T, E, ...]`
+      rows: the columns of a data set, with the steps of `E` environments. `[T, E, ...]`
       about: the origin of the rows.
 
     Returns:
       The data set: all steps of the first environment, then of the second, and so on; each environment is cut at its end.
     """
-    fields = {name: np.swapaxes(np.asarray(getattr(rows, name)), 0, 1) for name in FIELDS}
+    fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
     cut = np.zeros_like(fields["truncated"])
     cut[:, -1] = ~fields["terminated"][:, -1] & ~fields["truncated"][:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
@@ -215,13 +252,16 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
     if not datasets:
         raise ValueError("there is nothing to concatenate; give at least one data set")
     first = datasets[0]
-    for name in FIELDS:
+    for i, other in enumerate(datasets):
+        if other.has_masks != first.has_masks:
+            raise ValueError(f"only one of the first data set and number {i + 1} has an action_mask; give both one, or none")
+    for name in first.columns:
         for i, other in enumerate(datasets):
             a, b = getattr(first, name), getattr(other, name)
             if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
                 raise ValueError(f"{name} is {_kind(a)} in the first data set and {_kind(b)} in number {i + 1}; convert one")
     about = first.about if about is None else about
-    arrays = {name: np.concatenate([getattr(d, name) for d in datasets]) for name in (*FIELDS, "cut")}
+    arrays = {name: np.concatenate([getattr(d, name) for d in datasets]) for name in (*first.columns, "cut")}
     return Dataset(**arrays, about=about)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +83,11 @@ class RecordedEnvironment:
         """The space of the environment."""
         return self.env.action_space
 
+    @property
+    def action_mask(self) -> Callable[[PyTree], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        return self.env.action_mask  # type: ignore[attr-defined]
+
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         return self.env.reset(key)
@@ -136,13 +141,14 @@ class RecordedVectorEnvironment:
     def reset(self, key: jax.Array) -> tuple[RecordedState, PyTree]:
         """Starts all environments, without recorded steps."""
         env_state, obs = self.env.reset(key)
-        item, action = struct(self.observation_space), struct(self.action_space)
+        item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
+        action = struct(self.action_space)
         number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
         lead = (self.steps, self.num_envs)
         rows = Transition(item, action, number, flag, flag, item)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
-        return RecordedState(env_state, jnp.copy(obs), rows, jnp.int32(0), counter()), obs
+        return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs
 
     def step(self, state: RecordedState, action: PyTree) -> tuple[RecordedState, TimeStep]:
         """Advances all environments, and records the step."""
@@ -169,12 +175,6 @@ class RecordedVectorEnvironment:
     def with_statistics(self, state: RecordedState, statistics: PyTree) -> RecordedState:
         """See `VectorEnvironment`."""
         return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
-
-
-def bytes_per_step(env: Environment) -> int:
-    """Bytes of a recorded step of one environment."""
-    item, action = struct(env.observation_space), struct(env.action_space)
-    return 2 * item.size * item.dtype.itemsize + action.size * action.dtype.itemsize + 4 + 2
 
 
 def _is_recorded(x: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import writing
-from msrl_jax.data.dataset import FIELDS, Dataset, from_lanes
+from msrl_jax.data.dataset import FIELDS, MASKS, Dataset, columns, from_lanes
 from msrl_jax.data.episodes import read_minari
 from msrl_jax.data.parquet import read_parquet, write_parquet
 from msrl_jax.replay import Transition
@@ -93,7 +93,7 @@ def write_part(folder: Path, number: int, rows: Transition) -> None:
     """Adds steps `[T, E, ...]` to a folder of parts, as part `number`."""
     path, beside = folder / f"part-{number:06d}.npz", folder / f".part-{number:06d}.npz"
     with writing(path):
-        np.savez(beside, **rows._asdict())
+        np.savez(beside, **columns(rows))
         os.replace(beside, path)
 
 
@@ -118,20 +118,21 @@ def read_parts(folder: Path) -> Dataset:
     for path in paths:
         try:
             with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-                parts.append([file[name] for name in FIELDS])
+                masks = [name for name in MASKS.values() if name in file.files]
+                parts.append({name: file[name] for name in (*FIELDS, *masks)})
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
     try:
         about = json.loads((folder / "about.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / 'about.json'} is missing or damaged ({error}); write {{}} to it") from error
-    return from_lanes(Transition(*(np.concatenate(x) for x in zip(*parts, strict=True))), about)
+    return from_lanes({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, about)
 
 
 def _read_npz(path: Path) -> Dataset:
     try:
         with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in (*FIELDS, CUT, ABOUT) if name in file.files}
+            arrays = {name: file[name] for name in (*FIELDS, *MASKS.values(), CUT, ABOUT) if name in file.files}
             names = file.files
             about = json.loads(str(arrays.pop(ABOUT, "{}")))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
@@ -152,7 +153,7 @@ def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: l
 
 
 def _write_npz(dataset: Dataset, path: Path) -> None:
-    arrays: dict[str, Any] = {name: getattr(dataset, name) for name in (*FIELDS, CUT)}
+    arrays: dict[str, Any] = {name: getattr(dataset, name) for name in (*dataset.columns, CUT)}
     np.savez_compressed(path, **arrays, about=np.array(json.dumps(dataset.about)))
 
 

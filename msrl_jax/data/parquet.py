@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.data.dataset import FIELDS, Dataset
+from msrl_jax.data.dataset import FIELDS, MASKS, Dataset
 from msrl_jax.data.extra import require
 
 _KEY = b"msrl_jax"
@@ -24,7 +24,7 @@ def write_parquet(dataset: Dataset, path: Path) -> None:
         flat = pa.array(x.reshape(-1))
         return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
 
-    arrays = {name: getattr(dataset, name) for name in FIELDS}
+    arrays = {name: getattr(dataset, name) for name in dataset.columns}
     about = {
         "shapes": {name: x.shape[1:] for name, x in arrays.items()},
         "about": dict(dataset.about),
@@ -54,7 +54,7 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
         raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
     said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
-    for name in FIELDS:
+    for name in (*FIELDS, *MASKS.values()):
         if name in table.column_names:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
             arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x

@@ -11,11 +11,12 @@ import numpy as np
 
 from msrl_jax._checks import check_seed, whole
 from msrl_jax._device_memory import check_fits_host, tree_bytes
-from msrl_jax.data.dataset import Dataset, from_lanes
+from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.files import check_new, save
 from msrl_jax.data.spaces import check_rows_fit
 from msrl_jax.envs import Environment, vectorize
+from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.fragments.memory import Fitting
 from msrl_jax.replay import Transition
 
@@ -83,8 +84,8 @@ def record(
       steps: number of rows of the data set, `N`. Each of the parallel environments has `N / num_envs` rows, rounded up; the
         last one may have fewer. The last episode of each environment is cut, so fewer environments cut fewer episodes.
       path: file for the data set, as in `save`; None writes no file.
-      epsilon: probability of a uniformly random action; other actions are the most probable ones. None samples all actions
-        from the policy.
+      epsilon: probability of a uniformly random legal action; other actions are the most probable ones. None samples all
+        actions from the policy.
       seed: seed of all randomness.
       member: the member that acts, in a run of several seeds; the best one if None.
       num_envs: number of parallel environments.
@@ -93,8 +94,8 @@ def record(
       The data set.
 
     Raises:
-      ValueError: if a number is out of range, if the file exists, if its suffix names no format, or if the rows or the
-        environments take more memory than there is.
+      ValueError: if a number is out of range, if the file exists, if its suffix names no format, if the rows or the
+        environments take more memory than there is, or if an observation has no legal action.
       TypeError: if observations or actions are not arrays.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
@@ -114,7 +115,8 @@ def record(
             return behavior.act_with_carry(state, obs, carry, key)
         action, carry = behavior.act_with_carry(state, obs, carry)
         whether, *keys = jax.random.split(key, num_envs + 1)
-        random: Any = jax.vmap(space.sample)(jnp.stack(keys))
+        mask = mask_of(obs)
+        random: Any = jax.vmap(space.sample)(jnp.stack(keys)) if mask is None else jax.vmap(sample_legal)(jnp.stack(keys), mask)
         at_random = jax.random.uniform(whether, (num_envs,)) < limit
         return jnp.where(at_random.reshape(-1, *[1] * (random.ndim - 1)), random, action), carry
 
@@ -155,7 +157,8 @@ def record(
         "trained_steps": description["total_steps"],
         "seed": seed,
     }
-    dataset = from_lanes(rows, about).select(slice(steps))
+    check_played(behavior.env, rows.reward)
+    dataset = from_lanes(columns(rows), about).select(slice(steps))
     if path is not None:
         save(dataset, path)
     return dataset

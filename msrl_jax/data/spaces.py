@@ -8,6 +8,7 @@ from msrl_jax._device_memory import array_bytes, check_fits_host
 from msrl_jax.data.dataset import Dataset
 from msrl_jax.envs import Box, Discrete, Environment, Space
 from msrl_jax.envs.base import env_name
+from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.spaces import struct
 
 _TOLERANCE = 1e-4
@@ -41,7 +42,25 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     }
     if (bad := np.flatnonzero(~np.isfinite(dataset.reward))).size:
         raise ValueError(f"reward of the data set is {dataset.reward[bad[0]]} {_rows(bad)}; leave such rows out")
+    _check_masks(dataset, env)
     return dataclasses.replace(dataset, **fitting)
+
+
+def _check_masks(dataset: Dataset, env: Environment) -> None:
+    name, given = env_name(env), dataset.has_masks
+    if given != has_masks(env):
+        who, whom = ("the data set", name) if given else (name, "the data set")
+        raise ValueError(
+            f"{who} has legal actions (action_mask) and {whom} has none; use the environment that the data set was made in, or "
+            "record another one"
+        )
+    if not given:
+        return
+    space, mask = env.action_space, dataset.action_mask
+    if mask.shape[1:] != (space.n,):  # type: ignore[attr-defined]
+        raise ValueError(f"action_mask of the data set has {mask.shape[1]} actions in every row, but {name} has {space}")
+    if (bad := np.flatnonzero(~np.take_along_axis(mask, dataset.action.astype(np.int64)[:, None], 1)[:, 0])).size:
+        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad)}; leave such rows out")
 
 
 def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np.ndarray:
@@ -84,6 +103,13 @@ def _rows(bad: np.ndarray) -> str:
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
 
 
+def bytes_per_step(env: Environment) -> int:
+    """Bytes of a step of an environment in a data set."""
+    obs, action = struct(env.observation_space), struct(env.action_space)
+    masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
+    return 2 * array_bytes(obs) + array_bytes(action) + 4 + 2 + masks  # the reward, and two flags
+
+
 def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
     """Raises ValueError if a data set of an environment's steps takes more memory than there is; it is joined in memory.
 
@@ -92,6 +118,5 @@ def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
       rows: number of steps.
       remedy: how to need less, for the message.
     """
-    obs, action = struct(env.observation_space), struct(env.action_space)
-    row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 2  # the reward, and two flags
+    row = bytes_per_step(env)
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

@@ -20,7 +20,8 @@ class Environment(Protocol):
     """One environment as pure functions: no automatic reset, no key in the state.
 
     Any class with these members is an environment; it inherits nothing. The state is a pytree of arrays with constant
-    structure, shapes and dtypes. Messages use an attribute `name`, if there is one.
+    structure, shapes and dtypes. Messages use an attribute `name`, if there is one. A method `action_mask(state)` is optional:
+    it returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal.
     """
 
     @property
@@ -92,6 +93,11 @@ class TimeStep(NamedTuple):
     terminated: jax.Array
     truncated: jax.Array
     final_obs: PyTree
+
+    @property
+    def ended(self) -> jax.Array:
+        """Whether the episode ended. `[E]` bool."""
+        return self.terminated | self.truncated
 
 
 class VectorEnvironment(Protocol):

@@ -12,6 +12,7 @@ from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import VectorizedAgents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, returned, show
+from msrl_jax.envs.masks import check_masks, has_masks, with_masks
 from msrl_jax.metrics import Mean
 
 
@@ -34,7 +35,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     devices, and the split needs no communication.
 
     If the environment has a method `vectorize(num_envs)`, that method makes the copies. An environment of several agents
-    becomes `VectorizedAgents`.
+    becomes `VectorizedAgents`. With a method `action_mask(state)`, observations are `MaskedObservation`s.
 
     Args:
       env: the environment.
@@ -44,7 +45,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
       The vector environment.
 
     Raises:
-      TypeError: if a result of `reset` or `step` does not fit the protocol; the message names it.
+      TypeError: if a result of `reset`, `step` or `action_mask` does not fit the protocol; the message names it.
       ValueError: if `num_envs` is not at least 1.
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
@@ -55,7 +56,9 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     if has_agents(env):
         return VectorizedAgents(env, num_envs)  # type: ignore[arg-type,return-value]
     _check(env)
-    return Vectorized(env, num_envs)
+    if has_masks(env):
+        check_masks(env)
+    return Vectorized(with_masks(env), num_envs)
 
 
 @dataclass(frozen=True)

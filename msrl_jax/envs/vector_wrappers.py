@@ -16,6 +16,7 @@ from msrl_jax._deprecated import deprecated
 from msrl_jax.counters import at_least
 from msrl_jax.envs import running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, env_name
+from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.metrics import Mean
 
@@ -200,13 +201,13 @@ class NormalizeObservation:
         """Starts all environments, and starts the statistics with the first observations."""
         env_state, obs = self.env.reset(key)
         empty = running.empty(spaces.struct(self.env.observation_space))
-        state = NormalizeObservationState(env_state, empty if self.frozen else running.of_batch(obs))
+        state = NormalizeObservationState(env_state, empty if self.frozen else running.of_batch(unmasked(obs)))
         return state, self._normalize(state.running, obs)
 
     def step(self, state: NormalizeObservationState, action: PyTree) -> tuple[NormalizeObservationState, TimeStep]:
         """Advances all environments."""
         env_state, time_step = self.env.step(state.env_state, action)
-        stats = state.running if self.frozen else running.update(state.running, time_step.obs)
+        stats = state.running if self.frozen else running.update(state.running, unmasked(time_step.obs))
         time_step = time_step._replace(
             obs=self._normalize(stats, time_step.obs), final_obs=self._normalize(stats, time_step.final_obs)
         )
@@ -240,7 +241,7 @@ class NormalizeObservation:
             normalized = jnp.clip((x - mean) / jnp.sqrt(var + self.epsilon), -self.clip, self.clip)
             return jnp.where(at_least(stats.count, 1), normalized, x)
 
-        return jax.tree.map(normalize, obs, stats.mean, stats.var)
+        return with_mask_of(obs, jax.tree.map(normalize, unmasked(obs), stats.mean, stats.var))
 
 
 class NormalizeRewardState(NamedTuple):

@@ -1,5 +1,6 @@
 """Wrappers of one environment; environments do not reset themselves, so the end of an episode is no special case."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,11 @@ class FlattenObservation:
     def action_space(self) -> spaces.Space:
         """The space of the environment."""
         return self.env.action_space
+
+    @property
+    def action_mask(self) -> Callable[[PyTree], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        return self.env.action_mask  # type: ignore[attr-defined]
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode."""
@@ -94,6 +100,12 @@ class TimeLimit:
     def action_space(self) -> spaces.Space:
         """The space of the environment."""
         return self.env.action_space
+
+    @property
+    def action_mask(self) -> Callable[[PyTree], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        of_env = self.env.action_mask  # type: ignore[attr-defined]
+        return lambda state: of_env(state.env_state)
 
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
         """Starts an episode."""
@@ -161,6 +173,12 @@ class FrameStack:
     def action_space(self) -> spaces.Space:
         """The space of the environment."""
         return self.env.action_space
+
+    @property
+    def action_mask(self) -> Callable[[PyTree], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        of_env = self.env.action_mask  # type: ignore[attr-defined]
+        return lambda state: of_env(state.env_state)
 
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:
         """Starts an episode."""

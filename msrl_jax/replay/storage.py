@@ -13,7 +13,7 @@ from msrl_jax._compat import ShapedArray
 from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import Codec
 
-Storage = Mapping[str, str | Codec]
+Storage = Mapping[str, str | Codec | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,8 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
 
     Args:
       example: one item: a pytree of arrays or of `jax.ShapeDtypeStruct`.
-      storage: codecs by names on the paths of leaves, such as `"obs"`; a codec packs every leaf under its name.
+      storage: codecs by names on the paths of leaves, such as `"obs"`; a codec packs every leaf under its name, and None
+        packs none. The last one counts if several names are on a path.
 
     Returns:
       The format.
@@ -106,7 +107,8 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
         parts = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
         names.update(parts)
         found = [name for name in storage if name in parts]
-        c = codecs.get(storage[found[-1]]) if found else None
+        chosen = storage[found[-1]] if found else None
+        c = None if chosen is None else codecs.get(chosen)
         if c and (c.name.startswith("frame_stack") or not c.takes(x)):
             raise ValueError(
                 f"storage={{{found[-1]!r}: {c.name!r}}}: the codec cannot pack item{jax.tree_util.keystr(path)}, which is "

@@ -10,6 +10,7 @@ import numpy as np
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
+from msrl_jax.envs.masks import with_masks
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
 
@@ -84,7 +85,7 @@ class Behavior:
     @functools.cached_property
     def observation_type(self) -> Any:
         """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(self.env.reset, key_type())[1]
+        return jax.eval_shape(with_masks(self.env).reset, key_type())[1]
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:

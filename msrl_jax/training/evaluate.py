@@ -9,6 +9,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import vectorize
+from msrl_jax.envs.masks import check_played
 from msrl_jax.fragments.memory import Fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
@@ -92,8 +93,14 @@ class Evaluator:
         self.play.begin(self.behavior.take(state), key)
 
     def __call__(self, state: Any, key: jax.Array) -> Evaluation:
-        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
-        return Evaluation(*jax.device_get(self.play(self.behavior.take(state), key)))
+        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`.
+
+        Raises:
+          ValueError: if an observation has no legal action.
+        """
+        evaluation = Evaluation(*jax.device_get(self.play(self.behavior.take(state), key)))
+        check_played(self.behavior.env, evaluation.returns)
+        return evaluation
 
 
 def make_evaluator(
@@ -124,15 +131,17 @@ def make_evaluator(
         def step(e: _Episodes) -> _Episodes:
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
+            # The return of several agents is the sum of theirs, as in training.
+            reward = t.reward if t.reward.ndim == 1 else t.reward.sum(-1)
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             return _Episodes(
                 step=e.step + 1,
                 env_state=env_state,
                 obs=t.obs,
                 carry=carry,
-                returns=e.returns + jnp.where(e.running, t.reward, 0.0),
+                returns=e.returns + jnp.where(e.running, reward, 0.0),
                 lengths=e.lengths + e.running,
-                running=e.running & ~(t.terminated | t.truncated),
+                running=e.running & ~t.ended,
             )
 
         none = jnp.zeros(episodes, jnp.int32)

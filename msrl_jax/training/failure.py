@@ -20,6 +20,7 @@ from msrl_jax import algorithms
 from msrl_jax._checks import writing
 from msrl_jax._compat import aval
 from msrl_jax.envs import Environment
+from msrl_jax.envs.masks import FAULTS
 from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
 from msrl_jax.fragments.trace import trace
 from msrl_jax.training.folder import to_json
@@ -60,7 +61,9 @@ class Failure:
         if o.fragment is None:
             who, what = "code outside of the fragments made", o.value
         elif o.role == "env":
-            who = f"{which} returned {_part(o.path)}{o.value}: fragment {o.fragment!r} (role 'env') has"
+            known = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
+            did = known[0] if known else f"returned {_part(o.path)}{o.value}"
+            who = f"{which} {did}: fragment {o.fragment!r} (role 'env') has"
         else:
             inside = f" in {o.within[-1]!r}" if o.within else ""
             who = f"fragment {o.fragment!r} (role {o.role!r}){inside} made"

@@ -109,7 +109,8 @@ class DivergedError(FloatingPointError):
 
 
 CAUSES = (
-    "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan"
+    "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
+    "or an observation without a legal action"
 )
 
 

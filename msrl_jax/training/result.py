@@ -14,7 +14,9 @@ import numpy as np
 
 from msrl_jax._checks import check_seed
 from msrl_jax._deprecated import deprecated
-from msrl_jax.envs import Environment
+from msrl_jax.envs import Environment, MaskedObservation
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.masks import mask_of
 from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
@@ -222,7 +224,7 @@ class Result:
 
         Args:
           obs: one observation, or a batch with a leading dimension `B`. It is normalized with the statistics of training if
-            training normalizes.
+            training normalizes. A `MaskedObservation` if the environment names its legal actions.
           key: key for sampling the action; None takes the most probable one.
           member: number of the member that acts; the best one if None.
 
@@ -230,8 +232,8 @@ class Result:
           The action, or the actions `[B, ...]`.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the run has no such member, or
-            if the agent is recurrent; use `act_with_carry` then.
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
+            run has no such member, or if the agent is recurrent; use `act_with_carry` then.
         """
         if self.behavior.agent.initial_carry is not None:
             raise ValueError(
@@ -255,10 +257,17 @@ class Result:
           The action, or the actions `[B, ...]`, and the carry for the next step.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if the carry does not fit the number
-            of observations, or if the run has no such member.
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
+            carry does not fit the number of observations, or if the run has no such member.
         """
         kind = self.behavior.observation_type
+        if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
+            raise ValueError(
+                f"{env_name(self.behavior.env)} names its legal actions; give them with the observation: "
+                "act(msrl_jax.envs.MaskedObservation(obs, action_mask))"
+                if isinstance(kind, MaskedObservation)
+                else f"{env_name(self.behavior.env)} names no legal actions; give the observation without an action_mask"
+            )
         obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
         shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
         single = shapes == wanted
@@ -266,6 +275,9 @@ class Result:
             raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
         if single:
             obs = jax.tree.map(lambda x: x[None], obs)
+        if (mask := mask_of(obs)) is not None and not mask.any(-1).all():
+            number = np.argwhere(~mask.any(-1))[0].tolist()
+            raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
         count = jax.tree.leaves(obs)[0].shape[0]
         fresh = self.behavior.initial_carry(count)
         carry = fresh if carry is None else carry

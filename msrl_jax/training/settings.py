@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax._checks import whole
-from msrl_jax.data.experience import ExperienceWriter, bytes_per_step
+from msrl_jax.data.experience import ExperienceWriter
 from msrl_jax.data.files import check_new
+from msrl_jax.data.spaces import bytes_per_step
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec

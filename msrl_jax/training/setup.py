@@ -259,6 +259,7 @@ def resolve(
     if isinstance(env, str):
         name, params = parse_spec(env)
         env = envs.make(name, **params)
+    algorithm.check_env(env)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
     behavior = Behavior(_build(algorithm, env, config, dataset), env)
     return Setup(algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset)

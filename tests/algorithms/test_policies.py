@@ -85,12 +85,21 @@ SLOW = [
 ]  # fmt: skip
 
 
-# These share their loop with an algorithm that runs under every policy each time: R2D2 and TD3 with Ape-X and SAC, IQL with
-# CQL, cores with each other.
-TWO_POLICIES = {
+# PPO, IMPALA and Ape-X run under every policy each time. The others share a loop with one of them, or with each other, so a
+# few policies show that the loop knows no placement.
+FEW_POLICIES = {
+    "recurrent_ppo": ("Environments", "SingleLearnerCoarse", "SingleLearnerFine"),
     "recurrent_ppo+min_gru": ("Central", "MultiLearner"),
-    "r2d2": ("Central", "SingleLearnerFine"), "td3": ("GPUOnly", "SingleLearnerCoarse"), "iql": ("Environments", "Central"),
-}  # fmt: skip
+    "a2c": ("MultiLearner", "SingleLearnerFine"),
+    "a3c": ("Environments", "GPUOnly", "SingleLearnerCoarse"),
+    "es": ("Central", "GPUOnly", "SingleLearnerCoarse"),
+    "r2d2": ("Central", "SingleLearnerFine"),
+    "sac": ("Environments", "GPUOnly", "Central"),
+    "td3": ("GPUOnly", "SingleLearnerCoarse"),
+    "bc": ("MultiLearner", "Central"),
+    "cql": ("Environments", "GPUOnly", "SingleLearnerCoarse"),
+    "iql": ("Environments", "Central"),
+}
 
 
 def is_slow(algorithm, env, num_devices, policy):
@@ -99,7 +108,7 @@ def is_slow(algorithm, env, num_devices, policy):
     Of two variants of one algorithm, the one that does more runs each time; A2C learns with continuous actions for all
     on-policy algorithms. The tests of the compiler run small loops on one, two, four and eight devices.
     """
-    if policy not in TWO_POLICIES.get(algorithm, (policy,)):
+    if policy not in FEW_POLICIES.get(algorithm, (policy,)):
         return True
     return (algorithm, env) in SLOW or not (num_devices == 8 or (algorithm, env, num_devices) == ("ppo", "CartPole-v1", 1))
 

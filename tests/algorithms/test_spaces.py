@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
 
-ALGORITHMS = sorted(msrl.algorithms.ALGORITHMS)
+ALGORITHMS = sorted(name for name, algorithm in msrl.algorithms.ALGORITHMS.items() if not algorithm.many_agents)
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
 # All others take choices and motions.
 REFUSED = {"dqn": MOTION, "apex_dqn": MOTION, "r2d2": MOTION, "ddpg": CHOICE, "td3": CHOICE}

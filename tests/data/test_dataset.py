@@ -1,7 +1,6 @@
 """Data sets: episodes and gaps, files, checks against environments, and errors."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -199,11 +198,11 @@ def test_one_row_is_a_data_set():
 @pytest.mark.parametrize("name", ["rows.npz", "rows.parquet"])
 def test_parts_of_episodes_are_not_reported_as_episodes(name, tmp_path):
     """Two environments of five steps: the first ends an episode of three by a limit, the second ends none."""
-    rows = SimpleNamespace(
-        obs=np.arange(10.0).reshape(5, 2), action=np.zeros((5, 2), int), reward=np.ones((5, 2), np.float32),
-        terminated=np.zeros((5, 2), bool), truncated=np.array([[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], bool),
-        next_obs=np.arange(2.0, 12.0).reshape(5, 2),
-    )  # fmt: skip
+    rows = {
+        "obs": np.arange(10.0).reshape(5, 2), "action": np.zeros((5, 2), int), "reward": np.ones((5, 2), np.float32),
+        "terminated": np.zeros((5, 2), bool), "truncated": np.array([[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], bool),
+        "next_obs": np.arange(2.0, 12.0).reshape(5, 2),
+    }  # fmt: skip
     made = from_lanes(rows, {})
     for dataset in (made, data.load(data.save(made, tmp_path / name)), data.concatenate([made])):
         assert dataset.episodes.length.tolist() == [3, 2, 5] and dataset.cut.nonzero()[0].tolist() == [4, 9]

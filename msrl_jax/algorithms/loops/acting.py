@@ -3,7 +3,7 @@
 In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -80,7 +80,7 @@ def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
 
 def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
     """The values `[T, E]` of observations `[T, E, ...]`."""
-    return unflatten(network.value(params, flatten(obs)), obs.shape[0])
+    return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
 
 
 def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -96,7 +96,7 @@ def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple
     """
     policy, value = network.apply(params, flatten(trajectory.obs))
     log_prob, entropy = policy.log_prob(flatten(trajectory.action)), policy.entropy()
-    unroll_length = trajectory.obs.shape[0]
+    unroll_length = len(trajectory.reward)
     return unflatten(log_prob, unroll_length), unflatten(entropy, unroll_length), unflatten(value, unroll_length)
 
 
@@ -117,9 +117,12 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
 
 
-def flatten(x: jax.Array) -> jax.Array:
+ArraysT = TypeVar("ArraysT")
+
+
+def flatten(tree: ArraysT) -> ArraysT:
     """Merges `[T, E, ...]` into `[E * T, ...]`; `E` comes first, so that arrays stay split over devices along `E`."""
-    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
 def unflatten(x: jax.Array, unroll_length: int) -> jax.Array:

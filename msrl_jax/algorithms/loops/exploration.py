@@ -5,6 +5,7 @@ In the shape descriptions, `E` denotes the number of environments and `D` the le
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ import optax
 from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 from msrl_jax.counters import Counter, at_least, fraction
 from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.masks import mask_of, sample_legal
 
 
 def epsilon_greedy(
     config: ExplorationConfig, *, num_envs: int, num_actions: int, random_steps: int
-) -> Callable[[jax.Array, jax.Array, Counter], jax.Array]:
+) -> Callable[..., jax.Array]:
     """Makes a function that replaces actions by random ones with probability epsilon.
 
     Args:
@@ -27,7 +29,8 @@ def epsilon_greedy(
       random_steps: number of environment steps at the start of the run with random actions only.
 
     Returns:
-      `(greedy actions [E] int32, keys [E], environment steps taken) -> actions [E] int32`.
+      `(greedy actions [E] int32, keys [E], environment steps taken, obs=None) -> actions [E] int32`; with `MaskedObservation`s,
+      random actions are legal.
     """
     rank = jnp.arange(num_envs) / max(num_envs - 1, 1)
     by_env = config.base_epsilon ** (1 + 7 * rank)
@@ -40,26 +43,28 @@ def epsilon_greedy(
             return by_env
         return jnp.asarray(annealed(fraction(steps, 1, config.exploration_steps)))
 
-    def explore(greedy: jax.Array, keys: jax.Array, steps: Counter) -> jax.Array:
+    def explore(greedy: jax.Array, keys: jax.Array, steps: Counter, obs: Any = None) -> jax.Array:
         whether, which = jax.vmap(lambda key: jax.random.split(key), out_axes=1)(keys)
         probability = jnp.where(at_least(steps, random_steps), epsilon(steps), 1.0)
         at_random = jax.vmap(jax.random.uniform)(whether) < probability
-        random = jax.vmap(lambda key: jax.random.randint(key, (), 0, num_actions))(which)
-        return jnp.where(at_random, random, greedy)
+        return jnp.where(at_random, uniform_actions(which, Discrete(num_actions), obs), greedy)
 
     return explore
 
 
-def uniform_actions(keys: jax.Array, space: Space) -> jax.Array:
+def uniform_actions(keys: jax.Array, space: Space, obs: Any = None) -> jax.Array:
     """Draws uniform actions.
 
     Args:
       keys: one per action. `[E]`
       space: a `Box`, or `Discrete`.
+      obs: the observations acted on; with `MaskedObservation`s, actions are legal. `[E, ...]`
 
     Returns:
       Continuous actions in [-1, 1] `[E, D]`, or discrete ones `[E]` int32.
     """
+    if (mask := mask_of(obs)) is not None:
+        return jax.vmap(sample_legal)(keys, mask)
     if isinstance(space, Discrete):
         return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n))(keys)
     assert isinstance(space, Box)

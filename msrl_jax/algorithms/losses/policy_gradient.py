@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.networks.distributions import Distribution
+from msrl_jax.algorithms.returns.advantages import mean
 
 
 def policy_gradient_loss(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
@@ -97,6 +98,7 @@ def ppo_loss(
     old_value: jax.Array,
     target: jax.Array,
     config: ProximalConfig,
+    counts: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a minibatch: clipped surrogate, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
 
@@ -109,20 +111,22 @@ def ppo_loss(
       old_value: the values when the actions were taken; used if `config.clip_value` is given. `[...]`
       target: targets of the values. `[...]`
       config: the clips, and the weights of the terms.
+      counts: which examples count; all if None. `[...]` bool
 
     Returns:
-      The loss and its parts, float32 scalars: means over the minibatch.
+      The loss and its parts, float32 scalars: means over the examples of the minibatch that count.
     """
     log_ratio = policy.log_prob(action) - log_prob
     value_losses = value_loss(value, target)
     if config.clip_value is not None:
         value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
     stats = {
-        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio).mean(),
-        "value_loss": value_losses.mean(),
-        "entropy": policy.entropy().mean(),
-        "approx_kl": approximate_kl(log_ratio).mean(),
-        "clip_fraction": (jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio).mean(dtype=jnp.float32),
+        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio),
+        "value_loss": value_losses,
+        "entropy": policy.entropy(),
+        "approx_kl": approximate_kl(log_ratio),
+        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
     }
+    stats = {name: mean(x.astype(jnp.float32), counts) for name, x in stats.items()}
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
     return total - config.entropy_coef * stats["entropy"], stats

@@ -39,13 +39,16 @@ def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax
     return q - temperature * log_prob
 
 
-def expected_soft_value(q: jax.Array, log_probs: jax.Array, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
+def expected_soft_value(
+    q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The soft value of a discrete policy (Christodoulou, 2019, arXiv 1910.07207, eq. 10): the expectation of `soft_value`.
 
     Args:
       q: values of every action. `[..., N]`
       log_probs: log-probabilities of every action, in nats. `[..., N]`
       temperature: the value of a nat of entropy. `[]`
+      legal: whether each action is legal; all are if None. The log-probability of an illegal action is -inf. `[..., N]` bool
 
     Returns:
       The value, and the expected log-probability (the negative entropy). `[...]` each
@@ -53,16 +56,18 @@ def expected_soft_value(q: jax.Array, log_probs: jax.Array, temperature: jax.Arr
     chex.assert_equal_shape((q, log_probs))
     chex.assert_rank(temperature, 0)
     probs = jnp.exp(log_probs)
+    if legal is not None:
+        log_probs = jnp.where(legal, log_probs, 0.0)  # an action of probability 0 adds nothing
     return jnp.sum(probs * (q - temperature * log_probs), axis=-1), jnp.sum(probs * log_probs, axis=-1)
 
 
-def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float) -> jax.Array:
+def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
     """The loss that raises the temperature while the entropy is below its target (arXiv 1812.05905, eq. 18).
 
     Args:
       log_temperature: the logarithm of the temperature. `[]`
       log_prob: log-probabilities of actions drawn from the policy; no gradient flows through them. `[...]`
-      target_entropy: the target entropy, in nats.
+      target_entropy: the target entropy, in nats. `[]` or `[...]`
 
     Returns:
       The loss to minimize. `[...]`

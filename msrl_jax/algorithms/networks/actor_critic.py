@@ -15,6 +15,7 @@ from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, Normal
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.masks import only_legal, unmasked
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": nn.tanh,
@@ -43,6 +44,7 @@ class Torso(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
+        obs = unmasked(obs)
         activation = ACTIVATIONS[self.activation]
         batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
         x = obs.astype(jnp.float32)
@@ -108,21 +110,21 @@ class _Module(nn.Module):
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
         """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
         features = self.actor_torso(obs)
-        policy = self._distribution(features)
+        policy = self._distribution(features, obs)
         return policy, self._value(features if self.shared_torso else self.critic_torso(obs))
 
     def policy(self, obs: jax.Array) -> Distribution:
         """The distribution over actions alone."""
-        return self._distribution(self.actor_torso(obs))
+        return self._distribution(self.actor_torso(obs), obs)
 
     def value(self, obs: jax.Array) -> jax.Array:
         """The values alone. `[...]`."""
         return self._value(self.critic_torso(obs))
 
-    def _distribution(self, features: jax.Array) -> Distribution:
+    def _distribution(self, features: jax.Array, obs: Any) -> Distribution:
         outputs = self.actor_head(features)
         if isinstance(self.action_space, Discrete):
-            return Categorical(outputs)
+            return Categorical(only_legal(outputs, obs))
         return Normal(outputs, jnp.broadcast_to(self.log_scale, outputs.shape))
 
     def _value(self, features: jax.Array) -> jax.Array:
@@ -159,8 +161,8 @@ def actor_critic(
 
     Returns:
       The network: one torso for policy and value or one each, and linear heads, with orthogonal initialization. The policy is
-      a `Categorical` for a `Discrete` action space. It is a `Normal` for a `Box`, before `action_transform`; its log-scale
-      starts at 0 and does not depend on the observation.
+      a `Categorical` for a `Discrete` action space; it has only the legal actions if observations have masks. It is a `Normal`
+      for a `Box`, before `action_transform`; its log-scale starts at 0 and does not depend on the observation.
 
     Raises:
       TypeError: if a space is of another kind.

@@ -161,6 +161,11 @@ class TanhNormal:
         return self.base.kl(other.base)
 
 
+def choose(policy: Distribution, key: jax.Array | None) -> jax.Array:
+    """Actions of a batch `[E]`: drawn with one key for the batch, or the most probable ones if `key` is None."""
+    return policy.mode() if key is None else policy.sample(jax.random.split(key, len(jax.tree.leaves(policy)[0])))
+
+
 def _log_tanh_slope(x: jax.Array) -> jax.Array:
     """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))

@@ -15,9 +15,10 @@ from flax import linen as nn
 
 from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.networks.actor_critic import Torso, make_torso
-from msrl_jax.algorithms.networks.distributions import Categorical, Normal, TanhNormal
+from msrl_jax.algorithms.networks.distributions import Categorical, Normal, TanhNormal, choose
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.masks import only_legal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +89,7 @@ class Policy:
 
     def choose_action(self, params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
         """Actions for observations `[E, ...]`: drawn, or the most probable ones if `key` is None."""
-        policy = self.apply(params, obs)
-        return policy.mode() if key is None else policy.sample(jax.random.split(key, obs.shape[0]))
+        return choose(self.apply(params, obs), key)
 
 
 def make_policy(observation_space: Space, action_space: Discrete | Box, config: NetworkConfig) -> Policy:
@@ -109,7 +109,7 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
     """
     if isinstance(action_space, Discrete):
         logits = make_actor(observation_space, action_space.n, config)
-        return Policy(logits.init, lambda params, obs: Categorical(logits.apply(params, obs)))
+        return Policy(logits.init, lambda params, obs: Categorical(only_legal(logits.apply(params, obs), obs)))
     network = make_actor(observation_space, 2 * math.prod(action_space.shape), config)
 
     def apply(params: Any, obs: jax.Array) -> TanhNormal:

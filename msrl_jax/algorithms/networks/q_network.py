@@ -67,7 +67,8 @@ def q_network(
       action_space: the space of `A` actions.
       config: the layers.
       dueling: whether the last dense layer is split into two streams, one for the value of the observation and one for the
-        advantages of the actions minus their mean (Wang et al., 2016, arXiv 1511.06581, eq. 9).
+        advantages of the actions minus their mean (Wang et al., 2016, arXiv 1511.06581, eq. 9); the mean is over all
+        actions, illegal ones too.
       num_atoms: number of outputs per action, `N`.
 
     Returns:

@@ -18,6 +18,7 @@ from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic, make_
 from msrl_jax.algorithms.networks.cores import Carry, recurrent_core
 from msrl_jax.algorithms.networks.q_network import q_network_on_features
 from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.masks import with_mask_of
 
 
 class Heads(Protocol):
@@ -88,14 +89,15 @@ def recurrent_network(
 
     def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         carry = core.step(params["core"], features(params, obs), carry)
-        return heads.apply(params["heads"], carry[0]), carry
+        return heads.apply(params["heads"], with_mask_of(obs, carry[0])), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # Rows in the order [E * T] stay split over devices like the environments; rows in the order [T * E] would not.
-        inputs = unflatten(features(params, flatten(obs)), len(obs))
+        rows = flatten(obs)
+        inputs = unflatten(features(params, rows), len(is_first))
         carries = core.unroll(params["core"], inputs, is_first, carry)
-        outputs = heads.apply(params["heads"], flatten(carries[0]))
-        return jax.tree.map(lambda x: unflatten(x, len(obs)), outputs), carries
+        outputs = heads.apply(params["heads"], with_mask_of(rows, flatten(carries[0])))
+        return jax.tree.map(lambda x: unflatten(x, len(is_first)), outputs), carries
 
     return RecurrentNetwork(init, core.initial_carry, step, unroll)
 

@@ -38,17 +38,25 @@ def gae(
     return accumulate(delta, jnp.where(terminated | truncated, 0.0, discount * gae_lambda))
 
 
-def standardize(advantage: jax.Array) -> jax.Array:
+def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Array:
     """Shifts and scales advantages to mean 0 and standard deviation 1 over the whole array.
 
     Args:
       advantage: advantages. `[...]`
+      counts: which of them count for mean and deviation; all if None. `[...]` bool
 
     Returns:
       The standardized advantages; zeros if all are equal. `[...]`
     """
-    centered = advantage - advantage.mean()
-    return centered / (jnp.sqrt(jnp.mean(jnp.square(centered))) + 1e-8)
+    centered = advantage - mean(advantage, counts)
+    return centered / (jnp.sqrt(mean(jnp.square(centered), counts)) + 1e-8)
+
+
+def mean(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+    """The mean of the values that count; of all if `counts` `[...]` is None, and 0 if none do. `[]`."""
+    if counts is None:
+        return x.mean()
+    return jnp.where(counts, x, 0.0).sum() / jnp.maximum(counts.sum(dtype=x.dtype), 1)
 
 
 def errors(reward: jax.Array, value: jax.Array, next_value: jax.Array, terminated: jax.Array, discount: float) -> jax.Array:

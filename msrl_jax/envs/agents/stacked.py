@@ -14,6 +14,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.base import PyTree, env_name, strong
 from msrl_jax.envs.conformity import check_space, compare_types, returned, show
+from msrl_jax.envs.masks import has_masks
 
 
 class DictEnvironment(Protocol):
@@ -157,7 +158,7 @@ class StackedAgents:
         self.env, self.name, self.agents = env, env_name(cast(Any, env)), tuple(env.agents)
         self.observation_space, self.action_space = observation_space, action_space
         own = [env.action_spaces[agent] for agent in self.agents]
-        has_mask = hasattr(env, "action_mask")
+        has_mask = has_masks(env)
         if has_mask and not isinstance(action_space, spaces.Discrete):
             raise ValueError(f"{self.name} has action_mask, but its actions are in {own[0]}; masks need Discrete actions")
         if has_mask or (isinstance(action_space, spaces.Discrete) and any(space != action_space for space in own)):
@@ -187,7 +188,7 @@ class StackedAgents:
     def _action_mask(self, state: PyTree) -> jax.Array:
         """The legal actions `[A, n]`: those that the environment allows and the agent has."""
         n, *own = (cast(spaces.Discrete, s).n for s in (self.action_space, *map(self.env.action_spaces.get, self.agents)))
-        if not hasattr(self.env, "action_mask"):
+        if not has_masks(self.env):
             return jnp.arange(n) < jnp.array(own)[:, None]
         masks = self._by_agent(self.env.action_mask(state), "action_mask")  # type: ignore[attr-defined]
         for agent, size, mask in zip(self.agents, own, masks, strict=True):

@@ -9,13 +9,13 @@ from msrl_jax import envs
 class Leaving:
     """Agent `i` leaves after `leave[i]` steps. Every agent is paid its action plus 1, by mistake even after it has left.
 
-    The time is the state and the first number of an observation, the agent's number the second. Only one action is legal: the
-    time modulo 3.
+    The time is the state and the first number of an observation, the agent's number the second. Action 3 is illegal at odd
+    times.
     """
 
     agents = ("one", "two", "three")
     observation_space = envs.Box(0, np.inf, (2,))
-    action_space = envs.Discrete(3)
+    action_space = envs.Discrete(4)
 
     def __init__(self, leave: tuple[int, int, int] = (1, 3, 2), limit: int = 1000):
         self.leave, self.limit = leave, limit
@@ -28,7 +28,7 @@ class Leaving:
         return time, self._observe(time), action + 1, time == jnp.array(self.leave), time == self.limit
 
     def action_mask(self, state):
-        return jnp.broadcast_to(jnp.arange(3) == state % 3, (3, 3))
+        return jnp.broadcast_to((jnp.arange(4) < 3) | (state % 2 == 0), (3, 4))
 
     def _observe(self, time):
         return jnp.stack([jnp.full(3, time), jnp.arange(3)], axis=1).astype(jnp.float32)

@@ -33,7 +33,11 @@ def rollout():
 def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, limit):
     actions, (first, steps, (state, metrics)) = rollout[limit]
     assert isinstance(first, envs.MaskedObservation) and first.obs.shape == (2, 3, 2)
-    np.testing.assert_array_equal(first.action_mask, np.broadcast_to([True, False, False], (2, 3, 3)))
+    assert first.action_mask.shape == (2, 3, 4) and first.action_mask.all()
+
+    def mask(time, absent):
+        return (np.arange(4) < 3) | (time % 2 == 0) | absent[:, None]
+
     leave, time, absent = np.array([1, 3, 2]), 0, np.zeros(3, bool)
     returns, lengths, episode, length = [], [], np.zeros((2, 3)), 0
     for t in range(8):
@@ -48,7 +52,7 @@ def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, li
         ended = truncated or gone.all()
         assert (steps.truncated[t] == truncated).all() and (steps.ended[t] == ended).all()
         np.testing.assert_array_equal(steps.final_obs.obs[t, :, :, 0], np.full((2, 3), time))
-        np.testing.assert_array_equal(steps.final_obs.action_mask[t, 0], (np.arange(3) == time % 3) | gone[:, None])
+        np.testing.assert_array_equal(steps.final_obs.action_mask[t, 0], mask(time, gone))
         np.testing.assert_array_equal(steps.final_state[t], np.tile(np.stack([[time] * 3, range(3)], 1).ravel(), (2, 1)))
         if ended:
             returns.append(episode)
@@ -56,7 +60,7 @@ def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, li
             time, length, episode, gone = 0, 0, np.zeros((2, 3)), np.zeros(3, bool)
         absent = gone
         np.testing.assert_array_equal(steps.obs.obs[t, :, :, 0], np.full((2, 3), time))
-        np.testing.assert_array_equal(steps.obs.action_mask[t, 1], (np.arange(3) == time % 3) | absent[:, None])
+        np.testing.assert_array_equal(steps.obs.action_mask[t, 1], mask(time, absent))
         np.testing.assert_array_equal(steps.state[t], np.tile(np.stack([[time] * 3, range(3)], 1).ravel(), (2, 1)))
     every = np.concatenate(returns)
     assert len(every) == {1000: 4, 2: 8}[limit]
@@ -73,7 +77,7 @@ def test_vectorize_tells_several_agents_from_one_by_their_names():
     venv = envs.vectorize(Leaving(), 4)
     assert isinstance(venv, envs.VectorizedAgents) and venv.agents == Leaving.agents and venv.state_size == 6
     state, obs = jax.eval_shape(venv.reset, jax.random.key(0))
-    assert obs.obs.shape == (4, 3, 2) and obs.action_mask.shape == (4, 3, 3)
+    assert obs.obs.shape == (4, 3, 2) and obs.action_mask.shape == (4, 3, 4)
     state, step = jax.eval_shape(venv.step, state, jnp.zeros((4, 3), jnp.int32))
     assert step.reward.shape == step.terminated.shape == (4, 3) and step.reward.dtype == jnp.float32
     with pytest.raises(ValueError, match=r"action of Leaving is int32\[4\]; it must be int32\[4, 3\]: .* agent of each env"):
@@ -116,8 +120,8 @@ STEP = r"Leaving\.step"
         (stepping(lambda s, o, r, d, t: (s, o, r, d.all(), t)), r"terminated of " + STEP + r" is bool\[\]; return one flag"),
         (stepping(lambda s, o, r, d, t: (s, o, r, r, t)), r"terminated of " + STEP + r" is int32\[3\]; .*bool\[3\]"),
         (stepping(lambda s, o, r, d, t: (s, o, r, d, d)), r"truncated of " + STEP + r" is bool\[3\]; return a scalar bool"),
-        (changed(action_mask=lambda state: jnp.ones((3, 2), bool)), r"Leaving\.action_mask is bool\[3, 2\]; .*bool\[3, 3\]"),
-        (changed(action_mask=lambda state: jnp.ones((3, 3))), r"Leaving\.action_mask is float32\[3, 3\]; return one flag"),
+        (changed(action_mask=lambda state: jnp.ones((3, 2), bool)), r"Leaving\.action_mask is bool\[3, 2\]; .*bool\[3, 4\]"),
+        (changed(action_mask=lambda state: jnp.ones((3, 4))), r"Leaving\.action_mask is float32\[3, 4\]; return one flag"),
         (changed(action_mask=lambda state: {"one": state}), r"Leaving\.action_mask is a dict; return one flag per action"),
         (changed(action_space=envs.Box(-1, 1, (3,))), r"Leaving has action_mask, but its actions are in Box"),
         (changed(global_state=lambda state: state), r"Leaving\.global_state returned int32\[\]; return a vector"),

@@ -1,0 +1,395 @@
+"""PPO for several agents: independent (IPPO) and with a centralized critic (MAPPO), feed-forward or recurrent.
+
+IPPO: de Witt et al., 2020, arXiv 2011.09533. MAPPO: Yu et al., 2022, arXiv 2103.01955. The loop over environments is in
+`loops/agents.py`.
+
+In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `A` the number of agents of the team, `S` the length of a
+global state, `M` is `num_minibatches` and `B` the number of rows of one network. A minibatch of feed-forward networks holds
+`T / M` time steps of all environments; one of recurrent networks holds one environment from every group of `M` adjacent ones.
+So a shuffle moves nothing between devices. With `share_parameters`, the agents of an environment are rows of one network;
+without, every agent has a network, a gradient and an optimizer of its own.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register
+from msrl_jax.algorithms.configs.checks import check_integers
+from msrl_jax.algorithms.configs.loss import ProximalConfig
+from msrl_jax.algorithms.configs.network import ActorCriticConfig
+from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
+from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
+from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
+from msrl_jax.algorithms.networks.cores import forget
+from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.fragments import fragment
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IPPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, DiscountConfig, RolloutConfig):
+    """What IPPO computes; a distribution policy decides where it runs.
+
+    Attributes:
+      unroll_length: steps of every environment per iteration, `T`. Usual: 16 to 256.
+      core: "none" for feed-forward networks, "gru", "lstm", or "min_gru" for recurrent ones. Usual: "none", or "gru" if
+        agents see a part of the state.
+      memory_size: size of the recurrent state. Usual: 64 to 512.
+      share_parameters: whether all agents have one network, or each its own. Usual: True for agents of one kind.
+      agent_ids: whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.
+      central_critic: whether the critic sees the global state, and not the observation. Usual: as the algorithm says.
+    """
+
+    num_envs: int = 64
+    unroll_length: int = 32
+    num_minibatches: int = 4
+    learning_rate: float = 1e-3
+    max_grad_norm: float = 0.5
+    core: Core = "none"
+    memory_size: int = 64
+    share_parameters: bool = True
+    agent_ids: bool = False
+    central_critic: bool = False
+
+    def check(self) -> None:
+        """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
+        check_integers(self, 1, "memory_size")
+        shuffled: Literal["unroll_length", "num_envs"] = "unroll_length" if self.core == "none" else "num_envs"
+        size = getattr(self, shuffled)
+        if size % self.num_minibatches:
+            above = size + -size % self.num_minibatches
+            raise ValueError(
+                f"{type(self).__name__}.{shuffled}={size} cannot be split into num_minibatches={self.num_minibatches} groups "
+                f"of {'time steps' if self.core == 'none' else 'whole sequences'}; use {shuffled}={above}, or a "
+                "num_minibatches that divides it"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MAPPOConfig(IPPOConfig):
+    """What MAPPO computes: IPPO with a critic that sees the global state and which agent it values."""
+
+    central_critic: bool = True
+
+
+class Learner(NamedTuple):
+    """What a team keeps beside its parameters.
+
+    Attributes:
+      opt_state: state of the optimizer, one for each network.
+      iteration: iterations done.
+      key: the learner's key, which shuffles. shape=()
+      actor_keys: one key per agent, which samples actions. shape=(E, A)
+    """
+
+    opt_state: optax.OptState
+    iteration: Counter
+    key: jax.Array
+    actor_keys: jax.Array
+
+
+class Batch(NamedTuple):
+    """The data of an iteration's updates of one network; leaves are `[T, E, ...]`, or `[T, E, A, ...]` if agents share it.
+
+    Attributes:
+      inputs: what the network sees.
+      is_first: whether an observation is the first of an episode.
+      action: the actions, before `action_transform`.
+      log_prob: their log-probabilities when they were taken.
+      advantage: the estimated advantages.
+      old_value: values before the updates.
+      target: targets of the values.
+      present: whether the step counts.
+    """
+
+    inputs: Any
+    is_first: jax.Array
+    action: jax.Array
+    log_prob: jax.Array
+    advantage: jax.Array
+    old_value: jax.Array
+    target: jax.Array
+    present: jax.Array
+
+
+def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Team:
+    """Makes a team that learns by PPO.
+
+    Args:
+      venv: the vector environment.
+      num_agents: number of agents of the team, `A`.
+      config: the settings of the algorithm.
+
+    Returns:
+      The team.
+
+    Raises:
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
+      TypeError: if a space is not supported.
+    """
+    config.check_annealing()
+    shared, recurrent = config.share_parameters, config.core != "none"
+    identify = shared and num_agents > 1
+    network = _make_network(venv, num_agents, config)
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
+    groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
+    leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
+
+    def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
+        """Runs a function for the network of every agent, or for the one that they share."""
+        return function if shared else jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
+
+    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Learner]:
+        keys = params_key if shared else jax.random.split(params_key, num_agents)
+        # One after another: a batched QR decomposition of orthogonal initializers is slow.
+        params = network.init(keys) if shared else jax.lax.map(network.init, keys)
+        opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
+        actor_keys = jax.random.split(actor_key, config.num_envs * num_agents).reshape(config.num_envs, num_agents)
+        return params, Learner(opt_state, counter(), learner_key, actor_keys)
+
+    def inputs_of(obs: Any, state: jax.Array) -> Any:
+        """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
+        if identify and config.agent_ids:
+            obs = with_ids(obs, num_agents)
+        if not config.central_critic:
+            return obs
+        if identify:  # a row of the one critic for every agent
+            state = jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1]))
+            state = with_ids(state, num_agents)
+        elif shared:
+            state = state[..., None, :]
+        return obs, state
+
+    # The dimension of agents in the inputs of a network; all networks see the same states.
+    def agents_at(axis: int) -> Any:
+        return (axis, None) if config.central_critic else axis
+
+    @fragment(role="actor")
+    def draw_keys(keys):
+        rows, keys = split_keys(keys.reshape(-1), config.unroll_length)
+        return rows.reshape(config.num_envs, -1), keys.reshape(-1, config.num_envs, num_agents)
+
+    def begin(rest: Learner) -> tuple[Learner, jax.Array]:
+        actor_keys, keys = draw_keys(rest.actor_keys)
+        return rest._replace(actor_keys=actor_keys), keys
+
+    def remembered(is_first: jax.Array, carry: Any) -> Any:
+        """The carry `[E, A, H]` without what agents remember of the last episode, `is_first` `[E]`."""
+        return jax.tree.map(lambda x: forget(is_first[:, None], (x,))[0], carry)
+
+    def step(params: Any, now: Now, carry: Any) -> tuple[Any, Any]:
+        """Distributions and values `[E, A]`, and the carry."""
+        one = per_network(network.step, in_axes=(0, agents_at(1), 1), out_axes=1)
+        return one(params, inputs_of(now.obs, now.state), carry)
+
+    @fragment(role="actor")
+    def choose(params, now, carry, keys):
+        (policy, value), carry = step(params, now, remembered(now.is_first, carry))
+        action = policy.sample(keys)
+        return action, policy.log_prob(action), value, carry
+
+    def act(params: Any, now: Now, carry: Any, keys: jax.Array) -> tuple[jax.Array, Any, Any]:
+        # The actors of recurrent networks compute the values, since they have the carries; the learner computes the others.
+        action, log_prob, value, carry = choose(params, now, carry, keys)
+        return action, (log_prob, value, carry) if recurrent else (log_prob,), carry
+
+    # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
+    @fragment(role="actor")
+    def bootstrap(params, version, final_obs, final_state, carries):
+        value = lambda params, inputs, carry: network.step(params, inputs, carry)[0][1]  # noqa: E731
+        one = per_network(value, in_axes=(0, agents_at(2), 2), out_axes=2)
+        return one(params, inputs_of(final_obs, final_state), carries), version
+
+    @fragment(role="learner")
+    def estimate_advantages(params, experience, now, value, bootstrap_value):
+        t = experience
+        last = bootstrap_value[-1]
+        if not recurrent:
+            inputs = inputs_of(t.obs, t.state), inputs_of(now.obs, now.state)
+            values = per_network(lambda params, x: network.unroll(params, x, None, ())[0][1], (0, agents_at(2)), 2)
+            last_values = per_network(lambda params, x: network.unroll(params, x, None, ())[0][1], (0, agents_at(1)), 1)
+            value, last = values(params, inputs[0]), last_values(params, inputs[1])
+        truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
+        next_value = next_values(value, last, bootstrap_value, truncated)
+        advantage = gae(
+            t.reward, value, next_value, t.terminated, truncated, discount=config.discount, gae_lambda=config.gae_lambda
+        )
+        return value, advantage, value + advantage
+
+    def rows(x: Any) -> Any:
+        """Merges `[T, E, ...]` or `[T, E, A, ...]` into rows; `E` comes first, so that they stay split over devices."""
+        return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[leading:]), x)
+
+    def sequences(x: Any) -> Any:
+        """Merges `[T, E, A, ...]` into `[T, B, ...]`."""
+        return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[leading:]), x)
+
+    def pick(x: jax.Array, chosen: jax.Array) -> jax.Array:
+        """One environment of every group: `[T, E, ...] -> [T, E / M, ...]`."""
+        x = x.reshape(len(x), groups, members, *x.shape[2:])
+        index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
+        return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
+
+    @fragment(role="learner")
+    def gradients(params, batch, carry, chosen):
+        if recurrent:
+            carry = jax.tree.map(lambda x: sequences(pick(x[None], chosen))[0], carry)
+            b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
+        else:
+            b = rows(jax.tree.map(lambda x: x[chosen], batch))
+        advantage = standardize(b.advantage, b.present) if config.normalize_advantage == "minibatch" else b.advantage
+
+        def loss(params):
+            (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
+            return ppo_loss(
+                policy,
+                value,
+                action=b.action,
+                log_prob=b.log_prob,
+                advantage=advantage,
+                old_value=b.old_value,
+                target=b.target,
+                config=config,
+                counts=b.present,
+            )
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate, diverged):
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
+        if diverged is not None:
+            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
+        return *new, optax.tree.norm(grads)
+
+    def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
+        """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
+        if config.normalize_advantage == "batch":
+            batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
+
+        def update(updated, chosen):
+            params, opt_state, diverged = updated
+            grads, stats = gradients(params, batch, carry, chosen)
+            if diverged is not None:  # skip all later updates once the divergence exceeds its target
+                diverged |= stats["approx_kl"] > config.target_kl
+            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
+            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
+
+        diverged = None if config.target_kl is None else jnp.bool(False)
+        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
+        return params, opt_state, jax.tree.map(jnp.mean, stats)
+
+    def shuffle(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The next key, and what every minibatch holds: time steps, or a member of every group."""
+        key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
+        if recurrent:
+            order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
+            return key, jnp.concatenate([jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys])
+        times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
+        return key, times.reshape(config.num_epochs * config.num_minibatches, -1)
+
+    @fragment(role="learner")
+    def update_networks(params, opt_state, iteration, key, experience, now, carry, value, bootstrap_value, version):
+        t = experience
+        value, advantage, target = estimate_advantages(params, t, now, value, bootstrap_value)
+        is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
+        batch = Batch(
+            inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, t.present
+        )
+        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        key, minibatches = shuffle(key)
+        agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
+        train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
+        params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
+        metrics = jax.tree.map(jnp.mean, stats)
+        metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
+        return params, opt_state, advance(iteration), key, metrics
+
+    def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
+        t = experience
+        value, carries = t.extras[1:] if recurrent else ((), ())
+        bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries)
+        # What only the actors need stays with them.
+        t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
+        params, opt_state, count, key, metrics = update_networks(
+            params, rest.opt_state, rest.iteration, rest.key, t, now, carry, value, bootstrap_value, version
+        )
+        return params, Learner(opt_state, count, key, rest.actor_keys), metrics
+
+    def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        num_envs = jax.tree.leaves(obs)[0].shape[0]
+        state = jnp.zeros((num_envs, venv.state_size))  # only values depend on it
+        (policy, _), carry = step(params, Now(obs, state, jnp.zeros(num_envs, bool)), carry)
+        if key is None:
+            return policy.mode(), carry
+        return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
+
+    agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
+    return Team(
+        init=init,
+        axes=(agent, Learner(agent, P(), P(), env)),  # type: ignore[arg-type]
+        begin=begin,
+        act=act,
+        learn=learn,
+        choose_action=choose_action,
+        initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
+        recurrent=recurrent,
+        updates_per_iteration=config.num_epochs * config.num_minibatches,
+        env_group=members if recurrent else 1,
+        agent_axes=env,
+    )
+
+
+def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Any:
+    """The network of one agent, or of all."""
+    identify = config.share_parameters and num_agents > 1
+    space = venv.observation_space
+    if identify and config.agent_ids:
+        space = with_ids_space(space, num_agents)
+    if config.central_critic:
+        state_size = venv.state_size + (num_agents if identify else 0)
+        return centralized_network(
+            space, venv.action_space, state_size, config, core=config.core, memory_size=config.memory_size
+        )
+    return independent_network(
+        space,
+        venv.action_space,
+        config,
+        core=config.core,
+        memory_size=config.memory_size,
+        shared_torso=config.shared_torso,
+    )
+
+
+def build(env: MultiAgentEnvironment, config: IPPOConfig) -> Agent:
+    """Builds IPPO or MAPPO for one team of all agents.
+
+    Args:
+      env: the environment of several agents; its action space is `Discrete` or a `Box` of floats.
+      config: the settings of the algorithm.
+
+    Returns:
+      The agent.
+
+    Raises:
+      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
+      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
+    """
+    venv = VectorizedAgents(env, config.num_envs)
+    return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
+
+
+IPPO = register(Algorithm("ippo", IPPOConfig, build, many_agents=True))
+MAPPO = register(Algorithm("mappo", MAPPOConfig, build, many_agents=True))

@@ -1,0 +1,227 @@
+"""The training loop of several agents: teams that act in the same environments, each with its own algorithm.
+
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `A` the number of agents of a
+team and `S` the length of a global state.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
+from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.envs import VectorizedAgents
+from msrl_jax.fragments import fragment
+
+
+class Experience(NamedTuple):
+    """The experience of a team in an unroll.
+
+    Attributes:
+      obs: the observations for every action. shape=(T, E, A, ...)
+      state: the global states. shape=(T, E, S)
+      is_first: whether an observation is the first of an episode. shape=(T, E)
+      action: the actions, before `action_transform`. shape=(T, E, A, ...)
+      extras: what else `Team.act` returned.
+      reward: rewards. shape=(T, E, A)
+      terminated: whether the agent has terminated. shape=(T, E, A)
+      truncated: whether the episode was cut short. shape=(T, E)
+      present: whether the agent was in the episode when it acted; other steps count for nothing. shape=(T, E, A)
+      final_obs: the true next observations, before any reset. shape=(T, E, A, ...)
+      final_state: their global states. shape=(T, E, S)
+    """
+
+    obs: Any
+    state: jax.Array
+    is_first: jax.Array
+    action: jax.Array
+    extras: Any
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    present: jax.Array
+    final_obs: Any
+    final_state: jax.Array
+
+
+class Now(NamedTuple):
+    """What a team sees before it acts.
+
+    Attributes:
+      obs: its observations. shape=(E, A, ...)
+      state: the global states. shape=(E, S)
+      is_first: whether they are the first of an episode. shape=(E,)
+    """
+
+    obs: Any
+    state: jax.Array
+    is_first: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """An algorithm for a team of agents, as functions that call fragments.
+
+    Attributes:
+      init: `(params_key, actor_key, learner_key) -> (params, rest)`: the parameters, and what else the team keeps, such as
+        states of optimizers and keys.
+      axes: logical axes of the parameters and of the rest.
+      begin: `(rest) -> (rest, keys [T, ...])`: draws the keys of an unroll.
+      act: `(params, now, carry, keys) -> (action [E, A, ...], extras, carry)`.
+      learn: `(params, rest, experience, now, carry) -> (params, rest, metrics)`; `now` is what follows the experience, and
+        `carry` what the team remembered before it.
+      choose_action: `(params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)`, outside of training.
+      initial_carry: `(num_envs) -> carry [E, A, ...]`; an empty pytree for networks without a memory.
+      recurrent: whether the team remembers.
+      updates_per_iteration: largest number of gradient steps per iteration.
+      agent_axes: the logical axes of its arrays `[E, A, ...]`: `P("env", "agent")` if every agent has its own network.
+      env_group: size of a group of adjacent environments that must be on one device.
+    """
+
+    init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
+    axes: tuple[Any, Any]
+    begin: Callable[[Any], tuple[Any, Any]]
+    act: Callable[..., tuple[jax.Array, Any, Any]]
+    learn: Callable[..., tuple[Any, Any, Metrics]]
+    choose_action: Callable[..., tuple[jax.Array, Any]]
+    initial_carry: Callable[[int], Any]
+    recurrent: bool
+    updates_per_iteration: int
+    agent_axes: P
+    env_group: int = 1
+
+
+class TeamsState(NamedTuple):
+    """The state of a run; mappings have one entry for each team.
+
+    Attributes:
+      params: parameters.
+      teams: what else the teams keep.
+      carry: what the teams remember within an episode. shape=(E, A, ...)
+      env_state: state of the vector environment.
+      now: what the teams see.
+    """
+
+    params: dict[str, Any]
+    teams: dict[str, Any]
+    carry: dict[str, Any]
+    env_state: Any
+    now: dict[str, Now]
+
+
+def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_length: int) -> Agent:
+    """Builds the agent of a run with several agents.
+
+    Args:
+      venv: the vector environment; its `teams` have the same names.
+      teams: the algorithm of each team.
+      unroll_length: steps of every environment per iteration, `T`.
+
+    Returns:
+      The agent. Metrics of several teams have the names `METRIC/TEAM`.
+    """
+    everyone = tuple(range(venv.num_agents))
+    members = {name: venv.teams.get(name, everyone) for name in teams}
+    to_env_action = action_transform(venv.action_space)
+
+    def together(actions: Mapping[str, jax.Array]) -> jax.Array:
+        """The actions of all agents in the environments `[E, A, ...]`, from those of the teams."""
+        taken = {name: to_env_action(action) for name, action in actions.items()}
+        if len(taken) == 1:
+            return next(iter(taken.values()))
+        order = [i for name in taken for i in members[name]]
+        return jnp.concatenate(list(taken.values()), axis=1)[:, jnp.argsort(jnp.array(order))]
+
+    def of_team(name: str, x: Any) -> Any:
+        """The part of a team of `[E, A, ...]`."""
+        return x if members[name] == everyone else jax.tree.map(lambda x: x[:, jnp.array(members[name])], x)
+
+    def seen(obs: Any, state: jax.Array, is_first: jax.Array) -> dict[str, Now]:
+        return {name: Now(of_team(name, obs), state, is_first) for name in teams}
+
+    def init(key: jax.Array) -> TeamsState:
+        # The first team's keys are those of an algorithm for one agent, so that a team of one agent trains like it.
+        keys = [jax.random.split(jax.random.fold_in(key, i) if i else key, 4) for i in range(len(teams))]
+        env_state, obs = venv.reset(keys[0][1])
+        begun = {name: team.init(k[0], k[2], k[3]) for (name, team), k in zip(teams.items(), keys, strict=True)}
+        return TeamsState(
+            params={name: params for name, (params, _) in begun.items()},
+            teams={name: rest for name, (_, rest) in begun.items()},
+            carry={name: team.initial_carry(venv.num_envs) for name, team in teams.items()},
+            env_state=env_state,
+            now=seen(obs, venv.global_state(env_state, obs), jnp.ones(venv.num_envs, bool)),
+        )
+
+    @fragment(role="env")
+    def env_step(env_state, actions):
+        env_state, t = venv.step(env_state, together(actions))
+        outcome = {
+            name: (
+                *(of_team(name, x) for x in (t.reward, t.terminated)),
+                t.truncated,
+                *(of_team(name, x) for x in (t.present, t.final_obs)),
+                t.final_state,
+            )
+            for name in teams
+        }
+        return env_state, seen(t.obs, t.state, t.ended), outcome
+
+    pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
+
+    def iteration(state: TeamsState) -> tuple[TeamsState, Metrics]:
+        def step(before, keys):
+            env_state, now, carry = before
+            acted = {n: team.act(state.params[n], now[n], carry[n], keys[n]) for n, team in teams.items()}
+            env_state, after, outcome = env_step(env_state, {n: action for n, (action, _, _) in acted.items()})
+            experience = {n: Experience(*now[n], *acted[n][:2], *outcome[n]) for n in teams}
+            return (env_state, after, {n: carry for n, (_, _, carry) in acted.items()}), experience
+
+        begun = {name: team.begin(state.teams[name]) for name, team in teams.items()}
+        keys = {name: keys for name, (_, keys) in begun.items()}
+        start = state.env_state, state.now, state.carry
+        (env_state, now, carry), experience = jax.lax.scan(step, start, keys, length=unroll_length)
+        env_state, episodes = pop_episodes(env_state)
+        params, rest, metrics = {}, {}, {}
+        for name, team in teams.items():
+            params[name], rest[name], stats = team.learn(
+                state.params[name], begun[name][0], experience[name], now[name], state.carry[name]
+            )
+            metrics |= {metric + f"/{name}" * (len(teams) > 1): value for metric, value in stats.items()}
+        return TeamsState(params, rest, carry, env_state, now), {**metrics, **episodes}
+
+    def act(state: TeamsState, obs: Any, key: jax.Array | None, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        actions, carries = {}, {}
+        for i, (name, team) in enumerate(teams.items()):
+            team_key = jax.random.fold_in(key, i) if key is not None and i else key
+            actions[name], carries[name] = team.choose_action(
+                state.params[name], state.teams[name], of_team(name, obs), team_key, carry[name]
+            )
+        return together(actions), carries
+
+    recurrent = any(team.recurrent for team in teams.values())
+    nothing = {name: team.initial_carry(1) for name, team in teams.items()}
+    agent_axes = {name: team.agent_axes for name, team in teams.items()}
+    axes = logical_axes(
+        TeamsState,
+        params={name: team.axes[0] for name, team in teams.items()},
+        teams={name: team.axes[1] for name, team in teams.items()},
+        carry=agent_axes,
+        env_state=venv.axes,
+        now={name: Now(axes, P("env"), P("env")) for name, axes in agent_axes.items()},  # type: ignore[arg-type]
+    )
+    return Agent(
+        init=init,
+        iteration=iteration,
+        act=act if recurrent else lambda state, obs, key=None: act(state, obs, key, nothing)[0],
+        axes=axes,
+        steps_per_iteration=venv.num_envs * unroll_length,
+        updates_per_iteration=max(team.updates_per_iteration for team in teams.values()),
+        env=venv,
+        initial_carry=(lambda num_envs: {n: t.initial_carry(num_envs) for n, t in teams.items()}) if recurrent else None,
+        env_group=math.lcm(*(team.env_group for team in teams.values())),
+    )

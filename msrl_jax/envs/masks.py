@@ -1,0 +1,163 @@
+"""Legal actions: environments that name them, and what everybody else does with a `MaskedObservation`.
+
+An environment with a method `action_mask(state)` names its legal actions. `with_masks` puts them beside its observations. The
+other functions take plain observations too, and then change nothing. In the shape descriptions, `n` is the number of actions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, env_name
+
+
+def has_masks(env: Any) -> bool:
+    """Whether an environment names its legal actions."""
+    return getattr(env, "action_mask", None) is not None
+
+
+def with_masks(env: Environment) -> Environment:
+    """The environment with `MaskedObservation`s if it names its legal actions, else the environment itself.
+
+    Every observation needs a legal action, except after a step that terminated the episode. If there is none, or if an illegal
+    action is taken, then the reward of that step is nan, so that no run goes on with it.
+    """
+    return _Masked(env) if has_masks(env) else env
+
+
+@dataclass(frozen=True)
+class _Masked:
+    """The environment that `with_masks` returns."""
+
+    env: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """The space of the observations without their masks."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """The space of the environment."""
+        return self.env.action_space
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, MaskedObservation]:
+        """Starts an episode."""
+        state, obs = self.env.reset(key)
+        return state, MaskedObservation(obs, self.env.action_mask(state))
+
+    def step(
+        self, key: jax.Array, state: PyTree, action: PyTree
+    ) -> tuple[PyTree, MaskedObservation, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        before = jnp.asarray(self.env.action_mask(state))
+        state, obs, reward, terminated, truncated = self.env.step(key, state, action)
+        after = jnp.asarray(self.env.action_mask(state))
+        reward = no_legal_action(reward, ~before.any() | ~(after.any() | terminated))
+        reward = illegal_action(reward, ~before[action])
+        return state, MaskedObservation(obs, after), reward, terminated, truncated
+
+
+# Two functions, because the name of the function that makes a nan tells what went wrong.
+def no_legal_action(reward: jax.Array, found: jax.Array) -> jax.Array:
+    """The reward, or nan if an observation without a legal action is found."""
+    return jnp.asarray(reward, jnp.float32) + jax.lax.sqrt(-found.astype(jnp.float32))  # -0.0 changes no reward
+
+
+def illegal_action(reward: jax.Array, taken: jax.Array) -> jax.Array:
+    """The reward, or nan if an illegal action was taken."""
+    return reward + jax.lax.sqrt(-taken.astype(jnp.float32))
+
+
+FAULTS = {
+    no_legal_action.__name__: "gave an observation without a legal action",
+    illegal_action.__name__: "was given an illegal action",
+}
+"""What a nan means, by the name of the function that made it."""
+
+
+def check_masks(env: Any) -> None:
+    """Checks the type of an environment's legal actions, without computing anything.
+
+    Args:
+      env: an environment with a method `action_mask`.
+
+    Raises:
+      TypeError: if its actions are not `Discrete`, or if `action_mask` does not return one bool for each action.
+    """
+    name, space = env_name(env), env.action_space
+    if not isinstance(space, spaces.Discrete):
+        raise TypeError(
+            f"{name} has a method action_mask, but its action_space is {space}; only actions of a Discrete space can be "
+            "illegal: use Discrete, or remove action_mask"
+        )
+    mask = jax.eval_shape(lambda key: jnp.asarray(env.action_mask(env.reset(key)[0])), jax.random.key(0))
+    if mask.shape != (space.n,) or mask.dtype != bool:
+        raise TypeError(
+            f"{name}.action_mask returned {mask.dtype}{list(mask.shape)}; return bool[{space.n}], whether each action of "
+            f"{space} is legal"
+        )
+
+
+def check_played(env: Any, reward: np.ndarray) -> None:
+    """Raises ValueError if an environment that names its legal actions gave rewards or returns of nan."""
+    if has_masks(env) and (bad := int(np.isnan(reward).sum())):
+        raise ValueError(
+            f"{env_name(env)} gave {bad} of {np.size(reward)} rewards or returns as nan: an observation had no legal action, "
+            "or a reward was nan. Every observation needs a legal action, unless the step before it terminated the episode"
+        )
+
+
+def unmasked(obs: Any) -> Any:
+    """The observations without their masks."""
+    return obs.obs if isinstance(obs, MaskedObservation) else obs
+
+
+def mask_of(obs: Any) -> jax.Array | None:
+    """The legal actions of observations, `[..., n]` bool; None if the observations have no masks."""
+    return obs.action_mask if isinstance(obs, MaskedObservation) else None
+
+
+def with_mask_of(obs: Any, features: PyTree) -> Any:
+    """Features of observations, with the masks of the observations if they have any."""
+    return obs._replace(obs=features) if isinstance(obs, MaskedObservation) else features
+
+
+def only_legal(values: jax.Array, obs: Any) -> jax.Array:
+    """Values or logits of actions, -inf for illegal ones.
+
+    Args:
+      values: a number for each action. `[..., n]`
+      obs: the observations, with or without masks. `[..., ...]`
+
+    Returns:
+      The values. They stay finite where no action is legal, as after the end of an episode. `[..., n]`
+    """
+    mask = mask_of(obs)
+    return values if mask is None else jnp.where(mask | ~mask.any(-1, keepdims=True), values, -jnp.inf)
+
+
+def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
+    """Draws one of the legal actions, each with the same probability.
+
+    If all actions are legal, the action is that of `Discrete.sample`.
+
+    Args:
+      key: typed PRNG key.
+      mask: whether each action is legal. `[n]` bool
+
+    Returns:
+      The action. `[]` int32
+    """
+    count = jnp.cumsum(mask)
+    which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1))
+    return jnp.argmax(count > which).astype(jnp.int32)

@@ -1,0 +1,152 @@
+"""IPPO and MAPPO: one agent trains as alone, policies agree, absent agents do not count, and nothing crosses in vain."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
+from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.returns import standardize
+
+from .many_agents import Alone, Homes
+
+SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
+RECURRENT = {"core": "gru", "memory_size": 8}
+
+REPLAY = {
+    "num_epochs": None, "num_minibatches": None, "learning_starts": 128, "batch_size": 16, "num_updates": 2, "capacity": 2048,
+    "trace_length": 4, "mixing_size": 4, "hyper_size": 4,
+}  # fmt: skip
+
+
+def build(algo, env, **options):
+    algorithm = msrl.algorithms.get(algo)
+    return algorithm.build(env, algorithm.config(**{k: v for k, v in {**SMALL, **options}.items() if v is not None}))
+
+
+@pytest.mark.parametrize("core", ["none", "gru"])
+def test_one_agent_trains_as_alone(core):
+    """Bit for bit; with a power of two of examples, so that the mean over those that count divides as the plain mean."""
+    env = Homes(num_agents=1)
+    options = RECURRENT if core == "gru" else {}
+    alone = build("recurrent_ppo" if options else "ppo", Alone(env), **options)
+    team = build("ippo", env, **options)
+    states = [jax.jit(agent.init)(jax.random.key(3)) for agent in (alone, team)]
+    for agent, i in ((alone, 0), (team, 1)):
+        states[i], metrics = jax.jit(lambda s, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=3))(
+            states[i]
+        )
+    jax.tree.map(np.testing.assert_array_equal, states[0].params, states[1].params["agents"])
+    np.testing.assert_array_equal(states[0].obs, states[1].now["agents"].obs[:, 0])
+    assert float(metrics["episode_length"].total.sum()) > 0
+
+
+def seen(state):
+    """What the agents see next, which tells whether all that was done before is the same."""
+    return state.now["agents"].obs if hasattr(state, "now") else state.obs.obs
+
+
+CASES = {
+    "ippo": ("ippo", {}),
+    "mappo-own": ("mappo", {"share_parameters": False}),
+    "mappo-own-gru": ("mappo", {"share_parameters": False, **RECURRENT}),
+    "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
+    "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
+    "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
+}
+ITERATIONS = 3
+
+
+@functools.cache
+def agent_and_reference(case):
+    """The agent, its first state, and the states and metrics of plain `jit(scan)`."""
+    algo, options = CASES[case]
+    agent = build(algo, Homes(), **options)
+
+    def step(state, _):
+        state, metrics = agent.iteration(state)
+        return state, (seen(state), metrics)
+
+    state = jax.jit(agent.init)(jax.random.key(0))
+    return agent, state, jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
+
+
+def matrix():
+    for case in CASES:
+        for policy in sorted(msrl.policies.POLICIES):
+            for devices in (1, 2, 4, 8):
+                each_time = devices == 8 and (case == "mappo-own-gru" or policy == "Environments")
+                yield pytest.param(
+                    case, devices, policy, id=f"{case}-{devices}-{policy}", marks=[] if each_time else [pytest.mark.slow]
+                )
+
+
+@pytest.mark.parametrize(("case", "devices", "policy"), matrix())
+def test_equal_under_every_policy(case, devices, policy):
+    agent, state, (final, (obs, _)) = agent_and_reference(case)
+    program = msrl.compile(
+        agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, groups={"env": agent.env_group},
+        devices=jax.devices()[:devices],
+    )  # fmt: skip
+    state = program.place(state)
+    for i in range(ITERATIONS):
+        state, _ = program.run(state, 1)
+        np.testing.assert_allclose(seen(state), obs[i], rtol=1e-5, atol=1e-5)
+    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(final.params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_networks_of_agents_stay_on_their_devices(devices):
+    """With three agents on one device or three, only observations, actions, rewards and states cross; no network does."""
+    agent, state, _ = agent_and_reference("mappo-own")
+    policy = msrl.policies.Environments(envs=2, agents=devices)
+    program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[: 2 + devices])
+    placed = program.place(state)
+    kernel = jax.tree.leaves(placed.params)[0]
+    assert kernel.shape[0] == 3 and kernel.sharding.num_devices == devices
+    assert kernel.addressable_shards[0].data.shape[0] == 3 // devices
+    moved = program.plan().moves
+    assert moved and not [m for m in moved if "params" in str(m)]
+
+
+def test_absent_agents_count_for_nothing():
+    """The loss of examples that count, and their standardized advantages, are those of the others left out."""
+    rng = np.random.default_rng(0)
+    logits, x = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=(6, 12)).astype(np.float32)
+    counts = np.arange(12) % 3 != 0
+    config = msrl.algorithms.PPOConfig()
+
+    def loss(keep, counts):
+        value, log_prob, advantage, old_value, target = (jnp.asarray(row[keep]) for row in x[:5])
+        action = jnp.asarray(np.arange(12)[keep] % 3)
+        arguments = {"action": action, "log_prob": log_prob - 1, "old_value": old_value, "target": target}
+        advantage = standardize(advantage, counts)
+        return ppo_loss(
+            Categorical(jnp.asarray(logits[keep])), value, advantage=advantage, config=config, counts=counts, **arguments
+        )
+
+    total, stats = loss(slice(None), jnp.asarray(counts))
+    want, want_stats = loss(counts, None)
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), stats, want_stats)
+
+
+def test_wrong_kinds_of_environments_are_refused():
+    with pytest.raises(TypeError, match=r"'ppo' trains one agent, but environment 'Homes' has 3; use ippo, mappo"):
+        msrl.train("ppo", Homes(), total_steps=100)
+    with pytest.raises(TypeError, match=r"'mappo' trains several agents, but environment 'CartPole-v1' has one"):
+        msrl.train("mappo", "CartPole-v1", total_steps=100)
+
+
+def test_train_evaluate_and_act():
+    result = msrl.train("ippo", Homes(), total_steps=1024, eval_every=512, **SMALL)
+    assert np.isfinite(result.history["episode_return"]).all()
+    obs = np.zeros((3, 5), np.float32)
+    assert result.act(obs).shape == (3,)
+    assert result.act(np.stack([obs] * 4), jax.random.key(0)).shape == (4, 3)
+    assert result.evaluate(episodes=4).returns.shape == (4,)

@@ -1,0 +1,236 @@
+"""Algorithms on an environment with legal actions: they take no other ones, and learn what the formulas say."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import data, envs
+from msrl_jax.algorithms.losses.q_learning import greedy_target
+from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.training import DivergedError
+from msrl_jax.training.evaluate import make_evaluator
+from tests.envs.maze import Maze, MazeState, legal
+
+from .off_policy_reference import B, adam, build, drawn, one, start, wide
+
+SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
+REPLAY = SMALL | {"batch_size": 16, "capacity": 512, "learning_starts": 128, "num_updates": 2}
+MEMORY = {"memory_size": 8}
+CONFIGS = {
+    "ppo": SMALL | {"num_epochs": 2, "num_minibatches": 2, "normalize_observations": True},
+    "recurrent_ppo": SMALL | MEMORY | {"num_epochs": 1, "num_minibatches": 2},
+    "a2c": SMALL,
+    "a3c": SMALL | {"num_workers": 2},
+    "impala": SMALL | {"replay_batches": 2, "num_updates": 2},
+    "dqn": REPLAY | {"dueling": True, "n_step": 2, "storage": "uint8", "exploration_steps": 500},
+    "dqn+c51": REPLAY | {"distribution": "c51", "num_atoms": 5, "exploration_steps": 500},
+    "apex_dqn": REPLAY,
+    "r2d2": REPLAY | MEMORY | {"burn_in": 2, "trace_length": 4, "n_step": 2, "exploration_steps": 500},
+    "sac": REPLAY,
+    "es": SMALL | {"unroll_length": 16},
+}
+OFFLINE = {"bc": {}, "cql": {}, "iql": {}, "dqn+data": REPLAY}
+TOGETHER, APART = ("GPUOnly", 1), ("SingleLearnerCoarse:actors=2,learners=2", 4)
+
+
+@functools.cache
+def trained(algo, policy=TOGETHER, iterations=20):
+    """A run of that many iterations on the maze."""
+    config = CONFIGS[algo]
+    return msrl.train(
+        algo.partition("+")[0], Maze(), policy=policy[0], devices=jax.devices()[: policy[1]], eval_episodes=0, progress=False,
+        total_steps=iterations * config["num_envs"] * config["unroll_length"], **config,
+    )  # fmt: skip
+
+
+@functools.cache
+def recorded():
+    """Steps of a trained run, half of them random."""
+    return data.record(trained("ppo"), 400, epsilon=0.5, num_envs=8)
+
+
+def maze_of(state):
+    is_maze = lambda x: isinstance(x, MazeState)  # noqa: E731
+    (maze,) = (x for x in jax.tree.leaves(state, is_leaf=is_maze) if is_maze(x))
+    return maze
+
+
+def assert_legal(dataset):
+    """All actions are legal where they were taken; the masks are those of the observations."""
+    for obs, mask in ((dataset.obs, dataset.action_mask), (dataset.next_obs, dataset.next_action_mask)):
+        np.testing.assert_array_equal(mask, legal(obs[:, 0].astype(int), 4))
+        assert not obs[:, 1].any()
+    assert dataset.action_mask[np.arange(len(dataset)), dataset.action].all()
+
+
+FAST = ("ppo", "dqn", "sac")
+
+
+@pytest.mark.parametrize("algo", [pytest.param(a, marks=[] if a in FAST else [pytest.mark.slow]) for a in CONFIGS])
+def test_no_illegal_action_is_taken_in_training_evaluation_or_recording(algo):
+    result = trained(algo)
+    assert not maze_of(result.state).broken.any() and not np.asarray(result.state.obs.obs)[:, 1].any()
+    assert result.evaluate(32).finished.all()
+    if algo in ("ppo", "recurrent_ppo", "sac"):
+        assert_legal(data.record(result, 200, num_envs=8))
+    if algo != "sac":
+        assert_legal(data.record(result, 200, epsilon=0.5, num_envs=8))
+
+
+@pytest.mark.parametrize("algo", [pytest.param(a, marks=[] if a == "cql" else [pytest.mark.slow]) for a in OFFLINE])
+def test_no_illegal_action_is_taken_after_learning_from_data(algo, tmp_path):
+    dataset = data.load(data.save(recorded(), tmp_path / "rows.npz"))
+    assert_legal(dataset)
+    settings = {"hidden_sizes": (8,), "batch_size": 32} | OFFLINE[algo]
+    result = msrl.train(
+        algo.partition("+")[0], Maze(), data=dataset, policy="GPUOnly:num_devices=1", total_steps=1000, eval_episodes=0,
+        progress=False, **settings,
+    )  # fmt: skip
+    assert result.evaluate(32).finished.all()
+
+
+@pytest.mark.parametrize("name", ["rows.npz", "rows.parquet"])
+def test_data_sets_keep_the_legal_actions(name, tmp_path):
+    dataset = recorded()
+    again = data.load(data.save(dataset, tmp_path / name))
+    assert again.fingerprint() == dataset.fingerprint() == data.concatenate([again]).fingerprint()
+    assert_legal(data.concatenate(list(dataset.split(0.3))))
+    bare = {"action_mask": None, "next_action_mask": None}
+    plain = data.Dataset(**{name: getattr(dataset, name) for name in data.dataset.FIELDS}, **bare)
+    with pytest.raises(ValueError, match=r"Maze has legal actions \(action_mask\) and the data set has none"):
+        msrl.train("bc", Maze(), data=plain)
+    with pytest.raises(ValueError, match="only one of the first data set and number 2"):
+        data.concatenate([dataset, plain])
+    wrong = data.Dataset(**{n: getattr(dataset, n) for n in dataset.columns} | {"action": np.full(len(dataset), 0)})
+    with pytest.raises(ValueError, match="action of the data set is illegal by its action_mask in row"):
+        msrl.train("bc", Maze(), data=wrong)
+
+
+def test_a_recorded_run_keeps_the_legal_actions(tmp_path):
+    msrl.train(
+        "a2c", Maze(), policy="GPUOnly:num_devices=1", total_steps=512, eval_episodes=0, progress=False,
+        record=tmp_path / "run.npz", **SMALL,
+    )  # fmt: skip
+    dataset = data.load(tmp_path / "run.npz")
+    assert len(dataset) == 512
+    assert_legal(dataset)
+
+
+@pytest.mark.parametrize("algo", ["ppo", "dqn"])
+def test_the_same_run_under_another_policy_on_four_devices(algo):
+    together, apart = trained(algo).state, trained(algo, APART).state
+    np.testing.assert_array_equal(together.obs.obs, apart.obs.obs)
+    np.testing.assert_array_equal(together.obs.action_mask, apart.obs.action_mask)
+    for x, y in zip(*(jax.tree.leaves(s.params) for s in (together, apart)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_actions_are_chosen_for_observations_with_their_legal_actions():
+    result = trained("ppo")
+    obs, masks = np.float32([[0, 0], [3, 0], [2, 0]]), np.array([[0, 0, 1], [1, 0, 0], [0, 1, 0]], bool)
+    np.testing.assert_array_equal(result.act(envs.MaskedObservation(obs, masks)), [2, 0, 1])
+    assert result.act(envs.MaskedObservation(obs[0], masks[0]), jax.random.key(0)) == 2
+    with pytest.raises(ValueError, match=r"Maze names its legal actions; give them .* MaskedObservation\(obs, action_mask\)"):
+        result.act(obs)
+    with pytest.raises(ValueError, match=r"observation \[1\] has no legal action"):
+        result.act(envs.MaskedObservation(obs, masks & ~masks[1]))
+
+
+def stuck(algo):
+    config = CONFIGS[algo]
+    with pytest.raises(DivergedError) as caught:
+        msrl.train(algo, Maze(stuck=2), policy="GPUOnly:num_devices=1", total_steps=2000, progress=False, **config)
+    return caught.value
+
+
+@pytest.mark.parametrize("algo", ["ppo", *(pytest.param(a, marks=pytest.mark.slow) for a in ("dqn", "r2d2", "sac", "es"))])
+def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
+    error = stuck(algo)
+    assert error.fragment == "env_step"
+    assert "gave an observation without a legal action" in str(error) and "environment" in str(error)
+    assert "without a legal action" in str(msrl.replay_step(error.replay, env=Maze(stuck=2)))
+
+
+def test_an_evaluation_whose_environment_gives_no_legal_action_says_so():
+    result = trained("ppo")
+    played = make_evaluator(type(result.behavior)(result.behavior.agent, Maze(stuck=2)), 8)
+    with pytest.raises(ValueError, match=r"Maze gave \d of 8 .*an observation had no legal action"):
+        played(result.state, jax.random.key(0))
+
+
+def mlp(params, x):
+    p = wide(params)["params"]
+    for layer in (p["torso"]["Dense_0"], p["torso"]["Dense_1"]):
+        x = np.maximum(x @ layer["kernel"] + layer["bias"], 0)
+    head = p["head"] if "head" in p else p["Dense_0"]
+    return x @ head["kernel"] + head["bias"]
+
+
+@pytest.mark.parametrize("double", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_target_is_the_largest_value_of_the_legal_actions(double):
+    env = Maze()
+    agent, config = build("dqn", env, num_updates=1, n_step=2, double=double, tau=0.1, target_period=1)
+    state = start(agent, 6)
+    after, _ = jax.jit(agent.iteration)(state)
+    batch, _ = drawn(env, config, state, after)
+    online, target = (mlp(params, np.float64(batch.next_obs.obs)) for params in (state.params, state.target_params))
+    chooser = online if double else target
+    taken = mlp(state.params, np.float64(batch.obs.obs))[np.arange(B), batch.action]
+    wanted, other = np.float64(batch.reward), 0
+    for i, mask in enumerate(batch.next_obs.action_mask):
+        if batch.discount[i]:
+            best = max(np.flatnonzero(mask), key=lambda a, i=i: chooser[i, a])
+            wanted[i] += batch.discount[i] * target[i, best]
+            other += best != chooser[i].argmax()
+    assert other and (~batch.next_obs.action_mask.any(-1)).any(), "masks change choices, and an end has no legal action"
+    np.testing.assert_allclose(after.pending.td_error[0], wanted - taken, rtol=1e-4, atol=1e-5)
+
+
+def test_discrete_sac_takes_expectations_over_the_legal_actions():
+    env = Maze()
+    agent, config = build("sac", env, num_updates=1, initial_temperature=0.3)
+    state = start(agent, 6)
+    after, metrics = jax.jit(agent.iteration)(state)
+    batch, _ = drawn(env, config, state, after)
+    temperature = np.exp(np.float64(state.params["log_temperature"]))
+
+    def expectations(critic, obs):
+        """Soft values and expected log-probabilities, action by action; 0 where no action is legal."""
+        logits = mlp(state.params["actor"], np.float64(obs.obs))
+        q = np.minimum(*(mlp(one(critic, i), np.float64(obs.obs)) for i in range(2)))
+        value, entropy = np.zeros(B), np.zeros(B)
+        for i, mask in enumerate(obs.action_mask):
+            p = np.exp(logits[i, mask]) / np.exp(logits[i, mask]).sum()
+            value[i], entropy[i] = p @ (q[i, mask] - temperature * np.log(p)), p @ np.log(p)
+        return value, entropy
+
+    assert (~batch.next_obs.action_mask.any(-1)).any() and (batch.obs.action_mask.sum(-1) == 2).any()
+    target = batch.reward + batch.discount * expectations(state.target_params, batch.next_obs)[0]
+    taken = [mlp(one(state.params["critic"], i), np.float64(batch.obs.obs))[np.arange(B), batch.action] for i in range(2)]
+    np.testing.assert_allclose(after.pending.td_error[0], target - np.mean(taken, 0), rtol=1e-4, atol=1e-5)
+    value, log_prob = expectations(state.params["critic"], batch.obs)
+    np.testing.assert_allclose(metrics["actor_loss"].total, -value.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["entropy"].total, -log_prob.mean(), rtol=1e-4)
+    wanted_entropy = np.log(batch.obs.action_mask.sum(-1)) / 2
+    gradient = -(temperature * (log_prob + wanted_entropy)).mean()
+    moved = adam(state.params["log_temperature"], state.opt_state["log_temperature"], gradient, config)
+    np.testing.assert_allclose(after.params["log_temperature"], moved, rtol=1e-4)
+
+
+def test_losses_with_illegal_actions_have_finite_gradients():
+    obs = envs.MaskedObservation(jnp.zeros((3, 1)), jnp.array([[1, 0, 1], [0, 1, 0], [0, 0, 0]], bool))
+    q = jnp.float32([[1, 9, 3], [1, 2, 9], [5, 6, 7]])
+
+    def value(logits):
+        return expected_soft_value(q, jax.nn.log_softmax(only_legal(logits, obs)), jnp.float32(0.5), obs.action_mask)[0]
+
+    found, slope = value(jnp.zeros((3, 3))), jax.grad(lambda logits: value(logits).sum())(jnp.zeros((3, 3)))
+    np.testing.assert_allclose(found[:2], [2 + 0.5 * np.log(2), 2], rtol=1e-6)
+    np.testing.assert_allclose(slope[:2], [[-0.5, 0, 0.5], [0, 0, 0]], atol=1e-6)
+    assert np.isfinite(found).all() and np.isfinite(slope).all()
+    assert jax.vmap(greedy_target)(only_legal(q, obs), q).tolist() == [3, 2, 7]
