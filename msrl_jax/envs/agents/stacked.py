@@ -88,7 +88,7 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
     return StackedAgents(env, observation, action)
 
 
-def _common(name: str, what: str, table: dict[str, spaces.Space], merge: Callable[..., spaces.Space | None]) -> spaces.Space:
+def _common(name: str, what: str, table: dict[str, spaces.Space], merge: "Callable[..., spaces.Space | None]") -> spaces.Space:
     """The one space of all agents."""
     agents = list(table)
     common = table[agents[0]]
@@ -106,7 +106,7 @@ def _common(name: str, what: str, table: dict[str, spaces.Space], merge: Callabl
     return common
 
 
-def _larger(a: spaces.Space, b: spaces.Space) -> spaces.Space | None:
+def _larger(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
     """The larger of two Discrete spaces; None unless both are."""
     if isinstance(a, spaces.Discrete) and isinstance(b, spaces.Discrete) and a.dtype == b.dtype:
         return a if a.n >= b.n else b
@@ -122,7 +122,7 @@ def _boxes(a: spaces.Space, b: spaces.Space) -> tuple[spaces.Box, spaces.Box] | 
     return (a, b) if a.shape >= b.shape else (b, a)
 
 
-def _widened(a: spaces.Space, b: spaces.Space) -> spaces.Space | None:
+def _widened(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
     """A space that holds the observations of both, the shorter vectors padded with zeros."""
     if (boxes := _boxes(a, b)) is None:
         return _larger(a, b)
@@ -134,7 +134,7 @@ def _widened(a: spaces.Space, b: spaces.Space) -> spaces.Space | None:
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
 
 
-def _longest(a: spaces.Space, b: spaces.Space) -> spaces.Space | None:
+def _longest(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
     """The space of the actions of both: the longer of two vectors, if the components that both have have the same bounds."""
     boxes = _boxes(a, b)
     if boxes is None or len(boxes[0].shape) != 1:

@@ -28,6 +28,7 @@ class Constant:
         return types.SimpleNamespace(sample=lambda seed: jnp.full(obs.shape[0], 4)), None
 
 
+@pytest.mark.filterwarnings("ignore:max_dist_to_goal", "ignore:scatter inputs have incompatible types")  # JaxMARL's own
 @pytest.mark.parametrize("name", NAMES)
 def test_every_environment_conforms(name):
     params = {"policy": Constant(), "params": ()} if name.startswith("Learned") else SMALL.get(name, {})

@@ -22,7 +22,8 @@ def rollout():
         def play(key):
             state, first = venv.reset(key)
             state, steps = jax.lax.scan(venv.step, state, jnp.asarray(actions, jnp.int32))
-            return first, steps, venv.pop_episodes(state)
+            state, metrics = venv.pop_episodes(state)
+            return first, steps, state._replace(key=()), metrics
 
         return actions, jax.tree.map(np.asarray, jax.jit(play)(jax.random.key(0)))
 
@@ -31,7 +32,7 @@ def rollout():
 
 @pytest.mark.parametrize("limit", [1000, 2])
 def test_agents_that_leave_early_are_absent_until_their_episode_ends(rollout, limit):
-    actions, (first, steps, (state, metrics)) = rollout[limit]
+    actions, (first, steps, state, metrics) = rollout[limit]
     assert isinstance(first, envs.MaskedObservation) and first.obs.shape == (2, 3, 2)
     assert first.action_mask.shape == (2, 3, 4) and first.action_mask.all()
 
@@ -123,7 +124,7 @@ STEP = r"Leaving\.step"
         (changed(action_mask=lambda state: jnp.ones((3, 2), bool)), r"Leaving\.action_mask is bool\[3, 2\]; .*bool\[3, 4\]"),
         (changed(action_mask=lambda state: jnp.ones((3, 4))), r"Leaving\.action_mask is float32\[3, 4\]; return one flag"),
         (changed(action_mask=lambda state: {"one": state}), r"Leaving\.action_mask is a dict; return one flag per action"),
-        (changed(action_space=envs.Box(-1, 1, (3,))), r"Leaving has action_mask, but its actions are in Box"),
+        (changed(action_space=envs.Box(-1, 1, ())), r"Leaving has action_mask, but its actions are in Box"),
         (changed(global_state=lambda state: state), r"Leaving\.global_state returned int32\[\]; return a vector"),
     ],
 )  # fmt: skip
