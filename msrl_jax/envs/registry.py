@@ -5,11 +5,10 @@ from typing import Any
 
 from msrl_jax import _gymnax, _jaxmarl, _registry
 from msrl_jax._spelling import suggestion
-from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.base import Environment
 
-_factories: dict[str, Callable[..., Environment | MultiAgentEnvironment]] = {
+_factories: dict[str, Callable[..., Environment]] = {
     "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors,
 }  # fmt: skip
 
@@ -17,7 +16,7 @@ SUITES = (_jaxmarl.PREFIX,)
 """The beginnings of names that belong to suites of environments."""
 
 
-def register(name: str, factory: Callable[..., Environment | MultiAgentEnvironment]) -> None:
+def register(name: str, factory: Callable[..., Environment]) -> None:
     """Registers an environment for `make`, `train` and the command line.
 
     Args:
@@ -34,7 +33,7 @@ def register(name: str, factory: Callable[..., Environment | MultiAgentEnvironme
     _factories[name] = factory
 
 
-def make(name: str, **params: Any) -> Any:
+def make(name: str, **params: Any) -> Environment:
     """Builds an environment.
 
     Args:
@@ -44,7 +43,7 @@ def make(name: str, **params: Any) -> Any:
         (`max_steps_in_episode=100`) and arguments of its constructor; of a JaxMARL environment, arguments of its constructor.
 
     Returns:
-      The environment: an `Environment`, or a `MultiAgentEnvironment`.
+      The environment; a `MultiAgentEnvironment` if it has several agents.
 
     Raises:
       TypeError: if the name is no text.

@@ -69,12 +69,12 @@ class KuhnState(NamedTuple):
     Attributes:
       cards: the cards of the players: 0 jack, 1 queen, 2 king. `[2]` int32
       moves: the moves so far: 0 none yet, 1 pass, 2 bet. `[3]` int32
-      count: their number. int32
+      num_moves: their number. int32
     """
 
     cards: jax.Array
     moves: jax.Array
-    count: jax.Array
+    num_moves: jax.Array
 
 
 class KuhnPoker:
@@ -114,7 +114,7 @@ class KuhnPoker:
 
     def action_mask(self, state: KuhnState) -> jax.Array:
         """Pass and bet for the player to move, wait for the other. `[2, 3]` bool"""
-        to_move = (jnp.arange(2) == state.count % 2)[:, None]
+        to_move = (jnp.arange(2) == state.num_moves % 2)[:, None]
         return to_move == (jnp.arange(3) > 0)
 
     def information_states(self) -> MaskedObservation:

@@ -91,7 +91,7 @@ def _named(full: str, key: str, value: Any) -> Any:
     return table[value]
 
 
-Ending = Callable[[Any, PyTree, PyTree, Mapping[Any, jax.Array], Mapping[Any, jax.Array]], tuple[jax.Array, jax.Array]]
+Ending = Callable[[Any, Any, Any, Mapping[Any, jax.Array], Mapping[Any, jax.Array]], tuple[jax.Array, jax.Array]]
 """Tells the end of the task from the end of the time, which JaxMARL's dones do not.
 
 It takes the environment, the states before and after a step, the actions and the dones. It returns `terminated`, for each agent
@@ -99,36 +99,36 @@ It takes the environment, the states before and after a step, the actions and th
 """
 
 
-def _time_limit(env: Any, old: PyTree, new: PyTree, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+def _time_limit(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """Episodes that end by their length alone."""
     return jnp.asarray(False), dones["__all__"]
 
 
-def _tasks(env: Any, old: PyTree, new: PyTree, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+def _tasks(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """Episodes that end when the task is over for all agents; an agent may leave earlier."""
     return jnp.stack([dones[agent] | dones["__all__"] for agent in env.agents]), jnp.asarray(False)
 
 
-def _battle(env: Any, old: PyTree, new: PyTree, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+def _battle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """SMAX: a side is dead, or the time is over. JaxMARL calls dead units done, but they share in the rewards of their team."""
     alive = getattr(new, "state", new).unit_alive
     over = ~alive[: env.num_allies].any() | ~alive[env.num_allies :].any()
     return over, dones["__all__"] & ~over
 
 
-def _riddle(env: Any, old: PyTree, new: PyTree, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """The agent in the room says that all have been there, or the time is over."""
     said = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
     return said, dones["__all__"] & ~said
 
 
-def _navigation(env: Any, old: PyTree, new: PyTree, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+def _navigation(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """JaxNav: every agent has arrived or crashed, or the time is over. Agents share in rewards until then."""
     over = (new.goal_reached | new.move_term | new.term).all()
     return over, dones["__all__"] & ~over
 
 
-def _brax(env: Any, old: PyTree, new: PyTree, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+def _brax(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
     """Brax's own flag."""
     truncated = new.info["truncation"].astype(bool)
     return dones["__all__"] & ~truncated, truncated

@@ -44,7 +44,7 @@ def test_the_rules_of_kuhn_poker():
 
     def play(cards, moves):
         def step(state, move):
-            mask, mover = env.action_mask(state), state.count % 2
+            mask, mover = env.action_mask(state), state.num_moves % 2
             action = jnp.where(jnp.arange(2) == mover, move, WAIT)
             state, obs, reward, terminated, _ = env.step(jax.random.key(0), state, action)
             return state, (mask, obs, reward, terminated)
