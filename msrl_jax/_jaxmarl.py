@@ -19,7 +19,7 @@ PREFIX = "jaxmarl:"
 INSTALL = "pip install 'msrl-jax[marl]'"
 _OLDEST = (0, 2)
 
-_PACKAGES = dict.fromkeys(("ant_4x2", "halfcheetah_6x1", "hopper_3x1", "humanoid_9|8", "walker2d_2x3"), "brax")
+_PACKAGES: dict[str, str] = dict.fromkeys(("ant_4x2", "halfcheetah_6x1", "hopper_3x1", "humanoid_9|8", "walker2d_2x3"), "brax")
 """Packages that JaxMARL needs for some environments, but does not install."""
 
 
