@@ -241,6 +241,10 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
         return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
+    def counted(present: jax.Array) -> jax.Array | None:
+        """Which examples count; None for all, where one agent is alone: its episode ends when it leaves."""
+        return present if venv.num_agents > 1 else None
+
     @fragment(role="learner")
     def gradients(params, batch, carry, chosen):
         if recurrent:
@@ -248,7 +252,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
             b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
         else:
             b = rows(jax.tree.map(lambda x: x[chosen], batch))
-        advantage = standardize(b.advantage, b.present) if config.normalize_advantage == "minibatch" else b.advantage
+        counts = counted(b.present)
+        advantage = standardize(b.advantage, counts) if config.normalize_advantage == "minibatch" else b.advantage
 
         def loss(params):
             (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
@@ -261,7 +266,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
                 old_value=b.old_value,
                 target=b.target,
                 config=config,
-                counts=b.present,
+                counts=counts,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -277,7 +282,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
         """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
         if config.normalize_advantage == "batch":
-            batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
+            batch = batch._replace(advantage=standardize(batch.advantage, counted(batch.present)))
 
         def update(updated, chosen):
             params, opt_state, diverged = updated

@@ -85,7 +85,7 @@ def matrix():
                 )
 
 
-@pytest.mark.parametrize(("case", "devices", "policy"), matrix())
+@pytest.mark.parametrize(("case", "devices", "policy"), list(matrix()))
 def test_equal_under_every_policy(case, devices, policy):
     agent, state, (final, (obs, _)) = agent_and_reference(case)
     program = msrl.compile(
@@ -110,8 +110,11 @@ def test_networks_of_agents_stay_on_their_devices(devices):
     kernel = jax.tree.leaves(placed.params)[0]
     assert kernel.shape[0] == 3 and kernel.sharding.num_devices == devices
     assert kernel.addressable_shards[0].data.shape[0] == 3 // devices
-    moved = program.plan().moves
-    assert moved and not [m for m in moved if "params" in str(m)]
+    plan = program.explain()
+    values = {c.value for c in plan.crossings}
+    assert any("obs" in value for value in values) and not [value for value in values if "params" in value], values
+    # The agents learn without a word to each other.
+    assert plan.bytes_of_collectives["agents"] == 0
 
 
 def test_absent_agents_count_for_nothing():
