@@ -68,11 +68,15 @@ def load() -> ModuleType:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """JaxMARL prints while it is imported and traced, advises against some of its environments, and may replace the streams."""
-    error_stream = sys.stderr
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
+    """JaxMARL prints while it is imported and traced, and advises against some of its environments.
+
+    One of its modules also replaces the standard streams by those that Python began with, so these are put off too.
+    """
+    streams, began_with = (sys.stdout, sys.stderr), sys.__stdout__
+    sys.stdout = sys.__stdout__ = io.StringIO()  # type: ignore[misc]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
-        finally:
-            sys.stderr = error_stream
+    finally:
+        (sys.stdout, sys.stderr), sys.__stdout__ = streams, began_with  # type: ignore[misc]
