@@ -24,9 +24,10 @@ def check_agents(env: MultiAgentEnvironment) -> None:
     name = env_name(env)
     missing = [m for m in ("agents", "observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
     if missing:
+        dicts = "; stack_agents(env) makes them of dicts by agent name" if hasattr(env, "observation_spaces") else ""
         raise TypeError(
             f"{name} has no {missing[0]}; an environment of several agents has agents, observation_space, action_space, "
-            "reset, step"
+            f"reset, step{dicts}"
         )
     agents = env.agents
     if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
