@@ -217,9 +217,11 @@ def _scan_backward(update, residuals, cotangents):
         is_first, cotangent, by_u, by_carry = inputs
         cotangent = tuple(map(jnp.add, later, cotangent))
         output, *rest = _chain(cotangent, by_carry)
-        output += through_gates(cotangent, by_u) @ kernel.T
+        output += jax.lax.optimization_barrier(through_gates(cotangent, by_u)) @ transposed
         return forget(is_first, (output, *rest)), cotangent
 
+    # Without the barriers, XLA fuses transpose, chain rule and product for one row: a loop that took ten times as long.
+    transposed = jax.lax.optimization_barrier(kernel.T)
     start = tuple(map(jnp.zeros_like, carry))
     dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
     du = through_gates(cotangents, by_u)
