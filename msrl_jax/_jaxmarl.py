@@ -133,7 +133,7 @@ def load() -> ModuleType:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """JaxMARL prints while it is imported and traced, and advises against some of its environments.
+    """JaxMARL prints while it is imported, and advises against some of its environments.
 
     One of its modules also replaces the standard streams by those that Python began with, so these are put off too.
     """

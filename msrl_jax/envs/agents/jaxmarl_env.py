@@ -1,8 +1,10 @@
 """JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -206,7 +208,8 @@ class JaxMARLEnvironment:
         """Advances the episode by JaxMARL's `step_env`."""
         actions = dict(zip(self.env.agents, (action[agent] for agent in self.agents), strict=True))
         given = tuple(actions.values()) if self.suite.takes_tuples else actions
-        obs, new, reward, dones, _ = self.env.step_env(key, state, given)
+        with contextlib.redirect_stdout(io.StringIO()):  # JaxNav prints while it is traced
+            obs, new, reward, dones, _ = self.env.step_env(key, state, given)
         rewards = {agent: jnp.float32(x) for agent, x in self._by_agent(reward).items()}
         terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
         flags = jnp.broadcast_to(terminated, (len(self.agents),))

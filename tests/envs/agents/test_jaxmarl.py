@@ -85,40 +85,42 @@ def theirs(env, obs, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "params"),
+    ("name", "params", "ends"),
     [
-        slow("MPE_simple_spread_v3", {"num_agents": 4}),
-        ("MPE_simple_tag_v3", {"action_type": "Continuous"}),
-        ("MPE_simple_speaker_listener_v4", {}),
-        ("switch_riddle", {"num_agents": 4}),
-        slow("coin_game", {"num_inner_steps": 5, "num_outer_steps": 3}),
-        slow("overcooked", {"layout": "forced_coord", "max_steps": 20}),
+        slow("MPE_simple_spread_v3", {"num_agents": 4}, "time"),
+        ("MPE_simple_tag_v3", {"action_type": "Continuous"}, "time"),
+        ("MPE_simple_speaker_listener_v4", {}, "time"),
+        ("switch_riddle", {"num_agents": 4}, "task"),
+        slow("coin_game", {"num_inner_steps": 5, "num_outer_steps": 3}, "time"),
+        slow("overcooked", {"layout": "forced_coord", "max_steps": 20}, "time"),
+        slow("hanabi", SMALL["hanabi"], "task"),
+        slow("HeuristicEnemySMAX", {"scenario": "3m", "max_steps": 10}, "either"),
     ],
 )
-def test_steps_are_those_of_jaxmarl(name, params):
-    """50 random steps beside JaxMARL's `step_env`, with a new episode whenever JaxMARL says that one has ended."""
+def test_steps_are_those_of_jaxmarl(name, params, ends):
+    """50 random legal steps beside JaxMARL's `step_env`, with a new episode whenever JaxMARL says that one has ended."""
     env = envs.make(f"jaxmarl:{name}", **params)
     inner = env.env.env
     size = max(np.prod(space.shape, dtype=int) for space in env.env.observation_spaces.values())
-    sizes = [getattr(inner.action_space(a), "n", 0) for a in inner.agents]
+    count = len(env.agents)
 
-    def sample(key):
-        if all(sizes):
-            return jax.random.randint(key, (len(sizes),), 0, jnp.array(sizes))
-        return jax.vmap(env.action_space.sample)(jax.random.split(key, len(sizes)))
+    def sample(key, state):
+        if hasattr(env, "action_mask"):
+            return jax.random.categorical(key, jnp.where(env.action_mask(state), 0.0, -jnp.inf))
+        return jax.vmap(env.action_space.sample)(jax.random.split(key, count))
 
     def step(state, key):
         step_key, reset_key, action_key = jax.random.split(key, 3)
-        action = sample(action_key)
+        action = sample(action_key, state)
         spaces = zip(inner.agents, env.env.action_spaces.values(), action, strict=True)
         own = {a: x[: space.shape[0]] if space.shape else x for a, space, x in spaces}
         obs, new, reward, dones, _ = inner.step_env(step_key, state, own)
         want = theirs(inner, obs, size), jnp.stack([reward[a] for a in inner.agents]), dones["__all__"]
         _, seen, rewards, terminated, truncated = env.step(step_key, state, action)
-        got = seen.reshape(len(sizes), -1), rewards, truncated | terminated.all()
+        got = seen.reshape(count, -1), rewards, truncated | terminated.all()
         first_obs, fresh = inner.reset(reset_key)
         state = jax.tree.map(lambda a, b: jnp.where(dones["__all__"], a, b).astype(b.dtype), fresh, new)
-        first = theirs(inner, first_obs, size), env.reset(reset_key)[1].reshape(len(sizes), -1)
+        first = theirs(inner, first_obs, size), env.reset(reset_key)[1].reshape(count, -1)
         return state, (want, got, first, terminated, truncated)
 
     @jax.jit
@@ -130,7 +132,7 @@ def test_steps_are_those_of_jaxmarl(name, params):
     np.testing.assert_array_equal(*first)
     assert want[2].any() and got[1].dtype == np.float32
     assert (terminated.all(1) == terminated.any(1)).all() and not (terminated.all(1) & truncated).any()
-    assert terminated.any() == (name == "switch_riddle"), "all others end by their length alone"
+    assert ends == "either" or terminated.any() == (ends == "task")
 
 
 def test_the_riddle_ends_by_its_answer_or_by_its_length():
