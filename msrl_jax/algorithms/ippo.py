@@ -144,6 +144,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     network = _make_network(venv, num_agents, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
     groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
+    memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
     leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
 
     def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
@@ -177,8 +178,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     @fragment(role="actor")
     def draw_keys(keys):
-        rows, keys = split_keys(keys.reshape(-1), config.unroll_length)
-        return rows.reshape(config.num_envs, -1), keys.reshape(-1, config.num_envs, num_agents)
+        return jax.vmap(lambda keys: split_keys(keys, config.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
     def begin(rest: Learner) -> tuple[Learner, jax.Array]:
         actor_keys, keys = draw_keys(rest.actor_keys)
@@ -186,7 +186,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     def remembered(is_first: jax.Array, carry: Any) -> Any:
         """The carry `[E, A, H]` without what agents remember of the last episode, `is_first` `[E]`."""
-        return jax.tree.map(lambda x: forget(is_first[:, None], (x,))[0], carry)
+        return jax.tree.map(lambda x: forget(is_first, (x,))[0], carry)
 
     def step(params: Any, now: Now, carry: Any) -> tuple[Any, Any]:
         """Distributions and values `[E, A]`, and the carry."""
@@ -217,8 +217,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         last = bootstrap_value[-1]
         if not recurrent:
             inputs = inputs_of(t.obs, t.state), inputs_of(now.obs, now.state)
-            values = per_network(lambda params, x: network.unroll(params, x, None, ())[0][1], (0, agents_at(2)), 2)
-            last_values = per_network(lambda params, x: network.unroll(params, x, None, ())[0][1], (0, agents_at(1)), 1)
+            values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(2)), 2)
+            last_values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(1)), 1)
             value, last = values(params, inputs[0]), last_values(params, inputs[1])
         truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
         next_value = next_values(value, last, bootstrap_value, truncated)
@@ -324,7 +324,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
         t = experience
-        value, carries = t.extras[1:] if recurrent else ((), ())
+        value, carries = t.extras[1:] if recurrent else ((), memoryless)
         bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries)
         # What only the actors need stays with them.
         t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())

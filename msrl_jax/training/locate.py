@@ -85,7 +85,8 @@ def origin_of(program: Program, state: Any, watch: Watch, also: Sequence[int] = 
     registers = state.registers if isinstance(state, Delayed) else ()
     eqns, constants, carry, after, metrics = dataflow(program)
     values = jax.device_put([*leaves, *registers], device)
-    env = dict(zip(carry, values, strict=True)) | jax.device_put(constants, device)
+    # One after another: JAX sorts the keys of a dict, and variables have no order.
+    env = dict(zip(carry, values, strict=True)) | {var: jax.device_put(x, device) for var, x in constants.items()}
     return find_origin(eqns, env, [*(after[i] for i in (*watch.everything, *also)), *metrics])
 
 

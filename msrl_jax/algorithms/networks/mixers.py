@@ -4,6 +4,7 @@ In the shape descriptions, `A` denotes the number of agents and `S` the length o
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -65,7 +66,7 @@ class _Monotonic(nn.Module):
         """Maps values `[..., A]` and states `[..., S]` to `[...]`."""
 
         def hyper(size: int) -> jax.Array:
-            return dense(size, 1.0)(nn.relu(dense(self.hyper_size, jnp.sqrt(2.0).item())(state)))
+            return dense(size, 1.0)(nn.relu(dense(self.hyper_size, math.sqrt(2))(state)))
 
         weights = jnp.abs(hyper(self.num_agents * self.mixing_size))
         weights = weights.reshape(*weights.shape[:-1], self.num_agents, self.mixing_size)
