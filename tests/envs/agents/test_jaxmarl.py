@@ -20,7 +20,10 @@ SMALL = {
     "hanabi": {"num_colors": 2, "num_ranks": 2, "hand_size": 2, "num_cards_of_rank": np.array([3, 2])},
 }
 
-OTHERS = ("MPE_simple_facmac_6a_v1", "MPE_simple_facmac_9a_v1", "LearnedPolicyEnemySMAX", "storm_np", "overcooked_v2")
+OTHERS = (
+    "MPE_simple_world_comm_v3", "MPE_simple_facmac_6a_v1", "MPE_simple_facmac_9a_v1", "LearnedPolicyEnemySMAX", "storm_np",
+    "overcooked_v2",
+)  # fmt: skip
 """Like others, and long to trace."""
 
 
