@@ -10,56 +10,19 @@ import functools
 import importlib
 import importlib.util
 import sys
-import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from msrl_jax._put_off import put_off_packages
+
 _REGISTRY = "gymnax.registration"
-_lock = threading.RLock()
-
-
-class _PutOff(ModuleType):
-    """A package whose `__init__` runs at the first use of a name that is no module of the package."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__all__":  # what Python and its tools ask of any module
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
-        if importlib.util.find_spec(f"{self.__name__}.{name}"):
-            return importlib.import_module(f"{self.__name__}.{name}")
-        _run(self)
-        return getattr(self, name)
-
-    def __dir__(self) -> list[str]:
-        _run(self)
-        return dir(self)
-
-
-def _run(package: ModuleType) -> None:
-    with _lock:
-        if type(package) is _PutOff:
-            package.__class__ = ModuleType  # pyright: ignore[reportAttributeAccessIssue]
-            assert package.__spec__ is not None and package.__spec__.loader is not None
-            try:
-                package.__spec__.loader.exec_module(package)
-            except BaseException:
-                package.__class__ = _PutOff
-                raise
 
 
 def put_off() -> None:
     """Makes the import of modules of gymnax quick, unless gymnax is imported already."""
     if "gymnax" in sys.modules:
         return
-    packages = {".".join(parts[:n]) for parts in (m.split(".") for m, _ in _table().values()) for n in range(1, len(parts))}
-    for name in sorted(packages):
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        module.__class__ = _PutOff
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    put_off_packages(module for module, _ in _table().values())
 
 
 @functools.cache

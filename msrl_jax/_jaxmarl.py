@@ -1,4 +1,4 @@
-"""JaxMARL: the names of its environments without its import, and its import, which is long and prints."""
+"""JaxMARL's environments without the import of all of JaxMARL, which takes seconds and prints."""
 
 import ast
 import contextlib
@@ -12,6 +12,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from msrl_jax._put_off import put_off_packages
 
 PREFIX = "jaxmarl:"
 """What stands before JaxMARL's names in the names of this package."""
@@ -28,17 +31,29 @@ def package_of(name: str) -> str | None:
     return "jaxrobotarium" if name.startswith("JaxRobotarium") else _PACKAGES.get(name)
 
 
+def _file(module: str) -> Path | None:
+    """The file of a module of JaxMARL, which is not imported; None if there is none."""
+    spec = importlib.util.find_spec("jaxmarl")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(spec.submodule_search_locations[0], *module.split(".")[1:])
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+@functools.cache
+def _body(module: str) -> list[ast.stmt]:
+    """The code of a module of JaxMARL; nothing if there is none."""
+    file = _file(module)
+    return ast.parse(file.read_text(encoding="utf-8")).body if file else []
+
+
 @functools.cache
 def all_names() -> tuple[str, ...]:
     """JaxMARL's own names of its environments, read from the code of its registry; none if it is not installed."""
-    spec = importlib.util.find_spec("jaxmarl")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    file = Path(spec.submodule_search_locations[0], "registration.py")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else ():
+    for node in _body("jaxmarl.registration"):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "registered_envs":
             return tuple(ast.literal_eval(node.value))
-    return tuple(load().registered_envs)
+    return tuple(load().registered_envs) if importlib.util.find_spec("jaxmarl") else ()
 
 
 def names() -> list[str]:
@@ -46,15 +61,61 @@ def names() -> list[str]:
     return [PREFIX + name for name in all_names() if (p := package_of(name)) is None or importlib.util.find_spec(p)]
 
 
-def load() -> ModuleType:
-    """Imports JaxMARL.
+@functools.cache
+def _table() -> dict[str, tuple[str, str]]:
+    """Module and class (or function) of each environment by its name, as in `if env_id == NAME: env = CLASS(...)` of JaxMARL.
 
     Returns:
-      The package.
-
-    Raises:
-      ImportError: if it is not installed, or too old; the message says how to install it.
+      The table. It lacks environments that the code makes in another form, so that all of JaxMARL must be imported.
     """
+    found: dict[str, tuple[str, str]] = {}
+    for node in (node for statement in _body("jaxmarl.registration") for node in ast.walk(statement)):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Compare) and ast.unparse(node.test.left) == "env_id":
+            made, name = node.body[0], node.test.comparators[0]
+            if isinstance(made, ast.Assign) and isinstance(made.value, ast.Call) and isinstance(name, ast.Constant):
+                place = _defined("jaxmarl.environments", ast.unparse(made.value.func))
+                found |= {str(name.value): place} if place else {}
+    return found
+
+
+def _defined(module: str, name: str) -> tuple[str, str] | None:
+    """The module that defines a name, and the name there; packages import names from their modules. None if not found."""
+    file = _file(module)
+    if file is None or file.name != "__init__.py":
+        return (module, name) if file else None
+    for statement in (part for node in _body(module) for part in (node.body if isinstance(node, ast.Try) else [node])):
+        if isinstance(statement, ast.ImportFrom) and statement.level == 1:
+            for alias in statement.names:
+                if name == (alias.asname or alias.name):
+                    return _defined(f"{module}.{statement.module}", alias.name)
+    return None
+
+
+def make(name: str, **arguments: Any) -> Any:
+    """Builds an environment of JaxMARL; imports only its module, unless JaxMARL is imported already.
+
+    Args:
+      name: one of `all_names`.
+      **arguments: arguments of its constructor.
+
+    Returns:
+      The environment.
+    """
+    if "jaxmarl.registration" in sys.modules or name not in _table():
+        return load().make(name, **arguments)
+    put_off()
+    module, found = _table()[name]
+    return getattr(importlib.import_module(module), found)(**arguments)
+
+
+def put_off() -> None:
+    """Makes the import of modules of JaxMARL quick, unless JaxMARL is imported already."""
+    if "jaxmarl" not in sys.modules:
+        put_off_packages(module for module, _ in _table().values())
+
+
+def check_installed() -> None:
+    """Raises ImportError if JaxMARL is not installed, or too old; the message says how to install it."""
     needed = f"environments named {PREFIX}... need jaxmarl 0.2 or later"
     try:
         version = importlib.metadata.version("jaxmarl")
@@ -62,13 +123,17 @@ def load() -> ModuleType:
         raise ImportError(f"{needed}, which is not installed; install it with: {INSTALL}") from error
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(f"{needed}, and {version} is installed; install it with: {INSTALL}")
+
+
+def load() -> ModuleType:
+    """Imports all of JaxMARL."""
     with quiet():
-        return importlib.import_module("jaxmarl")
+        return importlib.import_module("jaxmarl.registration")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """JaxMARL prints while it is imported and traced, and advises against some of its environments.
+    """JaxMARL prints while it is imported, and advises against some of its environments.
 
     One of its modules also replaces the standard streams by those that Python began with, so these are put off too.
     """

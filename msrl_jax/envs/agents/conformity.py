@@ -29,14 +29,10 @@ def check_agents(env: MultiAgentEnvironment) -> None:
             f"{name} has no {missing[0]}; an environment of several agents has agents, observation_space, action_space, "
             f"reset, step{dicts}"
         )
-    agents = env.agents
-    if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
-        raise TypeError(f"{name}.agents is {agents!r}; give a tuple with the name of every agent, at least one")
-    if len(set(agents)) < len(agents):
-        raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give every agent its own name")
+    check_names(name, env.agents)
     for field in ("observation_space", "action_space"):
         check_space(getattr(env, field), f"{name}.{field}")
-    count = len(agents)
+    count = len(env.agents)
     of_agents = f"for each of its {count} agents"
     observation, action = (_stacked(space, count) for space in (env.observation_space, env.action_space))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -66,6 +62,14 @@ def check_agents(env: MultiAgentEnvironment) -> None:
         joint: Any = jax.eval_shape(env.global_state, state)  # type: ignore[attr-defined]
         if getattr(joint, "ndim", None) != 1:
             raise TypeError(f"{name}.global_state returned {show(joint)}; return a vector, float32[S]")
+
+
+def check_names(name: str, agents: Any) -> None:
+    """Raises TypeError unless an environment names its agents, each differently; `name` is that of the environment."""
+    if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
+        raise TypeError(f"{name}.agents is {agents!r}; give a tuple with the name of every agent, at least one")
+    if len(set(agents)) < len(agents):
+        raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give every agent its own name")
 
 
 def _check_flag(x: Any, shape: tuple[int, ...], what: str, remedy: str) -> None:

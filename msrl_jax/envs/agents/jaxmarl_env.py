@@ -1,7 +1,10 @@
 """JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import inspect
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,30 +38,32 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
       ImportError: if JaxMARL is missing, or a package that it needs for this environment.
       ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
     """
-    package, known = _jaxmarl.load(), _jaxmarl.all_names()
-    full = _jaxmarl.PREFIX + name
+    _jaxmarl.check_installed()
+    _jaxmarl.put_off()
+    full, known = _jaxmarl.PREFIX + name, _jaxmarl.all_names()
     if name not in known:
         raise ValueError(f"JaxMARL has no environment {name!r}{suggestion(name, known)}; it has {', '.join(known)}")
-    params = {key: _named(full, key, value) for key, value in params.items()}
-    if _jaxmarl.package_of(name) == "brax":
-        params["auto_reset"] = False
+    other = _jaxmarl.package_of(name)
+    if other is not None and importlib.util.find_spec(other) is None:
+        remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
+        raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not bring; {remedy}")
     with _jaxmarl.quiet():
+        params = {key: _named(full, key, value) for key, value in params.items()}
+        if other == "brax":
+            params["auto_reset"] = False
         try:
-            env = package.make(name, **params)
-        except ImportError as error:
-            other = _jaxmarl.package_of(name)
-            raise ImportError(f"{full} needs the package {other!r}; install it with: pip install {other}") from error
+            env = _jaxmarl.make(name, **params)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            _refuse_unknown(full, params, _default(package, name))
+            _refuse_unknown(full, params, _default(name))
             raise ValueError(f"{full} cannot be made with {params}: {error}") from error
         _refuse_unknown(full, params, env)
         return stack_agents(JaxMARLEnvironment(env, full, _suite_of(name)))
 
 
-def _default(package: Any, name: str) -> Any:
+def _default(name: str) -> Any:
     """The environment without parameters; None if it needs some."""
     try:
-        return package.make(name)
+        return _jaxmarl.make(name)
     except TypeError:
         return None
 
@@ -83,7 +88,7 @@ def _named(full: str, key: str, value: Any) -> Any:
     if key == "scenario":
         from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as table  # type: ignore
     elif key == "layout":
-        from jaxmarl.environments import overcooked_layouts as table  # type: ignore
+        from jaxmarl.environments.overcooked.layouts import overcooked_layouts as table  # type: ignore
     else:
         return value
     if value not in table:
@@ -203,7 +208,8 @@ class JaxMARLEnvironment:
         """Advances the episode by JaxMARL's `step_env`."""
         actions = dict(zip(self.env.agents, (action[agent] for agent in self.agents), strict=True))
         given = tuple(actions.values()) if self.suite.takes_tuples else actions
-        obs, new, reward, dones, _ = self.env.step_env(key, state, given)
+        with contextlib.redirect_stdout(io.StringIO()):  # JaxNav prints while it is traced
+            obs, new, reward, dones, _ = self.env.step_env(key, state, given)
         rewards = {agent: jnp.float32(x) for agent, x in self._by_agent(reward).items()}
         terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
         flags = jnp.broadcast_to(terminated, (len(self.agents),))

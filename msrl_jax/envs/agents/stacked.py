@@ -12,6 +12,7 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
+from msrl_jax.envs.agents.conformity import check_names
 from msrl_jax.envs.base import PyTree, env_name, strong
 from msrl_jax.envs.conformity import check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
@@ -76,6 +77,7 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
     members = ("agents", "observation_spaces", "action_spaces", "reset", "step")
     if lacking := [member for member in members if not hasattr(env, member)]:
         raise TypeError(f"{name} has no {lacking[0]}; stack_agents needs {', '.join(members)}")
+    check_names(name, env.agents)
     agents = tuple(env.agents)
     for member in ("observation_spaces", "action_spaces"):
         table = getattr(env, member)

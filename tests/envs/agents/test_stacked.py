@@ -150,6 +150,10 @@ def test_incomplete_environments_are_refused():
     del env.observation_spaces
     with pytest.raises(TypeError, match="Echo has no observation_spaces; stack_agents needs agents, observation_spaces"):
         envs.stack_agents(env)
+    env = echo()
+    env.agents = ()
+    with pytest.raises(TypeError, match=r"Echo\.agents is \(\); give a tuple with the name of every agent"):
+        envs.stack_agents(env)
     env = echo(action_mask=lambda state: {"cat": jnp.ones(2), "dog": jnp.ones(4, bool)})
     with pytest.raises(TypeError, match=r"action_mask of agent 'cat' of Echo is float32\[2\]; return bool\[2\]"):
         envs.vectorize(envs.stack_agents(env), 2)

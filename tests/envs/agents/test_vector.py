@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
 from tests.envs.agents.leaving import Leaving
+from tests.envs.test_vector import COLLECTIVE
 
 TEAMS = {"first": (0,), "others": (1, 2)}
 
@@ -83,6 +86,25 @@ def test_vectorize_tells_several_agents_from_one_by_their_names():
     assert step.reward.shape == step.terminated.shape == (4, 3) and step.reward.dtype == jnp.float32
     with pytest.raises(ValueError, match=r"action of Leaving is int32\[4\]; it must be int32\[4, 3\]: .* agent of each env"):
         venv.step(state, jnp.zeros(4, jnp.int32))
+
+
+def test_splitting_the_environments_over_devices_costs_no_communication_and_changes_nothing():
+    venv = envs.vectorize(Leaving(), 16)
+    actions = jnp.asarray(np.random.default_rng(0).integers(0, 3, (8, 16, 3)), jnp.int32)
+
+    def play(state, actions):
+        state, steps = jax.lax.scan(venv.step, state, actions)
+        return state._replace(key=()), steps
+
+    state, _ = venv.reset(jax.random.key(0))
+    mesh = Mesh(np.array(jax.devices()[:8]), ("env",))
+    by_env, by_time_env = NamedSharding(mesh, P("env")), NamedSharding(mesh, P(None, "env"))
+    split = jax.jit(play, in_shardings=(by_env, by_time_env), out_shardings=(by_env, by_time_env))
+    program = split.lower(state, actions).compile()
+    assert not COLLECTIVE.findall(program.as_text())
+    eight = program(jax.device_put(state, by_env), jax.device_put(actions, by_time_env))
+    assert eight[1].reward.sharding.device_set == set(jax.devices()[:8]) and eight[1].ended.any()
+    jax.tree.map(np.testing.assert_array_equal, eight, jax.jit(play)(state, actions))
 
 
 def changed(**members):
