@@ -12,9 +12,11 @@ from msrl_jax import data, envs
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
 from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments.origin import find_origin
 from msrl_jax.training import DivergedError
 from msrl_jax.training.evaluate import make_evaluator
-from tests.envs.maze import Maze, MazeState, legal
+from msrl_jax.training.failure import Failure
+from tests.envs.maze import LEFT, RIGHT, Maze, MazeState, legal
 
 from .off_policy_reference import B, adam, build, drawn, one, start, wide
 
@@ -90,7 +92,7 @@ def test_a_recorded_run_keeps_the_legal_actions(run_of_ppo):
     assert_legal(dataset)
 
 
-@pytest.mark.parametrize("algo", slow_but(OFFLINE, ("cql",)))
+@pytest.mark.parametrize("algo", slow_but(OFFLINE, ()))
 def test_no_illegal_action_is_taken_after_learning_from_data(algo, run_of_ppo):
     dataset = data.load(run_of_ppo[1])
     settings = {"hidden_sizes": (8,), "batch_size": 32} | OFFLINE[algo]
@@ -118,7 +120,7 @@ def test_data_sets_keep_the_legal_actions(name, run_of_ppo, tmp_path):
         msrl.train("bc", Maze(), data=wrong)
 
 
-@pytest.mark.parametrize("algo", slow_but(("ppo", "dqn"), FAST))
+@pytest.mark.parametrize("algo", slow_but(("ppo", "dqn"), ()))
 def test_the_same_run_under_another_policy_on_four_devices(algo, run_of_ppo):
     together = (run_of_ppo[0] if algo == "ppo" else trained(algo)).state
     apart = trained(algo, APART).state
@@ -149,12 +151,32 @@ def stuck(algo):
     return caught.value
 
 
-@pytest.mark.parametrize("algo", slow_but(("a2c", "ppo", "dqn", "r2d2", "sac", "es"), ("a2c",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["a2c", "ppo", "dqn", "r2d2", "sac", "es"])
 def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
     error = stuck(algo)
     assert error.fragment == "env_step"
     assert "gave an observation without a legal action" in str(error) and "environment" in str(error)
     assert "without a legal action" in str(msrl.replay_step(error.replay, env=Maze(stuck=2)))
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Maze(stuck=1), "environment 1 gave an observation without a legal action"),
+        (Maze(), "environment 1 was given an illegal action"),
+    ],
+)
+def test_a_step_that_is_not_legal_is_named(env, message):
+    venv = envs.vectorize(env, 2)
+    state = venv.reset(jax.random.key(0))[0]
+    state = state._replace(env_state=MazeState(jnp.array([2, 0]), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)))
+    action = jnp.array([RIGHT, RIGHT if env.stuck else LEFT])
+    closed = jax.make_jaxpr(msrl.fragment(role="env")(venv.step))(state, action)
+    values = dict(zip(closed.jaxpr.invars, jax.tree.leaves((state, action)), strict=True))
+    values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    origin = find_origin(closed.jaxpr.eqns, values, closed.jaxpr.outvars)
+    assert str(Failure.of(origin, 1, 1)).startswith(message)
 
 
 def test_an_evaluation_whose_environment_gives_no_legal_action_says_so(run_of_ppo):
@@ -195,6 +217,7 @@ def test_a_target_is_the_largest_value_of_the_legal_actions(double):
     np.testing.assert_allclose(after.pending.td_error[0], wanted - taken, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_discrete_sac_takes_expectations_over_the_legal_actions():
     env = Maze()
     agent, config = build("sac", env, num_updates=1, initial_temperature=0.3)
