@@ -1,8 +1,11 @@
-"""The names in the registries of algorithms and policies, for `msrl-jax list`, which imports neither and so no JAX."""
+"""Names in the registries of algorithms, environments and policies, for `msrl-jax list`, which imports none, and so no JAX."""
 
 ALGORITHMS = (
-    "a2c", "a3c", "apex_dqn", "bc", "cql", "ddpg", "dqn", "es", "impala", "ippo", "iql", "mappo", "ppo", "r2d2",
-    "recurrent_ppo", "sac", "td3",
+    "a2c", "a3c", "apex_dqn", "bc", "cql", "ddpg", "dqn", "es", "impala", "ippo", "iql", "mappo", "ppo", "qmix", "r2d2",
+    "recurrent_ppo", "sac", "td3", "vdn",
 )  # fmt: skip
+
+ENVIRONMENTS = ("KuhnPoker", "RockPaperScissors")
+"""The environments of this package."""
 
 POLICIES = ("Central", "Environments", "GPUOnly", "MultiLearner", "SingleLearnerCoarse", "SingleLearnerFine")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams
+from msrl_jax import _background, _compile_cache, _flags, _gymnax, _jaxmarl, _launch, _names, _streams
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -245,12 +245,14 @@ def _list(args: List, config: dict[str, Any]) -> int:
 
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted(_gymnax.names())
+        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_jaxmarl.names()])
         names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
     if args.json:
         print(json.dumps(names))
     else:
         print("\n\n".join(f"{kind}\n" + "\n".join(f"  {name}" for name in found) for kind, found in names.items()))
+        if not _jaxmarl.all_names():
+            print(f"\nenvironments with several agents: {_jaxmarl.INSTALL} brings those of JaxMARL, {_jaxmarl.PREFIX}...")
     return 0
 
 

@@ -19,8 +19,8 @@ FLOORS = [
     {"codecs"},
     {"_checks", "_registry", "_streams", "_tables", "_threefry"},
     {
-        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_lazy", "_names", "_spelling",
-        "counters", "metrics",
+        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
+        "_spelling", "counters", "metrics",
     },
 ]  # fmt: skip
 """From the top layer to the bottom; packages of one layer do not import each other."""

@@ -46,6 +46,7 @@ RUN_HERE = (
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
     (ENVIRONMENTS, "Legal actions"),
+    (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
@@ -251,6 +252,11 @@ def test_an_environment_of_ones_own(run_sections):
     (namespace,), _ = run_sections(ENVIRONMENTS, "Your own environment")
     result = namespace["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
+
+
+def test_an_environment_with_several_agents(run_sections):
+    (namespace,), _ = run_sections(ENVIRONMENTS, "Several agents")
+    assert np.isfinite(namespace["result"].history["episode_return"]).all()
 
 
 def test_the_page_shows_where_a_nan_comes_from(run_sections):

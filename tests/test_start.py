@@ -64,12 +64,13 @@ import msrl_jax
 for words in (["list"], ["list", "--json"], ["--help"], ["--version"]):
     assert main(words) == 0
 dir(msrl_jax)
-print(sorted({"jax", "flax", "optax", "gymnax", "numpy"} & set(sys.modules)))
+print(sorted({"jax", "flax", "optax", "gymnax", "jaxmarl", "numpy"} & set(sys.modules)))
 """
     assert python(code).stdout.splitlines()[-1] == "[]"
 
 
 def test_names_that_are_listed_without_imports_are_those_of_the_registries():
+    assert set(_names.ENVIRONMENTS) <= set(msrl.envs.names())
     assert sorted(_names.ALGORITHMS) == msrl.algorithms.names() and sorted(_names.POLICIES) == msrl.policies.names()
 
 
@@ -87,13 +88,14 @@ import sys
 from msrl_jax import envs
 names = envs.names()
 env = envs.make("CartPole-v1")
-slow = {"matplotlib.pyplot", "pandas", "scipy", "seaborn", "gymnax.environments.misc.pong"}
+slow = {"matplotlib.pyplot", "pandas", "scipy", "seaborn", "gymnax.environments.misc.pong", "jaxmarl"}
 assert not slow & set(sys.modules), slow & set(sys.modules)
 import gymnax
 import gymnax.environments.classic_control.cartpole as module
 assert gymnax.make("CartPole-v1")[0].__class__ is env.env.__class__ is module.CartPole
 assert gymnax.environments.classic_control.cartpole is module and gymnax.environments.CartPole is module.CartPole
-assert sorted(gymnax.registered_envs) == sorted(names), "the names that were read are those of gymnax"
+ours = {"KuhnPoker", "RockPaperScissors"} | {name for name in names if name.startswith("jaxmarl:")}
+assert sorted({*gymnax.registered_envs, *ours}) == sorted(names), "the names that were read are those of gymnax"
 assert type(gymnax) is type(sys) and {"make", "register", "EnvParams"} <= set(dir(gymnax))
 from gymnax.environments import *
 gymnax.register("Mine-v0", Pong)

@@ -34,6 +34,10 @@ from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.iql import IQLConfig as IQLConfig
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
+from msrl_jax.algorithms.qmix import QMIX as QMIX
+from msrl_jax.algorithms.qmix import VDN as VDN
+from msrl_jax.algorithms.qmix import QMIXConfig as QMIXConfig
+from msrl_jax.algorithms.qmix import VDNConfig as VDNConfig
 from msrl_jax.algorithms.r2d2 import R2D2 as R2D2
 from msrl_jax.algorithms.r2d2 import R2D2Config as R2D2Config
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO

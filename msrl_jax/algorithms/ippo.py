@@ -29,11 +29,11 @@ from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_k
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network
+from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import Box, MaskedObservation, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -144,6 +144,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     network = _make_network(venv, num_agents, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
     groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
+    memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
     leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
 
     def per_network(function: Callable[..., Any], in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
@@ -158,21 +159,15 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         actor_keys = jax.random.split(actor_key, config.num_envs * num_agents).reshape(config.num_envs, num_agents)
         return params, Learner(opt_state, counter(), learner_key, actor_keys)
 
-    def with_ids(x: Any) -> Any:
-        """Appends the number of the agent, one-hot, to vectors `[..., A, D]`."""
-        if isinstance(x, MaskedObservation):
-            return MaskedObservation(with_ids(x.obs), x.action_mask)
-        ids = jnp.broadcast_to(jnp.eye(num_agents), (*x.shape[:-1], num_agents))
-        return jnp.concatenate([x.astype(jnp.float32), ids], axis=-1)
-
     def inputs_of(obs: Any, state: jax.Array) -> Any:
         """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
         if identify and config.agent_ids:
-            obs = with_ids(obs)
+            obs = with_ids(obs, num_agents)
         if not config.central_critic:
             return obs
         if identify:  # a row of the one critic for every agent
-            state = with_ids(jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1])))
+            state = jnp.broadcast_to(state[..., None, :], (*state.shape[:-1], num_agents, state.shape[-1]))
+            state = with_ids(state, num_agents)
         elif shared:
             state = state[..., None, :]
         return obs, state
@@ -183,8 +178,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     @fragment(role="actor")
     def draw_keys(keys):
-        rows, keys = split_keys(keys.reshape(-1), config.unroll_length)
-        return rows.reshape(config.num_envs, -1), keys.reshape(-1, config.num_envs, num_agents)
+        return jax.vmap(lambda keys: split_keys(keys, config.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
     def begin(rest: Learner) -> tuple[Learner, jax.Array]:
         actor_keys, keys = draw_keys(rest.actor_keys)
@@ -192,7 +186,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     def remembered(is_first: jax.Array, carry: Any) -> Any:
         """The carry `[E, A, H]` without what agents remember of the last episode, `is_first` `[E]`."""
-        return jax.tree.map(lambda x: forget(is_first[:, None], (x,))[0], carry)
+        return jax.tree.map(lambda x: forget(is_first, (x,))[0], carry)
 
     def step(params: Any, now: Now, carry: Any) -> tuple[Any, Any]:
         """Distributions and values `[E, A]`, and the carry."""
@@ -223,8 +217,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         last = bootstrap_value[-1]
         if not recurrent:
             inputs = inputs_of(t.obs, t.state), inputs_of(now.obs, now.state)
-            values = per_network(lambda params, x: network.unroll(params, x, None, ())[0][1], (0, agents_at(2)), 2)
-            last_values = per_network(lambda params, x: network.unroll(params, x, None, ())[0][1], (0, agents_at(1)), 1)
+            values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(2)), 2)
+            last_values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(1)), 1)
             value, last = values(params, inputs[0]), last_values(params, inputs[1])
         truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
         next_value = next_values(value, last, bootstrap_value, truncated)
@@ -247,6 +241,10 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
         return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
+    def counted(present: jax.Array) -> jax.Array | None:
+        """Which examples count; None for all, where one agent is alone: its episode ends when it leaves."""
+        return present if venv.num_agents > 1 else None
+
     @fragment(role="learner")
     def gradients(params, batch, carry, chosen):
         if recurrent:
@@ -254,7 +252,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
             b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
         else:
             b = rows(jax.tree.map(lambda x: x[chosen], batch))
-        advantage = standardize(b.advantage, b.present) if config.normalize_advantage == "minibatch" else b.advantage
+        counts = counted(b.present)
+        advantage = standardize(b.advantage, counts) if config.normalize_advantage == "minibatch" else b.advantage
 
         def loss(params):
             (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
@@ -267,7 +266,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
                 old_value=b.old_value,
                 target=b.target,
                 config=config,
-                counts=b.present,
+                counts=counts,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -283,7 +282,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
         """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
         if config.normalize_advantage == "batch":
-            batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
+            batch = batch._replace(advantage=standardize(batch.advantage, counted(batch.present)))
 
         def update(updated, chosen):
             params, opt_state, diverged = updated
@@ -325,7 +324,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
         t = experience
-        value, carries = t.extras[1:] if recurrent else ((), ())
+        value, carries = t.extras[1:] if recurrent else ((), memoryless)
         bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries)
         # What only the actors need stays with them.
         t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
@@ -363,12 +362,7 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -
     identify = config.share_parameters and num_agents > 1
     space = venv.observation_space
     if identify and config.agent_ids:
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            raise TypeError(
-                f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or "
-                "use agent_ids=False"
-            )
-        space = Box(-jnp.inf, jnp.inf, (space.shape[0] + num_agents,))
+        space = with_ids_space(space, num_agents)
     if config.central_critic:
         state_size = venv.state_size + (num_agents if identify else 0)
         return centralized_network(

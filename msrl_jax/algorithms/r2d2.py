@@ -23,7 +23,7 @@ from msrl_jax.algorithms.configs.network import Activation, RecurrentConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
 from msrl_jax.algorithms.loops.acting import flatten, unflatten
-from msrl_jax.algorithms.loops.buffers import sequence_buffer
+from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import (
     Batch,
@@ -105,7 +105,8 @@ def make_buffer(env: Environment, carry: Any, config: R2D2Config) -> Replay:
       ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
     return sequence_buffer(
-        env,
+        observation_type(env),
+        action_type(env.action_space),
         config,
         length=config.burn_in + config.trace_length + config.n_step - 1,
         length_is="burn_in + trace_length + n_step - 1 are",
@@ -151,7 +152,7 @@ def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Arra
       The values. `[T, B, A]`
     """
     values, _ = network.step(params, flatten(next_obs), tuple(map(flatten, carries)))
-    return unflatten(values, len(carries[0]))
+    return unflatten(values, len(jax.tree.leaves(next_obs)[0]))
 
 
 def sequence_target(

@@ -5,6 +5,10 @@ from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.agents.base import MultiAgentEnvironment as MultiAgentEnvironment
 from msrl_jax.envs.agents.base import MultiAgentTimeStep as MultiAgentTimeStep
 from msrl_jax.envs.agents.base import has_agents as has_agents
+from msrl_jax.envs.agents.joint import JointObservation as JointObservation
+from msrl_jax.envs.agents.joint import JointView as JointView
+from msrl_jax.envs.agents.stacked import DictEnvironment as DictEnvironment
+from msrl_jax.envs.agents.stacked import stack_agents as stack_agents
 from msrl_jax.envs.agents.vector import VectorizedAgents as VectorizedAgents
 from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import MaskedObservation as MaskedObservation

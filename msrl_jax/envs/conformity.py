@@ -88,5 +88,5 @@ def compare_types(got: PyTree, want: PyTree, what: str, reference: str) -> None:
 
 
 def show(x: Any) -> str:
-    """The dtype and the shape of an array, such as `float32[4]`."""
-    return f"{x.dtype}{list(x.shape)}"
+    """The dtype and the shape of an array, such as `float32[4]`; the type of anything else."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"

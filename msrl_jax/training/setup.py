@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import check_rows_fit
 from msrl_jax.envs import Environment
+from msrl_jax.envs.registry import SUITES
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -27,8 +29,9 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Splits `"NAME:key=value,key=value"` into the name and the arguments.
 
     Args:
-      spec: a name, and optionally a colon and keyword arguments. Values are Python literals, or bare words, which may be
-        calls: `trajectory_codec=frame_stack(4)`.
+      spec: a name, and optionally a colon and keyword arguments. A name may begin with the name of a suite and a colon:
+        `jaxmarl:MPE_simple_spread_v3:num_agents=5`. Values are Python literals, or bare words, which may be calls:
+        `trajectory_codec=frame_stack(4)`. Words may begin with a digit: `scenario=3s_vs_5z`.
 
     Returns:
       The name and the arguments.
@@ -36,15 +39,31 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     Raises:
       ValueError: if the text after the colon cannot be read.
     """
-    name, colon, text = spec.partition(":")
+    suite = next((prefix for prefix in SUITES if spec.startswith(prefix)), "")
+    name, colon, text = spec.removeprefix(suite).partition(":")
+    name = suite + name
     if not colon:
         return name, {}
     try:
-        call = ast.parse(f"_({text})", mode="eval").body
+        call = ast.parse(f"_({_WORD.sub(_quoted, text)})", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args
         return name, {str(k.arg): _literal(k.value) for k in call.keywords}
     except (SyntaxError, ValueError, AssertionError):
         raise ValueError(f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value") from None
+
+
+_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*)(?=\s*(?:,|$))")
+"""A key, and its value that begins with a digit and has a letter."""
+
+
+def _quoted(found: re.Match[str]) -> str:
+    """The key and its value, in quotes unless it is a number such as 1e5."""
+    key, word = found.groups()
+    try:
+        ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        word = repr(word)
+    return key + word
 
 
 def _literal(node: ast.expr) -> Any:

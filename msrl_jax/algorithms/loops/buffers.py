@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from msrl_jax import data, replay
 from msrl_jax.algorithms.configs.replay import MixingConfig, OffPolicyConfig, PriorityConfig
 from msrl_jax.algorithms.loops.mixing import load_data, mix, split_batch
-from msrl_jax.envs import Discrete, Environment, Space
-from msrl_jax.envs.masks import has_masks, with_masks
+from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space
+from msrl_jax.envs.masks import with_masks
 from msrl_jax.replay import Replay, Transition
 
 
@@ -19,6 +19,11 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
     if isinstance(space, Discrete):
         return jax.ShapeDtypeStruct((), jnp.int32)
     return jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
+
+
+def observation_type(env: Environment) -> Any:
+    """Shapes and dtypes of one observation, with its mask if it has one."""
+    return jax.eval_shape(with_masks(env).reset, jax.random.key(0))[1]
 
 
 def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
@@ -36,21 +41,23 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
         data do not fit the environment.
     """
     windows = {"length": config.n_step, "discount": config.discount}
+    obs, action = observation_type(env), action_type(env.action_space)
     if not isinstance(config, MixingConfig) or config.data is None:
-        return _buffer(env, config, "n_step is", config.batch_size, config.shards, **windows)
+        return _buffer(obs, action, config, "n_step is", config.batch_size, config.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
-    mixed_in = data.buffer(dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, env), **windows)
-    return mix(_buffer(env, config, "n_step is", own_rows, shards, **windows), *mixed_in)
+    mixed_in = data.buffer(dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs), **windows)
+    return mix(_buffer(obs, action, config, "n_step is", own_rows, shards, **windows), *mixed_in)
 
 
 def sequence_buffer(
-    env: Environment, config: OffPolicyConfig, *, length: int, length_is: str, stride: int, carry: Any
+    obs: Any, action: Any, config: OffPolicyConfig, *, length: int, length_is: str, stride: int, carry: Any
 ) -> Replay:
     """Makes the replay buffer of sequences of steps; every step has the carry of the acting network.
 
     Args:
-      env: the environment, for the shapes of its steps.
+      obs: shapes and dtypes of one observation.
+      action: shape and dtype of one action of a policy.
       config: the size and kind of the buffer, as in `n_step_buffer`.
       length: steps of a sequence.
       length_is: subject and verb for error messages: the config fields that set the length, such as "burn_in + n_step are".
@@ -63,17 +70,21 @@ def sequence_buffer(
     Raises:
       ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
-    return _buffer(env, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
+    return _buffer(obs, action, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
 
 
-def storage_of(codec: str | None, env: Environment) -> dict[str, str | None] | None:
-    """The `storage` of a buffer whose observations have a codec; masks have none."""
-    masks = {"action_mask": None} if has_masks(env) else {}
-    return None if codec is None else {"obs": codec, "next_obs": codec, **masks}
+def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
+    """The `storage` of a buffer whose observations have a codec; what stands beside an observation, as its mask, has none."""
+    beside: dict[str, str | None] = {}
+    while isinstance(obs, JointObservation | MaskedObservation):
+        beside |= dict.fromkeys(obs._fields[1:])
+        obs = obs.obs
+    return None if codec is None else {"obs": codec, "next_obs": codec, **beside}
 
 
 def _buffer(
-    env: Environment,
+    obs: Any,
+    action: Any,
     config: OffPolicyConfig,
     length_is: str,
     batch_size: int,
@@ -81,9 +92,8 @@ def _buffer(
     carry: Any = (),
     **windows: Any,
 ) -> Replay:
-    obs = jax.eval_shape(with_masks(env).reset, jax.random.key(0))[1]
     number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
-    example = Transition(obs, action_type(env.action_space), number, flag, flag, obs, carry)
+    example = Transition(obs, action, number, flag, flag, obs, carry)
     options: dict[str, Any] = {
         "capacity": config.capacity,
         "num_envs": config.num_envs,
@@ -91,7 +101,7 @@ def _buffer(
         "batch_size": batch_size,
         "min_size": config.learning_starts,
         "shards": shards,
-        "storage": storage_of(config.storage, env),
+        "storage": storage_of(config.storage, obs),
         **windows,
     }
     make = replay.uniform

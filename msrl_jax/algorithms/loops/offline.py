@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax import data, envs
 from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.configs.offline import OfflineConfig
-from msrl_jax.algorithms.loops.buffers import storage_of
+from msrl_jax.algorithms.loops.buffers import observation_type, storage_of
 from msrl_jax.algorithms.loops.mixing import load_data
 from msrl_jax.algorithms.loops.off_policy import LEARNER_AXES, Batch, Learner, Progress, Rule
 from msrl_jax.algorithms.networks.actor_critic import action_transform
@@ -204,7 +204,7 @@ def read_data(
     dataset = load_data(config.data, env)
     if normalize_rewards:
         dataset = dataclasses.replace(dataset, reward=dataset.reward / reward_scale(dataset))
-    shards, storage = _shards(config), storage_of(config.storage, env)
+    shards, storage = _shards(config), storage_of(config.storage, observation_type(env))
 
     def make(dataset: Dataset, batch_size: int) -> tuple[Replay, ReplayState]:
         return data.buffer(dataset, batch_size=batch_size, discount=discount, shards=shards, storage=storage)

@@ -17,8 +17,14 @@ from msrl_jax.algorithms.networks.actor_critic import Torso, actor_critic, make_
 from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, Normal
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.algorithms.networks.policies import Network
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_actor_critic, recurrent_network
-from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.recurrent import (
+    RecurrentNetwork,
+    recurrent_actor_critic,
+    recurrent_network,
+    recurrent_q_network,
+)
+from msrl_jax.envs import Box, Discrete, MaskedObservation, Space
 from msrl_jax.envs.masks import only_legal
 
 Core = Literal["none", "gru", "lstm", "min_gru"]
@@ -167,3 +173,89 @@ def _feed_forward(space: Any, init: Callable[..., Any], apply: Callable[..., Any
         step=lambda params, obs, carry: (apply(params, obs), carry),
         unroll=lambda params, obs, is_first, carry: (apply(params, obs), carry),
     )
+
+
+def agent_values(
+    observation_space: Space,
+    action_space: Discrete,
+    num_agents: int,
+    config: NetworkConfig,
+    *,
+    core: Core,
+    memory_size: int,
+    dueling: bool,
+    shared: bool,
+    agent_ids: bool,
+) -> RecurrentNetwork:
+    """Makes the action values of every agent of a team, from joint observations.
+
+    Args:
+      observation_space: the space of one agent's observations, a `Box`.
+      action_space: the space of one agent's `N` actions.
+      num_agents: number of agents, `A`.
+      config: the layers.
+      core: the kind of recurrent layer.
+      memory_size: its size.
+      dueling: whether there are separate streams for values and for advantages.
+      shared: whether all agents have one network, or each its own.
+      agent_ids: whether a shared network also sees which agent it acts for.
+
+    Returns:
+      The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
+
+    Raises:
+      TypeError: if the space of observations is of another kind.
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    """
+    identify = shared and agent_ids and num_agents > 1
+    space = with_ids_space(observation_space, num_agents) if identify else observation_space
+    if core == "none":
+        values = q_network(space, action_space, config, dueling=dueling)
+        one = _feed_forward(space, values.init, lambda params, obs: values.apply(params, obs)[..., 0])
+    else:
+        one = recurrent_q_network(space, action_space, _recurrent(config, core, memory_size), dueling=dueling)
+
+    def init(key: jax.Array) -> Any:
+        # One after another: a batched QR decomposition of orthogonal initializers is slow.
+        return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
+
+    def seen(joint: Any) -> Any:
+        return with_ids(joint.obs, num_agents) if identify else joint.obs
+
+    def step(params: Any, joint: Any, carry: Any) -> tuple[jax.Array, Any]:
+        obs = seen(joint)
+        if shared:
+            return one.step(params, obs, carry)
+        axis = joint.present.ndim - 1
+        return jax.vmap(one.step, in_axes=(0, axis, axis), out_axes=axis)(params, obs, carry)
+
+    def unroll(params: Any, joint: Any, is_first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        obs = seen(joint)
+        if not shared:
+            return jax.vmap(one.unroll, in_axes=(0, 2, None, 1), out_axes=2)(params, obs, is_first, carry)
+        # The agents of an environment are rows of the one network.
+        length, batch = is_first.shape
+        rows = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[3:]), obs)
+        carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)
+        outputs = one.unroll(params, rows, jnp.repeat(is_first, num_agents, axis=1), carry)
+        return jax.tree.map(lambda x: x.reshape(length, batch, num_agents, *x.shape[2:]), outputs)
+
+    return RecurrentNetwork(init, lambda batch_shape: one.initial_carry((*batch_shape, num_agents)), step, unroll)
+
+
+def with_ids(obs: Any, num_agents: int) -> Any:
+    """Appends the number of the agent, one-hot, to vectors `[..., A, D]`; a mask stays as it is."""
+    if isinstance(obs, MaskedObservation):
+        return MaskedObservation(with_ids(obs.obs, num_agents), obs.action_mask)
+    ids = jnp.broadcast_to(jnp.eye(num_agents), (*obs.shape[:-1], num_agents))
+    return jnp.concatenate([obs.astype(jnp.float32), ids], axis=-1)
+
+
+def with_ids_space(space: Space, num_agents: int) -> Box:
+    """The space of the results of `with_ids`; raises TypeError unless observations are vectors."""
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        raise TypeError(
+            f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
+            "agent_ids=False"
+        )
+    return Box(-np.inf, np.inf, (space.shape[0] + num_agents,))

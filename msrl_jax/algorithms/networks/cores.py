@@ -155,8 +155,8 @@ def _min_gru(size: int) -> Core:
 
 
 def forget(is_first: jax.Array, carry: Carry) -> Carry:
-    """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` `[...]` bool."""
-    return tuple(jnp.where(is_first[..., None], 0.0, array) for array in carry)
+    """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` bool of its first dimensions."""
+    return tuple(jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x) for x in carry)
 
 
 def _per_gate(x: jax.Array, num_gates: int) -> Gates:

@@ -9,6 +9,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name, strong
 from msrl_jax.envs.conformity import check_space, compare_types, returned, show
+from msrl_jax.envs.masks import has_masks
 
 
 def check_agents(env: MultiAgentEnvironment) -> None:
@@ -23,9 +24,10 @@ def check_agents(env: MultiAgentEnvironment) -> None:
     name = env_name(env)
     missing = [m for m in ("agents", "observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
     if missing:
+        dicts = "; stack_agents(env) makes them of dicts by agent name" if hasattr(env, "observation_spaces") else ""
         raise TypeError(
             f"{name} has no {missing[0]}; an environment of several agents has agents, observation_space, action_space, "
-            "reset, step"
+            f"reset, step{dicts}"
         )
     agents = env.agents
     if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
@@ -54,7 +56,7 @@ def check_agents(env: MultiAgentEnvironment) -> None:
         raise TypeError(f"the reward of {name}.step is {show(reward)}; return one number {of_agents}, float32[{count}]")
     _check_flag(terminated, (count,), f"terminated of {name}.step", f"one flag {of_agents}, bool[{count}]")
     _check_flag(truncated, (), f"truncated of {name}.step", "a scalar bool, jnp.asarray(False) if never")
-    if hasattr(env, "action_mask"):
+    if has_masks(env):
         if not isinstance(env.action_space, spaces.Discrete):
             raise TypeError(f"{name} has action_mask, but its actions are in {env.action_space}; masks need a Discrete space")
         mask = jax.eval_shape(env.action_mask, state)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
 from msrl_jax.envs.agents.conformity import check_agents
 from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key
+from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action
 from msrl_jax.metrics import Mean
 
 
@@ -120,7 +121,10 @@ class VectorizedAgents:
         def step_one(key, env_state, absent, action):
             key, step_key = jax.random.split(key)
             step_key, reset_key = jax.random.split(step_key)
-            env_state, obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
+            before = env_state
+            env_state, obs, reward, terminated, truncated = strong(self.env.step(step_key, before, action))
+            if has_masks(self.env):
+                reward = self._faults(reward, before, env_state, action, absent, terminated)
             reward = jnp.where(absent, 0.0, reward.astype(jnp.float32))
             terminated |= absent
             ended = truncated | terminated.all()
@@ -182,9 +186,18 @@ class VectorizedAgents:
         """Returns the state unchanged."""
         return state
 
+    def _faults(
+        self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
+    ) -> jax.Array:
+        """The rewards of one environment, nan for agents without a legal action, and for those that took an illegal one."""
+        before, after = self.env.action_mask(before), self.env.action_mask(after)  # type: ignore[attr-defined]
+        missing = (~absent & ~before.any(-1)) | ~(after.any(-1) | terminated | absent)
+        legal = jnp.take_along_axis(before, action[:, None], axis=1)[:, 0]
+        return illegal_action(no_legal_action(reward, missing), ~absent & ~legal)
+
     def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
         """The observations of one environment; with masks if it has any. Absent agents may do anything: nobody looks."""
-        if not hasattr(self.env, "action_mask"):
+        if not has_masks(self.env):
             return obs
         return MaskedObservation(obs, self.env.action_mask(env_state) | absent[:, None])  # type: ignore[attr-defined]
 

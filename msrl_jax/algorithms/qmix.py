@@ -1,0 +1,219 @@
+"""QMIX and VDN: values of joint actions from values of every agent's actions.
+
+QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
+observations and joint actions, and learns from replayed sequences as R2D2 does; the loop is in `loops/off_policy.py`.
+
+In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
+an agent, `L` is `trace_length` and `H` is `memory_size`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs.checks import check_integers
+from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
+from msrl_jax.algorithms.configs.q_learning import QLearningConfig
+from msrl_jax.algorithms.configs.spaces import check_discrete
+from msrl_jax.algorithms.loops.buffers import sequence_buffer
+from msrl_jax.algorithms.loops.exploration import epsilon_greedy
+from msrl_jax.algorithms.loops.off_policy import (
+    Batch,
+    Learner,
+    Progress,
+    Rule,
+    make_apply_update,
+    off_policy_agent,
+    polyak_update,
+)
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.losses.q_learning import sequence_priority
+from msrl_jax.algorithms.networks.agents import Core, agent_values
+from msrl_jax.algorithms.networks.cores import Carry
+from msrl_jax.algorithms.networks.mixers import monotonic_mixer, sum_mixer
+from msrl_jax.algorithms.r2d2 import replay_successors, replay_values, sequence_target
+from msrl_jax.counters import Counter, advance, remainder
+from msrl_jax.envs import JointObservation, JointView, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments import fragment
+from msrl_jax.replay import Transition
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QMIXConfig(NetworkConfig, QLearningConfig):
+    """What QMIX computes; a distribution policy decides where it runs.
+
+    Windows may span several episodes; the carry is cleared between them, and time limits bootstrap.
+
+    Attributes:
+      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
+      core: "gru", "lstm" or "min_gru" for recurrent networks, or "none". Usual: "gru".
+      memory_size: size of the recurrent state, `H`. Usual: 64.
+      mixer: "monotonic" for QMIX, "sum" for VDN.
+      mixing_size: width of the hidden layer of the monotonic mixer. Usual: 32.
+      hyper_size: width of the hidden layers of the networks that compute the mixer's weights. Usual: 64.
+      burn_in: first steps of a window, which only refresh the stored carry. Usual: 0 to 40.
+      trace_length: steps of a window in the loss, `L`; windows overlap by half of it. Usual: the length of an
+        episode, or 16 to 80.
+      share_parameters: whether all agents have one network, or each its own. Usual: True for agents of one kind.
+      agent_ids: whether a shared network also sees which agent it acts for. Usual: True if observations do not tell.
+    """
+
+    num_envs: int = 32
+    unroll_length: int = 26
+    batch_size: int = 32
+    num_updates: int = 4
+    capacity: int = 100_000
+    learning_starts: int | None = 4_000
+    learning_rate: float = 1e-3
+    exploration_steps: int = 100_000
+    hidden_sizes: tuple[int, ...] = (64,)
+    activation: Activation = "relu"
+    core: Core = "gru"
+    memory_size: int = 64
+    mixer: Literal["monotonic", "sum"] = "monotonic"
+    mixing_size: int = 32
+    hyper_size: int = 64
+    burn_in: int = 0
+    trace_length: int = 25
+    share_parameters: bool = True
+    agent_ids: bool = True
+
+    def check(self) -> None:
+        """Raises ValueError unless sizes and lengths are integers in range."""
+        check_integers(self, 0, "burn_in")
+        check_integers(self, 1, "trace_length", "memory_size", "mixing_size", "hyper_size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VDNConfig(QMIXConfig):
+    """What VDN computes: the value of a joint action is the sum of the agents' values."""
+
+    mixer: Literal["monotonic", "sum"] = "sum"
+
+
+def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
+    """Builds QMIX or VDN for one team of all agents, whose rewards are summed.
+
+    Args:
+      env: the environment of several agents; its action space is `Discrete`.
+      config: the settings of the algorithm.
+
+    Returns:
+      The agent.
+
+    Raises:
+      ValueError: if the sizes of the buffer do not fit, or if the network does not.
+      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
+    """
+    action_space = check_discrete(type(config).__name__.removesuffix("Config"), env.action_space)
+    venv = JointView(VectorizedAgents(env, config.num_envs))
+    num_agents, recurrent = venv.env.num_agents, config.core != "none"
+    network = agent_values(
+        venv.observation_space,
+        action_space,
+        num_agents,
+        config,
+        core=config.core,
+        memory_size=config.memory_size,
+        dueling=config.dueling,
+        shared=config.share_parameters,
+        agent_ids=config.agent_ids,
+    )
+    state_size = venv.env.state_size
+    mixer = (
+        sum_mixer()
+        if config.mixer == "sum"
+        else monotonic_mixer(num_agents, state_size, mixing_size=config.mixing_size, hyper_size=config.hyper_size)
+    )
+    buffer = sequence_buffer(
+        venv.observation_type,
+        jax.ShapeDtypeStruct((num_agents,), jnp.int32),
+        config,
+        length=config.burn_in + config.trace_length + config.n_step - 1,
+        length_is="burn_in + trace_length + n_step - 1 are",
+        stride=max(config.trace_length // 2, 1),
+        carry=jax.eval_shape(lambda: network.initial_carry(())),
+    )
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
+    apply_update = make_apply_update(optimizer)
+
+    def init(key: jax.Array, obs: Any) -> Learner:
+        network_key, mixer_key = jax.random.split(key)
+        params = {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
+        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
+
+    def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
+        """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
+        return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
+
+    @fragment(role="learner")
+    def gradients(params, target_params, window: Transition, weight):
+        after = jax.tree.map(lambda x: x[config.burn_in :], window)
+        _, target_carries = replay_values(network, target_params["agents"], window, config.burn_in)
+        next_values = replay_successors(network, target_params["agents"], after.next_obs, target_carries)
+
+        def loss(params):
+            values, carries = replay_values(network, params["agents"], window, config.burn_in)
+            known = jax.lax.stop_gradient((params["agents"], after.next_obs, carries))
+            best = only_legal(replay_successors(network, *known), after.next_obs.obs).argmax(-1)
+            next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
+            target = sequence_target(next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=None)
+            taken = mix(params, _of_actions(values, after.action), after.obs)[: config.trace_length]
+            delta = config.huber_delta
+            losses = value_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
+            stats = {"loss": losses.mean(), "value": taken.mean()}
+            return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
+        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
+        rate = annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
+        moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
+        target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
+        return Learner(params, target_params, opt_state), td_error, stats
+
+    def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+        values, carry = network.step(params["agents"], obs, carry)
+        return only_legal(values, obs.obs).argmax(-1).astype(jnp.int32), carry
+
+    # Every agent explores by itself.
+    everyone = config.num_envs * num_agents
+    randomly = epsilon_greedy(config, num_envs=everyone, num_actions=action_space.n, random_steps=buffer.min_size)
+
+    def explore(params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+        greedy, carry = choose_action(params, obs, None, carry)
+        rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, _keys_of_agents(keys, num_agents)))
+        return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
+
+    return off_policy_agent(
+        venv,
+        buffer,
+        Rule(init, update, choose_action, (lambda num_envs: network.initial_carry((num_envs,))) if recurrent else None),
+        explore,
+        unroll_length=config.unroll_length,
+        num_updates=config.num_updates,
+        refresh_period=config.actor_period,
+    )
+
+
+def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
+    """The values `[..., A]` of actions `[..., A]`, from those of all actions `[..., A, N]`."""
+    return jnp.take_along_axis(values, action[..., None], -1)[..., 0]
+
+
+def _keys_of_agents(keys: jax.Array, num_agents: int) -> jax.Array:
+    """A key for every agent `[E, A]`, from one for every environment `[E]`."""
+    return jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+
+
+QMIX = register(Algorithm("qmix", QMIXConfig, build, many_agents=True))
+VDN = register(Algorithm("vdn", VDNConfig, build, many_agents=True))

@@ -1,0 +1,250 @@
+"""JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import _jaxmarl
+from msrl_jax._spelling import suggestion
+from msrl_jax.envs import spaces
+from msrl_jax.envs.agents.base import MultiAgentEnvironment
+from msrl_jax.envs.agents.stacked import stack_agents
+from msrl_jax.envs.base import PyTree, strong
+
+_PHYSICS = ("accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
+            "silent", "u_noise")  # fmt: skip
+"""Arguments of JaxMARL's particle environments that are not in a signature."""
+
+
+def make(name: str, **params: Any) -> MultiAgentEnvironment:
+    """Builds an environment of JaxMARL by name.
+
+    Args:
+      name: one of `jaxmarl.registered_envs`.
+      **params: arguments of its constructor. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
+
+    Returns:
+      The environment, with padded spaces if its agents differ (`stack_agents`).
+
+    Raises:
+      ImportError: if JaxMARL is missing, or a package that it needs for this environment.
+      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
+    """
+    package, known = _jaxmarl.load(), _jaxmarl.all_names()
+    full = _jaxmarl.PREFIX + name
+    if name not in known:
+        raise ValueError(f"JaxMARL has no environment {name!r}{suggestion(name, known)}; it has {', '.join(known)}")
+    params = {key: _named(full, key, value) for key, value in params.items()}
+    if _jaxmarl.package_of(name) == "brax":
+        params["auto_reset"] = False
+    with _jaxmarl.quiet():
+        try:
+            env = package.make(name, **params)
+        except ImportError as error:
+            other = _jaxmarl.package_of(name)
+            raise ImportError(f"{full} needs the package {other!r}; install it with: pip install {other}") from error
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+            _refuse_unknown(full, params, _default(package, name))
+            raise ValueError(f"{full} cannot be made with {params}: {error}") from error
+        _refuse_unknown(full, params, env)
+        return stack_agents(JaxMARLEnvironment(env, full, _suite_of(name)))
+
+
+def _default(package: Any, name: str) -> Any:
+    """The environment without parameters; None if it needs some."""
+    try:
+        return package.make(name)
+    except TypeError:
+        return None
+
+
+def _refuse_unknown(full: str, params: dict[str, Any], env: Any) -> None:
+    """Raises ValueError on a parameter that no constructor has: those with `**kwargs` ignore it."""
+    if env is None:
+        return
+    kinds = [*type(env).__mro__, *type(getattr(env, "_env", env)).__mro__]
+    signatures = [inspect.signature(kind.__init__) for kind in kinds if "__init__" in vars(kind) and kind is not object]
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    known = sorted({p.name for s in signatures for p in s.parameters.values() if p.kind == named} - {"self"})
+    known += _PHYSICS if hasattr(env, "contact_margin") else ()
+    if unknown := [p for p in params if p not in known]:
+        raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; it has {', '.join(known)}")
+
+
+def _named(full: str, key: str, value: Any) -> Any:
+    """The scenario or the layout that a name stands for; other values as they are."""
+    if not isinstance(value, str) or (key, full) == ("layout", f"{_jaxmarl.PREFIX}overcooked_v2"):
+        return value
+    if key == "scenario":
+        from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as table  # type: ignore
+    elif key == "layout":
+        from jaxmarl.environments import overcooked_layouts as table  # type: ignore
+    else:
+        return value
+    if value not in table:
+        raise ValueError(f"{full} has no {key} {value!r}{suggestion(value, table)}; choose from {', '.join(table)}")
+    return table[value]
+
+
+Ending = Callable[[Any, Any, Any, Mapping[Any, jax.Array], Mapping[Any, jax.Array]], tuple[jax.Array, jax.Array]]
+"""Tells the end of the task from the end of the time, which JaxMARL's dones do not.
+
+It takes the environment, the states before and after a step, the actions and the dones. It returns `terminated`, for each agent
+(`[A]`) or one flag for all, and `truncated`.
+"""
+
+
+def _time_limit(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+    """Episodes that end by their length alone."""
+    return jnp.asarray(False), dones["__all__"]
+
+
+def _tasks(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+    """Episodes that end when the task is over for all agents; an agent may leave earlier."""
+    return jnp.stack([dones[agent] | dones["__all__"] for agent in env.agents]), jnp.asarray(False)
+
+
+def _battle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+    """SMAX: a side is dead, or the time is over. JaxMARL calls dead units done, but they share in the rewards of their team."""
+    alive = getattr(new, "state", new).unit_alive
+    over = ~alive[: env.num_allies].any() | ~alive[env.num_allies :].any()
+    return over, dones["__all__"] & ~over
+
+
+def _riddle(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+    """The agent in the room says that all have been there, or the time is over."""
+    said = jnp.stack([actions[agent] for agent in env.agents])[old.agent_in_room] == env.game_actions["TELL"]
+    return said, dones["__all__"] & ~said
+
+
+def _navigation(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+    """JaxNav: every agent has arrived or crashed, or the time is over. Agents share in rewards until then."""
+    over = (new.goal_reached | new.move_term | new.term).all()
+    return over, dones["__all__"] & ~over
+
+
+def _brax(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
+    """Brax's own flag."""
+    truncated = new.info["truncation"].astype(bool)
+    return dones["__all__"] & ~truncated, truncated
+
+
+@dataclasses.dataclass(frozen=True)
+class _Suite:
+    """What differs between JaxMARL's suites of environments.
+
+    Attributes:
+      ending: tells the end of the task from the end of the time.
+      legal: the method that returns the legal actions, if there is one.
+      has_world_state: whether `get_world_state` returns one vector for all agents.
+      takes_tuples: whether the actions are a tuple rather than a dict.
+    """
+
+    ending: Ending
+    legal: str = ""
+    has_world_state: bool = False
+    takes_tuples: bool = False
+
+
+_SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True)
+_SUITES = {
+    "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit), "coin_game": _Suite(_time_limit),
+    "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
+    "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
+    "jaxnav": _Suite(_navigation),
+}  # fmt: skip
+"""The suites, by the start of the names of their environments."""
+
+
+def _suite_of(name: str) -> _Suite:
+    if _jaxmarl.package_of(name) == "brax":
+        return _Suite(_brax)
+    return next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
+
+
+class JaxMARLEnvironment:
+    """An environment of JaxMARL without its automatic reset, in dicts by agent name; `stack_agents` stacks it.
+
+    The step is JaxMARL's `step_env` with the same key. Rewards are float32. No array has a weak type.
+    """
+
+    def __init__(self, env: Any, name: str, suite: _Suite):
+        """Reads the spaces from an environment.
+
+        Args:
+          env: the environment of JaxMARL.
+          name: its name in messages.
+          suite: its suite.
+        """
+        self.env, self.name, self.suite = env, name, suite
+        self.agents = tuple(agent if isinstance(agent, str) else f"agent_{agent}" for agent in env.agents)
+        _, obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))
+        own = dict(zip(self.agents, env.agents, strict=True))
+        self.observation_spaces = {a: _observation_space(env.observation_space(own[a]), obs[a]) for a in self.agents}
+        self.action_spaces = {a: _action_space(env.action_space(own[a])) for a in self.agents}
+        if suite.legal and all(isinstance(space, spaces.Discrete) for space in self.action_spaces.values()):
+            self.action_mask = self._action_mask
+        if suite.has_world_state:
+            self.global_state = env.get_world_state
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, dict[str, PyTree]]:
+        """Starts an episode."""
+        obs, state = self.env.reset(key)
+        return strong(state), self._by_agent(strong(obs))
+
+    def step(
+        self, key: jax.Array, state: PyTree, action: Mapping[str, PyTree]
+    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
+        """Advances the episode by JaxMARL's `step_env`."""
+        actions = dict(zip(self.env.agents, (action[agent] for agent in self.agents), strict=True))
+        given = tuple(actions.values()) if self.suite.takes_tuples else actions
+        obs, new, reward, dones, _ = self.env.step_env(key, state, given)
+        rewards = {agent: jnp.float32(x) for agent, x in self._by_agent(reward).items()}
+        terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
+        flags = jnp.broadcast_to(terminated, (len(self.agents),))
+        return strong(new), self._by_agent(strong(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated
+
+    def _action_mask(self, state: PyTree) -> dict[str, jax.Array]:
+        """The legal actions of every agent."""
+        return {agent: mask.astype(bool) for agent, mask in self._by_agent(getattr(self.env, self.suite.legal)(state)).items()}
+
+    def _by_agent(self, values: Any) -> dict[str, Any]:
+        """Values by agent name. JaxMARL has them by name or by number, in a tuple, or as arrays `[A, ...]`."""
+        own = self.env.agents
+        if isinstance(values, Mapping) and all(agent in values for agent in own):
+            return {name: values[agent] for name, agent in zip(self.agents, own, strict=True)}
+        if isinstance(values, tuple):
+            return dict(zip(self.agents, values, strict=True))
+        if isinstance(values, Mapping) and "inventory" in values:  # of storm: `[5, A]`
+            values = {**values, "inventory": values["inventory"].T}
+        return {name: jax.tree.map(lambda x, i=i: x[i], values) for i, name in enumerate(self.agents)}
+
+
+def _observation_space(declared: Any, emitted: PyTree) -> spaces.Space:
+    """The space of what an agent observes, with the bounds that JaxMARL declares; some of its shapes and dtypes are wrong."""
+    if isinstance(emitted, Mapping):
+        parts = getattr(declared, "spaces", declared)
+        part = parts.get if isinstance(parts, Mapping) else {}.get
+        return spaces.Dict({name: _observation_space(part(name), x) for name, x in emitted.items()})
+    if hasattr(declared, "n"):
+        return spaces.Discrete(int(declared.n), emitted.dtype)
+    low, high = (getattr(declared, bound, infinite) for bound, infinite in (("low", -np.inf), ("high", np.inf)))
+    if hasattr(declared, "num_categories"):  # a MultiDiscrete
+        low, high = 0, np.asarray(declared.num_categories) - 1
+    if np.shape(low) not in ((), emitted.shape) or np.shape(high) not in ((), emitted.shape):
+        low, high = np.min(low), np.max(high)
+    if jnp.issubdtype(emitted.dtype, jnp.integer):
+        limits = jnp.iinfo(emitted.dtype)
+        low, high = (np.clip(np.asarray(bound, float), limits.min, limits.max) for bound in (low, high))
+    return spaces.Box(low, high, emitted.shape, emitted.dtype)
+
+
+def _action_space(space: Any) -> spaces.Space:
+    if hasattr(space, "n"):
+        return spaces.Discrete(int(space.n))  # int32: all of JaxMARL's environments take it, whatever they declare
+    return spaces.Box(np.asarray(space.low), np.asarray(space.high), tuple(space.shape), space.dtype)

@@ -1,0 +1,222 @@
+"""JaxMARL's environments: names, spaces, masks, the end of time, and the same steps as JaxMARL's own."""
+
+import sys
+import types
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax import _jaxmarl, cli, envs
+from msrl_jax.training.setup import parse_spec
+
+JAXMARL = _jaxmarl.load()
+NAMES = [name.removeprefix("jaxmarl:") for name in _jaxmarl.names()]
+SMALL = {
+    "HeuristicEnemySMAX": {"scenario": "3m"},
+    "SMAX": {"num_allies": 2, "num_enemies": 3},
+    "hanabi": {"num_colors": 2, "num_ranks": 2, "hand_size": 2, "num_cards_of_rank": np.array([3, 2])},
+}
+
+OTHERS = ("MPE_simple_facmac_6a_v1", "MPE_simple_facmac_9a_v1", "LearnedPolicyEnemySMAX", "storm_np", "overcooked_v2")
+"""Like others, and long to trace."""
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+class Constant:
+    """An enemy for SMAX that always stops."""
+
+    def apply(self, params, obs):
+        return types.SimpleNamespace(sample=lambda seed: jnp.full(obs.shape[0], 4)), None
+
+
+@pytest.mark.filterwarnings("ignore:max_dist_to_goal", "ignore:scatter inputs have incompatible types")  # JaxMARL's own
+@pytest.mark.parametrize("name", [slow(name) if name in OTHERS else name for name in NAMES])
+def test_every_environment_conforms(name):
+    params = {"policy": Constant(), "params": ()} if name.startswith("Learned") else SMALL.get(name, {})
+    env = envs.make(f"jaxmarl:{name}", **params)
+    venv = envs.vectorize(env, 2)  # checks all types
+    assert isinstance(venv, envs.VectorizedAgents) and venv.name == f"jaxmarl:{name}"
+    assert env.observation_space.shape == jax.tree.map(lambda x: x.shape[1:], jax.eval_shape(env.reset, jax.random.key(0))[1])
+
+
+def test_all_names_are_listed_but_those_whose_packages_are_missing(capsys):
+    missing = {name for name in JAXMARL.registered_envs if _jaxmarl.package_of(name)}
+    assert {*NAMES, *missing} == set(JAXMARL.registered_envs) and len(NAMES) >= 25
+    assert {f"jaxmarl:{name}" for name in NAMES} <= set(envs.names())
+    assert cli.main(["list"]) == 0
+    assert "\n  jaxmarl:MPE_simple_spread_v3\n" in capsys.readouterr().out
+
+
+def theirs(env, obs, size):
+    """JaxMARL's observations of all agents, padded with zeros."""
+    return jnp.stack([jnp.pad(obs[a].reshape(-1), (0, size - obs[a].size)) for a in env.agents])
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        slow("MPE_simple_spread_v3", {"num_agents": 4}),
+        ("MPE_simple_tag_v3", {"action_type": "Continuous"}),
+        ("MPE_simple_speaker_listener_v4", {}),
+        ("switch_riddle", {"num_agents": 4}),
+        slow("coin_game", {"num_inner_steps": 5, "num_outer_steps": 3}),
+        slow("overcooked", {"layout": "forced_coord", "max_steps": 20}),
+    ],
+)
+def test_steps_are_those_of_jaxmarl(name, params):
+    """50 random steps beside JaxMARL's `step_env`, with a new episode whenever JaxMARL says that one has ended."""
+    env = envs.make(f"jaxmarl:{name}", **params)
+    inner = env.env.env
+    size = max(np.prod(space.shape, dtype=int) for space in env.env.observation_spaces.values())
+    sizes = [getattr(inner.action_space(a), "n", 0) for a in inner.agents]
+
+    def sample(key):
+        if all(sizes):
+            return jax.random.randint(key, (len(sizes),), 0, jnp.array(sizes))
+        return jax.vmap(env.action_space.sample)(jax.random.split(key, len(sizes)))
+
+    def step(state, key):
+        step_key, reset_key, action_key = jax.random.split(key, 3)
+        action = sample(action_key)
+        spaces = zip(inner.agents, env.env.action_spaces.values(), action, strict=True)
+        own = {a: x[: space.shape[0]] if space.shape else x for a, space, x in spaces}
+        obs, new, reward, dones, _ = inner.step_env(step_key, state, own)
+        want = theirs(inner, obs, size), jnp.stack([reward[a] for a in inner.agents]), dones["__all__"]
+        _, seen, rewards, terminated, truncated = env.step(step_key, state, action)
+        got = seen.reshape(len(sizes), -1), rewards, truncated | terminated.all()
+        first_obs, fresh = inner.reset(reset_key)
+        state = jax.tree.map(lambda a, b: jnp.where(dones["__all__"], a, b).astype(b.dtype), fresh, new)
+        first = theirs(inner, first_obs, size), env.reset(reset_key)[1].reshape(len(sizes), -1)
+        return state, (want, got, first, terminated, truncated)
+
+    @jax.jit
+    def run(key):
+        return jax.lax.scan(step, env.reset(key)[0], jax.random.split(key, 50))[1]
+
+    want, got, first, terminated, truncated = jax.tree.map(np.asarray, run(jax.random.key(1)))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    np.testing.assert_array_equal(*first)
+    assert want[2].any() and got[1].dtype == np.float32
+    assert (terminated.all(1) == terminated.any(1)).all() and not (terminated.all(1) & truncated).any()
+    assert terminated.any() == (name == "switch_riddle"), "all others end by their length alone"
+
+
+def test_the_riddle_ends_by_its_answer_or_by_its_length():
+    env = envs.make("jaxmarl:switch_riddle")
+    state, _ = env.reset(jax.random.key(0))
+    told = env.step(jax.random.key(0), state, jnp.full(3, 2))
+    assert told[3].all() and not told[4] and (told[2] == -1).all()
+    late = env.step(jax.random.key(0), state.replace(step=jnp.int32(5)), jnp.zeros(3, jnp.int32))
+    assert late[4] and not late[3].any()
+
+
+@pytest.mark.parametrize("name", ["SMAX", slow("HeuristicEnemySMAX")])
+def test_a_battle_ends_by_death_or_by_its_length(name):
+    env = envs.make(f"jaxmarl:{name}", **SMALL[name])
+    inner = env.env.env
+
+    def with_units(state, **changes):
+        return state.replace(state=state.state.replace(**changes)) if hasattr(state, "state") else state.replace(**changes)
+
+    count = inner.num_allies + inner.num_enemies
+    health = jnp.where(jnp.arange(count) < inner.num_allies, 45.0, 0.0)
+    one_dead = jnp.where(jnp.arange(count) == 0, 0.0, 45.0)
+    stop = jnp.full(len(env.agents), 4)
+
+    @jax.jit
+    def outcomes(key):
+        state, _ = env.reset(key)
+        unit = getattr(state, "state", state)
+        changes = (
+            {"unit_health": health, "unit_alive": health > 0},
+            {"step": jnp.full_like(unit.step, 100)},
+            {"unit_health": one_dead, "unit_alive": one_dead > 0},
+        )
+        return [env.step(key, with_units(state, **change), stop)[2:] for change in changes], env.action_mask(state)
+
+    ((won, won_end, won_cut), (_, late_end, late_cut), (_, dead_end, dead_cut)), mask = outcomes(jax.random.key(0))
+    assert won_end.all() and not won_cut and (won[: inner.num_allies] >= 1).all()
+    assert late_cut and not late_end.any()
+    assert not dead_end.any() and not dead_cut, "a dead unit shares in its team's rewards, so it has not left"
+    assert mask.shape == (len(env.agents), env.action_space.n) and mask[:, 4].all()
+    assert jax.eval_shape(envs.vectorize(env, 2).reset, jax.random.key(0))[1].obs.shape[1] == len(env.agents)
+    assert envs.vectorize(env, 2).state_size == inner.state_size
+
+
+def test_hanabi_s_legal_moves_are_masks():
+    env = envs.make("jaxmarl:hanabi", **SMALL["hanabi"])
+    inner = env.env.env
+
+    @jax.jit
+    def first(key):
+        state, _ = env.reset(key)
+        legal = inner.get_legal_moves(state)
+        return env.action_mask(state), jnp.stack([legal[a] for a in inner.agents])
+
+    mask, legal = first(jax.random.key(0))
+    np.testing.assert_array_equal(mask, legal.astype(bool))
+    assert mask.dtype == bool and mask[0].sum() > 1 and mask[1].tolist() == [False] * (env.action_space.n - 1) + [True]
+
+
+def test_speaker_and_listener_are_padded():
+    env = envs.make("jaxmarl:MPE_simple_speaker_listener_v4")
+    assert env.observation_space.shape == (11,) and env.action_space == envs.Discrete(5)
+    np.testing.assert_array_equal(env.action_mask(()), [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "params"),
+    [
+        ("jaxmarl:MPE_simple_spread_v3", "jaxmarl:MPE_simple_spread_v3", {}),
+        ("jaxmarl:MPE_simple_spread_v3:num_agents=5", "jaxmarl:MPE_simple_spread_v3", {"num_agents": 5}),
+        ("jaxmarl:SMAX:scenario=3s_vs_5z,max_steps=1e2", "jaxmarl:SMAX", {"scenario": "3s_vs_5z", "max_steps": 100.0}),
+        ("CartPole-v1:max_steps_in_episode=9", "CartPole-v1", {"max_steps_in_episode": 9}),
+        ("Mine:a='b=3m,c',d=2s3z", "Mine", {"a": "b=3m,c", "d": "2s3z"}),
+    ],
+)
+def test_specs_of_suites(spec, name, params):
+    assert parse_spec(spec) == (name, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("MPE_simple_spred_v3", {}, r"has no environment 'MPE_simple_spred_v3' \(did you mean 'MPE_simple_spread_v3'\?\)"),
+        ("MPE_simple_spread_v3", {"num_agent": 5}, r"no parameter 'num_agent' \(did you mean 'num_agents'\?\)"),
+        ("HeuristicEnemySMAX", {"scenaro": "3m"}, r"no parameter 'scenaro' \(did you mean 'scenario'\?\)"),
+        ("HeuristicEnemySMAX", {"scenario": "4m"}, r"no scenario '4m'; choose from 3m, 2s3z"),
+        ("overcooked", {"layout": "cramped"}, r"no layout 'cramped' \(did you mean 'cramped_room'\?\); choose from"),
+        ("overcooked_v2", {"layout": "cramped"}, r"jaxmarl:overcooked_v2 cannot be made with .*: Invalid layout: cramped"),
+        ("switch_riddle", {"num_agents": 2}, r"cannot be made with {'num_agents': 2}: The minimum number of agents"),
+        ("LearnedPolicyEnemySMAX", {}, r"cannot be made with {}: .* missing 2 required positional arguments: 'policy'"),
+    ],
+)
+def test_names_and_parameters_that_do_not_exist_are_refused(name, params, message):
+    with pytest.raises(ValueError, match=message):
+        envs.make(f"jaxmarl:{name}", **params)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "brax", None)
+    with pytest.raises(ImportError, match="jaxmarl:ant_4x2 needs the package 'brax'; install it with: pip install brax"):
+        envs.make("jaxmarl:ant_4x2")
+
+    def version(package):
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(_jaxmarl, "all_names", lambda: ())
+    with monkeypatch.context() as missing:
+        missing.setattr(metadata, "version", version)
+        with pytest.raises(ImportError, match=r"which is not installed; install it with: pip install 'msrl-jax\[marl\]'"):
+            envs.make("jaxmarl:SMAX")
+    monkeypatch.setattr(metadata, "version", lambda package: "0.0.4")
+    with pytest.raises(ImportError, match=r"need jaxmarl 0\.2 or later, and 0\.0\.4 is installed; install it with: pip"):
+        envs.make("jaxmarl:SMAX")
+    assert cli.main(["list"]) == 0
+    assert "pip install 'msrl-jax[marl]' brings those of JaxMARL" in capsys.readouterr().out
