@@ -1,6 +1,7 @@
 """Algorithms on an environment with legal actions: they take no other ones, and learn what the formulas say."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
+from msrl_jax.algorithms.networks import actor_critic
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments.origin import find_origin
 from msrl_jax.training import DivergedError
@@ -142,22 +144,27 @@ def test_actions_are_chosen_for_observations_with_their_legal_actions(run_of_ppo
         result.act(envs.MaskedObservation(obs, masks & ~masks[1]))
 
 
-def stuck(algo):
-    config = CONFIGS[algo]
+def halted(algo, env):
     with pytest.raises(DivergedError) as caught:
         msrl.train(
-            algo, Maze(stuck=2), policy="GPUOnly:num_devices=1", total_steps=2000, eval_episodes=0, progress=False, **config
+            algo, env, policy="GPUOnly:num_devices=1", total_steps=2000, eval_episodes=0, progress=False, **CONFIGS[algo]
         )
+    assert caught.value.fragment == "env_step"
     return caught.value
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algo", ["a2c", "ppo", "dqn", "r2d2", "sac", "es"])
 def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
-    error = stuck(algo)
-    assert error.fragment == "env_step"
-    assert "gave an observation without a legal action" in str(error) and "environment" in str(error)
+    error = halted(algo, Maze(stuck=2))
+    assert re.search(r"environment \d gave an observation without a legal action", str(error))
     assert "without a legal action" in str(msrl.replay_step(error.replay, env=Maze(stuck=2)))
+
+
+@pytest.mark.slow
+def test_an_algorithm_that_takes_illegal_actions_is_halted(monkeypatch):
+    monkeypatch.setattr(actor_critic, "only_legal", lambda logits, obs: logits)
+    assert re.search(r"environment \d was given an illegal action", str(halted("a2c", Maze())))
 
 
 @pytest.mark.parametrize(
