@@ -254,6 +254,12 @@ def test_an_environment_of_ones_own(run_sections):
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
 
 
+def test_an_environment_with_legal_actions(run_sections):
+    (namespace,), _ = run_sections(ENVIRONMENTS, "Legal actions")
+    result, obs = namespace["result"], msrl.envs.MaskedObservation([1.0], [True, False, False])
+    assert result.act(obs) == 0 and result.evaluation.finished.all()
+
+
 def test_an_environment_with_several_agents(run_sections):
     (namespace,), _ = run_sections(ENVIRONMENTS, "Several agents")
     assert np.isfinite(namespace["result"].history["episode_return"]).all()

@@ -31,7 +31,8 @@ def start(agent, iterations):
 
 def drawn(env, config, state, after):
     """The first batch that an iteration learned from, as an `NStep` of NumPy arrays, and its key."""
-    sample = n_step_buffer(env, config).sample(after.replay, jax.random.split(state.replay_key, config.num_updates + 1)[1])
+    key = jax.random.split(state.replay_key, config.num_updates + 1)[1]
+    sample = jax.jit(n_step_buffer(env, config).sample)(after.replay, key)
     assert isinstance(sample.experience, replay.NStep)
     return jax.tree.map(np.asarray, sample.experience), jax.random.split(state.key, config.num_updates + 1)[1]
 

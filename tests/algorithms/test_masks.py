@@ -1,6 +1,7 @@
 """Algorithms on an environment with legal actions: they take no other ones, and learn what the formulas say."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,13 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
+from msrl_jax.algorithms.networks import actor_critic
 from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments.origin import find_origin
 from msrl_jax.training import DivergedError
 from msrl_jax.training.evaluate import make_evaluator
-from tests.envs.maze import Maze, MazeState, legal
+from msrl_jax.training.failure import Failure
+from tests.envs.maze import LEFT, RIGHT, Maze, MazeState, legal
 
 from .off_policy_reference import B, adam, build, drawn, one, start, wide
 
@@ -90,7 +94,7 @@ def test_a_recorded_run_keeps_the_legal_actions(run_of_ppo):
     assert_legal(dataset)
 
 
-@pytest.mark.parametrize("algo", slow_but(OFFLINE, ("cql",)))
+@pytest.mark.parametrize("algo", slow_but(OFFLINE, ()))
 def test_no_illegal_action_is_taken_after_learning_from_data(algo, run_of_ppo):
     dataset = data.load(run_of_ppo[1])
     settings = {"hidden_sizes": (8,), "batch_size": 32} | OFFLINE[algo]
@@ -118,7 +122,7 @@ def test_data_sets_keep_the_legal_actions(name, run_of_ppo, tmp_path):
         msrl.train("bc", Maze(), data=wrong)
 
 
-@pytest.mark.parametrize("algo", slow_but(("ppo", "dqn"), FAST))
+@pytest.mark.parametrize("algo", slow_but(("ppo", "dqn"), ()))
 def test_the_same_run_under_another_policy_on_four_devices(algo, run_of_ppo):
     together = (run_of_ppo[0] if algo == "ppo" else trained(algo)).state
     apart = trained(algo, APART).state
@@ -140,21 +144,46 @@ def test_actions_are_chosen_for_observations_with_their_legal_actions(run_of_ppo
         result.act(envs.MaskedObservation(obs, masks & ~masks[1]))
 
 
-def stuck(algo):
-    config = CONFIGS[algo]
+def halted(algo, env):
     with pytest.raises(DivergedError) as caught:
         msrl.train(
-            algo, Maze(stuck=2), policy="GPUOnly:num_devices=1", total_steps=2000, eval_episodes=0, progress=False, **config
+            algo, env, policy="GPUOnly:num_devices=1", total_steps=2000, eval_episodes=0, progress=False, **CONFIGS[algo]
         )
+    assert caught.value.fragment == "env_step"
     return caught.value
 
 
-@pytest.mark.parametrize("algo", slow_but(("a2c", "ppo", "dqn", "r2d2", "sac", "es"), ("a2c",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["a2c", "ppo", "dqn", "r2d2", "sac", "es"])
 def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
-    error = stuck(algo)
-    assert error.fragment == "env_step"
-    assert "gave an observation without a legal action" in str(error) and "environment" in str(error)
+    error = halted(algo, Maze(stuck=2))
+    assert re.search(r"environment \d gave an observation without a legal action", str(error))
     assert "without a legal action" in str(msrl.replay_step(error.replay, env=Maze(stuck=2)))
+
+
+@pytest.mark.slow
+def test_an_algorithm_that_takes_illegal_actions_is_halted(monkeypatch):
+    monkeypatch.setattr(actor_critic, "only_legal", lambda logits, obs: logits)
+    assert re.search(r"environment \d was given an illegal action", str(halted("a2c", Maze())))
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (Maze(stuck=1), "environment 1 gave an observation without a legal action"),
+        (Maze(), "environment 1 was given an illegal action"),
+    ],
+)
+def test_a_step_that_is_not_legal_is_named(env, message):
+    venv = envs.vectorize(env, 2)
+    state = venv.reset(jax.random.key(0))[0]
+    state = state._replace(env_state=MazeState(jnp.array([2, 0]), jnp.zeros(2, jnp.int32), jnp.zeros(2, bool)))
+    action = jnp.array([RIGHT, RIGHT if env.stuck else LEFT])
+    closed = jax.make_jaxpr(msrl.fragment(role="env")(venv.step))(state, action)
+    values = dict(zip(closed.jaxpr.invars, jax.tree.leaves((state, action)), strict=True))
+    values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    origin = find_origin(closed.jaxpr.eqns, values, closed.jaxpr.outvars)
+    assert str(Failure.of(origin, 1, 1)).startswith(message)
 
 
 def test_an_evaluation_whose_environment_gives_no_legal_action_says_so(run_of_ppo):
@@ -195,6 +224,7 @@ def test_a_target_is_the_largest_value_of_the_legal_actions(double):
     np.testing.assert_allclose(after.pending.td_error[0], wanted - taken, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_discrete_sac_takes_expectations_over_the_legal_actions():
     env = Maze()
     agent, config = build("sac", env, num_updates=1, initial_temperature=0.3)

@@ -5,8 +5,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.envs import Box, Discrete
+
+SCALE, SHIFT = np.ones(2, np.float32), np.zeros(2, np.float32)
+"""Arrays that become constants of the program."""
 
 
 class Walk(NamedTuple):
@@ -33,7 +37,7 @@ class Faulty:
         return Box(-1.0, 1.0, (1,), jnp.float32) if self.continuous else Discrete(2)
 
     def _observe(self, state):
-        return jnp.stack([state.x, state.step / self.length])
+        return jnp.stack([state.x, state.step / self.length]) * SCALE + SHIFT
 
     def reset(self, key):
         state = Walk(jax.random.uniform(key), jnp.int32(0))
