@@ -161,12 +161,14 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     def env_step(env_state, actions):
         env_state, t = venv.step(env_state, together(actions))
         outcome = {
-            name: (
-                *(of_team(name, x) for x in (t.reward, t.terminated)),
-                t.truncated,
-                *(of_team(name, x) for x in (t.present, t.final_obs)),
-                t.final_state,
-            )
+            name: {
+                "reward": of_team(name, t.reward),
+                "terminated": of_team(name, t.terminated),
+                "truncated": t.truncated,
+                "present": of_team(name, t.present),
+                "final_obs": of_team(name, t.final_obs),
+                "final_state": t.final_state,
+            }
             for name in teams
         }
         return env_state, seen(t.obs, t.state, t.ended), outcome
@@ -178,7 +180,10 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
             env_state, now, carry = before
             acted = {n: team.act(state.params[n], now[n], carry[n], keys[n]) for n, team in teams.items()}
             env_state, after, outcome = env_step(env_state, {n: action for n, (action, _, _) in acted.items()})
-            experience = {n: Experience(*now[n], *acted[n][:2], *outcome[n]) for n in teams}
+            experience = {
+                n: Experience(**now[n]._asdict(), action=action, extras=extras, **outcome[n])
+                for n, (action, extras, _) in acted.items()
+            }
             return (env_state, after, {n: carry for n, (_, _, carry) in acted.items()}), experience
 
         begun = {name: team.begin(state.teams[name]) for name, team in teams.items()}
@@ -221,7 +226,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         axes=axes,
         steps_per_iteration=venv.num_envs * unroll_length,
         updates_per_iteration=max(team.updates_per_iteration for team in teams.values()),
-        env=venv,
+        env=venv,  # type: ignore[arg-type]
         initial_carry=(lambda num_envs: {n: t.initial_carry(num_envs) for n, t in teams.items()}) if recurrent else None,
         env_group=math.lcm(*(team.env_group for team in teams.values())),
     )

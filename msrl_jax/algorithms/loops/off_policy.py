@@ -95,11 +95,11 @@ class Rule:
 
     init: Callable[[jax.Array, jax.Array], Learner]
     update: Callable[[Learner, Batch, Progress], tuple[Learner, jax.Array, Mapping[str, jax.Array]]]
-    choose_action: Callable[[Any, jax.Array, jax.Array | None, Carry], tuple[jax.Array, Carry]]
+    choose_action: Callable[[Any, Any, jax.Array | None, Carry], tuple[jax.Array, Carry]]
     initial_carry: Callable[[int], Carry] | None = None
 
 
-Explore = Callable[[Any, jax.Array, jax.Array, Counter, Carry], tuple[jax.Array, Carry]]
+Explore = Callable[[Any, Any, jax.Array, Counter, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], keys [E], steps, carry) -> (action [E, ...], carry)`: acts after `steps` environment steps."""
 
 

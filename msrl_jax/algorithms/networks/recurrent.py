@@ -49,8 +49,8 @@ class RecurrentNetwork:
 
     init: Callable[[jax.Array], Any]
     initial_carry: Callable[[tuple[int, ...]], Carry]
-    step: Callable[[Any, jax.Array, Carry], tuple[Any, Carry]]
-    unroll: Callable[[Any, jax.Array, jax.Array, Carry], tuple[Any, Carry]]
+    step: Callable[[Any, Any, Carry], tuple[Any, Carry]]
+    unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
 
 
 def recurrent_network(
