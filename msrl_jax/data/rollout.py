@@ -14,7 +14,7 @@ from msrl_jax._device_memory import check_fits_host, tree_bytes
 from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.files import check_new, save
-from msrl_jax.data.spaces import check_rows_fit
+from msrl_jax.data.spaces import check_one_agent, check_rows_fit
 from msrl_jax.envs import Environment, vectorize
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.fragments.memory import Fitting
@@ -96,13 +96,14 @@ def record(
     Raises:
       ValueError: if a number is out of range, if the file exists, if its suffix names no format, if the rows or the
         environments take more memory than there is, or if an observation has no legal action.
-      TypeError: if observations or actions are not arrays.
+      TypeError: if observations or actions are not arrays, or if there are several agents.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
     if epsilon is not None and not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon={epsilon}: use a probability, or None to sample actions from the policy")
     if path is not None:
         check_new(path)
+    check_one_agent(result.behavior.env)
     behavior, num_envs = result.behavior, min(num_envs, steps)
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))

@@ -1,12 +1,13 @@
 """Checks that a data set fits an environment: shapes, dtypes and ranges."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from msrl_jax._device_memory import array_bytes, check_fits_host
 from msrl_jax.data.dataset import Dataset
-from msrl_jax.envs import Box, Discrete, Environment, Space
+from msrl_jax.envs import Box, Discrete, Environment, Space, has_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.spaces import struct
@@ -108,6 +109,15 @@ def bytes_per_step(env: Environment) -> int:
     obs, action = struct(env.observation_space), struct(env.action_space)
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
     return 2 * array_bytes(obs) + array_bytes(action) + 4 + 2 + masks  # the reward, and two flags
+
+
+def check_one_agent(env: Any) -> None:
+    """Raises TypeError if an environment has several agents: a row of a data set has one observation, action and reward."""
+    if has_agents(env):
+        raise TypeError(
+            f"{env_name(env)} has {len(env.agents)} agents, and a row of a data set has one observation, action and reward, so "
+            "steps of several agents cannot be recorded; leave the recording out"
+        )
 
 
 def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:

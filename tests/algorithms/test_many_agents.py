@@ -153,3 +153,8 @@ def test_train_evaluate_and_act():
     assert result.act(obs).shape == (3,)
     assert result.act(np.stack([obs] * 4), jax.random.key(0)).shape == (4, 3)
     assert result.evaluate(episodes=4).returns.shape == (4,)
+
+
+def test_recordings_of_several_agents_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"Homes has 3 agents, and a row of a data set has one observation"):
+        msrl.train("ippo", Homes(), total_steps=128, record=tmp_path / "rows.npz", **SMALL)
