@@ -55,7 +55,7 @@ class QMIXConfig(NetworkConfig, QLearningConfig):
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
       core: "gru", "lstm" or "min_gru" for recurrent networks, or "none". Usual: "gru".
       memory_size: size of the recurrent state, `H`. Usual: 64.
-      mixer: "monotonic" for QMIX, "sum" for VDN.
+      mixer: "monotonic" for QMIX, "sum" for VDN. Usual: "monotonic".
       mixing_size: width of the hidden layer of the monotonic mixer. Usual: 32.
       hyper_size: width of the hidden layers of the networks that compute the mixer's weights. Usual: 64.
       burn_in: first steps of a window, which only refresh the stored carry. Usual: 0 to 40.

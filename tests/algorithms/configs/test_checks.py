@@ -9,6 +9,7 @@ from msrl_jax import algorithms
 from msrl_jax.algorithms import PPOConfig
 from msrl_jax.algorithms.configs.base import field_docs
 
+from ..many_agents import Homes
 from ..random_walk import RandomWalk
 
 
@@ -59,14 +60,14 @@ def test_minibatches_must_divide_the_unroll():
 
 
 # The learning rates of these fall by default, if it is known over how many steps.
-UNANNEALED = ("dqn", "apex_dqn", "r2d2", "bc", "cql", "iql")
+UNANNEALED = ("dqn", "apex_dqn", "r2d2", "qmix", "vdn", "bc", "cql", "iql")
 
 
 @pytest.mark.parametrize("name", [n for n, field in FIELDS if field == "anneal_learning_rate" and n not in UNANNEALED])
 def test_annealing_needs_a_horizon(name):
     algorithm = algorithms.get(name)
     with pytest.raises(ValueError, match=rf"{algorithm.config.__name__}\.anneal_learning_rate needs total_steps"):
-        algorithm.build(RandomWalk(), algorithm.config(anneal_learning_rate=True))
+        algorithm.build(Homes() if algorithm.many_agents else RandomWalk(), algorithm.config(anneal_learning_rate=True))
 
 
 @pytest.mark.parametrize("name", algorithms.ALGORITHMS)
