@@ -101,8 +101,8 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
 
     Returns:
       A row of the record: the setting, medians, all runs, floating-point operations of our program per step, the machine's
-      peak, times to compile, the load average before, the cores that other processes kept busy during the timed runs, and
-      the peer's versions.
+      peak, times to compile, the load average before, the cores that other processes kept busy during the timed runs, the
+      commit of msrl_jax, and the peer's versions.
     """
     load = os.getloadavg()[0]
     setup = resolve(setting.algo, setting.env, overrides=setting.config | setting.only_ours, seeds=setting.seeds)
@@ -127,7 +127,7 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
         "our_runs": ours, "their_runs": theirs, "flops_per_step": flops / steps,
         "peak_flops": peak, "our_compile_seconds": compile_seconds,
         "their_compile_seconds": peer.about["compile_seconds"], "load": load, "others": others,
-        "peer_versions": peer.about["versions"],
+        "commit": commit(), "peer_versions": peer.about["versions"],
     }  # fmt: skip
 
 
@@ -167,13 +167,18 @@ def machine() -> dict[str, Any]:
     return {"cpu": names[0] if names else platform.processor(), "cores": cores, "device": jax.devices()[0].device_kind}
 
 
-def our_versions() -> dict[str, str]:
-    """The versions of msrl_jax and of what it builds on; a commit with changes of the package ends in `+`."""
+def commit() -> str:
+    """The commit of msrl_jax; it ends in `+` if the package has changes."""
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     changes = subprocess.run([*git, "status", "--porcelain", "msrl_jax"], capture_output=True, text=True).stdout
+    return found + "+" * bool(changes)
+
+
+def our_versions() -> dict[str, str]:
+    """The versions of msrl_jax and of what it builds on."""
     found = {name: metadata.version(name) for name in ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax")}
-    return {"commit": commit + "+" * bool(changes), "python": platform.python_version()} | found
+    return {"python": platform.python_version()} | found
 
 
 def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
@@ -207,13 +212,15 @@ def merge(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     """A record as Markdown: a table, and a paragraph on versions, machine and load."""
     peer = record["peer"]
-    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each turn", "share of peak", "cores of others"]
+    columns = ["setting", "msrl_jax", peer, "ratio", "ratio of each turn", "share of peak", "cores of others", "commit"]
+    peak = max(row["peak_flops"] for row in record["rows"])  # the best of several measurements: others slow it down
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in record["rows"]:
         ratios = [ours / theirs for ours, theirs in zip(row["our_runs"], row["their_runs"], strict=True)]
         cells = f"{row['ours']:,.0f} | {row['theirs']:,.0f} | {row['ratio']:.2f} | {min(ratios):.2f} to {max(ratios):.2f}"
         others = "-" if row["others"] is None else f"{row['others']:.2f}"
-        lines.append(f"| {row['label']} | {cells} | {row['ours'] * row['flops_per_step'] / row['peak_flops']:.0%} | {others} |")
+        share = f"{row['ours'] * row['flops_per_step'] / peak:.0%}"
+        lines.append(f"| {row['label']} | {cells} | {share} | {others} | {row['commit']} |")
     machine, ours, theirs = record["machine"], record["versions"], record["rows"][0]["peer_versions"]
     named = {"msrl_jax": ours, peer: theirs}
     versions = "; ".join(f"{name}: " + ", ".join(f"{k} {v}" for k, v in found.items()) for name, found in named.items())
@@ -272,8 +279,8 @@ def run(
     add_arguments(parser)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="measure the settings with a WORD in their label")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each library")
-    parser.add_argument("--seconds", type=float, default=2.0, help="approximate length of a timed run")
-    parser.add_argument("--json", type=Path, help="write the record here; rows of the same versions and machine stay")
+    parser.add_argument("--seconds", type=float, default=1.0, help="approximate length of a timed run")
+    parser.add_argument("--json", type=Path, help="write the record here; it keeps rows of the same versions and machine")
     parser.add_argument("--docs", type=Path, help="rewrite the table in this page")
     args = parser.parse_args()
     if args.repeats < 3:
@@ -290,7 +297,10 @@ def run(
     record: dict[str, Any] = {"peer": peer, "machine": machine(), "versions": our_versions()}
     record |= {"repeats": args.repeats, "seconds": args.seconds, "rows": []}
     if args.json and args.json.exists():
-        record = merge(json.loads(args.json.read_text()), record)
+        try:
+            record = merge(json.loads(args.json.read_text()), record)
+        except ValueError as error:
+            parser.error(f"{args.json}: {error}")
     order = [setting.label for setting in settings]
     for setting in selected:
         row = compare(setting, worker(args), args.repeats, args.seconds)

@@ -120,7 +120,7 @@ def _prepared(choice: str) -> str | None:
         )  # fmt: skip
         return None
     if is_new:
-        print(f"compiled programs are kept in {folder} for the next start ({VARIABLE}=off: not)", file=sys.stderr)
+        print(f"compiled programs are kept in {folder} for the next start; {VARIABLE}=off keeps none", file=sys.stderr)
     return str(own)
 
 
