@@ -63,7 +63,14 @@ def check_against_gymnax(name, **arguments):
     return env, time_step
 
 
-@pytest.mark.parametrize("name", [name for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"])
+SLOW = ("Freeway-MinAtar", "Seaquest-MinAtar")  # they compile for 20 s each
+EVERY = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+    for name in gymnax.registered_envs if name != "MNISTBandit-bsuite"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_every_environment_steps_as_gymnax_does(name):
     check_against_gymnax(name)
 
