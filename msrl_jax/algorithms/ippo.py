@@ -180,9 +180,9 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def draw_keys(keys):
         return jax.vmap(lambda keys: split_keys(keys, config.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
-    def begin(rest: Learner) -> tuple[Learner, jax.Array]:
+    def begin(params: Any, rest: Learner) -> tuple[Any, Learner, jax.Array]:
         actor_keys, keys = draw_keys(rest.actor_keys)
-        return rest._replace(actor_keys=actor_keys), keys
+        return params, rest._replace(actor_keys=actor_keys), keys
 
     def remembered(is_first: jax.Array, carry: Any) -> Any:
         """The carry `[E, A, H]` without what agents remember of the last episode, `is_first` `[E]`."""

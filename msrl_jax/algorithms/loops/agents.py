@@ -71,8 +71,8 @@ class Team:
       init: `(params_key, actor_key, learner_key) -> (params, rest)`: the parameters, and what else the team keeps, such as
         states of optimizers and keys.
       axes: logical axes of the parameters and of the rest.
-      begin: `(rest) -> (rest, keys [T, ...])`: draws the keys of an unroll.
-      act: `(params, now, carry, keys) -> (action [E, A, ...], extras, carry)`.
+      begin: `(params, rest) -> (acting, rest, keys [T, ...])`: what acts in an unroll, such as the parameters, and its keys.
+      act: `(acting, now, carry, keys) -> (action [E, A, ...], extras, carry)`.
       learn: `(params, rest, experience, now, carry) -> (params, rest, metrics)`; `now` is what follows the experience, and
         `carry` what the team remembered before it.
       choose_action: `(params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)`, outside of training.
@@ -85,7 +85,7 @@ class Team:
 
     init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
     axes: tuple[Any, Any]
-    begin: Callable[[Any], tuple[Any, Any]]
+    begin: Callable[[Any, Any], tuple[Any, Any, Any]]
     act: Callable[..., tuple[jax.Array, Any, Any]]
     learn: Callable[..., tuple[Any, Any, Metrics]]
     choose_action: Callable[..., tuple[jax.Array, Any]]
@@ -178,7 +178,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     def iteration(state: TeamsState) -> tuple[TeamsState, Metrics]:
         def step(before, keys):
             env_state, now, carry = before
-            acted = {n: team.act(state.params[n], now[n], carry[n], keys[n]) for n, team in teams.items()}
+            acted = {n: team.act(acting[n], now[n], carry[n], keys[n]) for n, team in teams.items()}
             env_state, after, outcome = env_step(env_state, {n: action for n, (action, _, _) in acted.items()})
             experience = {
                 n: Experience(**now[n]._asdict(), action=action, extras=extras, **outcome[n])
@@ -186,15 +186,15 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
             }
             return (env_state, after, {n: carry for n, (_, _, carry) in acted.items()}), experience
 
-        begun = {name: team.begin(state.teams[name]) for name, team in teams.items()}
-        keys = {name: keys for name, (_, keys) in begun.items()}
+        begun = {name: team.begin(state.params[name], state.teams[name]) for name, team in teams.items()}
+        acting, kept, keys = ({name: x[i] for name, x in begun.items()} for i in range(3))
         start = state.env_state, state.now, state.carry
         (env_state, now, carry), experience = jax.lax.scan(step, start, keys, length=unroll_length)
         env_state, episodes = pop_episodes(env_state)
         params, rest, metrics = {}, {}, {}
         for name, team in teams.items():
             params[name], rest[name], stats = team.learn(
-                state.params[name], begun[name][0], experience[name], now[name], state.carry[name]
+                state.params[name], kept[name], experience[name], now[name], state.carry[name]
             )
             metrics |= {metric + f"/{name}" * (len(teams) > 1): value for metric, value in stats.items()}
         return TeamsState(params, rest, carry, env_state, now), {**metrics, **episodes}
