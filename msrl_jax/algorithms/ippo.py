@@ -33,7 +33,7 @@ from msrl_jax.algorithms.networks.agents import Core, centralized_network, indep
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment
 
 
@@ -392,7 +392,7 @@ def build(env: MultiAgentEnvironment, config: IPPOConfig) -> Agent:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
     """
-    venv = VectorizedAgents(env, config.num_envs)
+    venv = vectorize_agents(env, config.num_envs)
     return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
 
 

@@ -39,7 +39,7 @@ from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.mixers import monotonic_mixer, sum_mixer
 from msrl_jax.algorithms.r2d2 import replay_successors, replay_values, sequence_target
 from msrl_jax.counters import Counter, advance, remainder
-from msrl_jax.envs import JointObservation, JointView, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import JointObservation, JointView, MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Transition
@@ -115,7 +115,7 @@ def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
       TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
     """
     action_space = check_discrete(type(config).__name__.removesuffix("Config"), env.action_space)
-    venv = JointView(VectorizedAgents(env, config.num_envs))
+    venv = JointView(vectorize_agents(env, config.num_envs))
     num_agents, recurrent = venv.env.num_agents, config.core != "none"
     network = agent_values(
         venv.observation_space,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.vector import AgentsState, VectorizedAgents
-from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep
+from msrl_jax.envs.base import PyTree, TimeStep
 from msrl_jax.metrics import Mean
 
 
@@ -35,7 +35,11 @@ class JointView:
     """
 
     env: VectorizedAgents
-    axes = ENV_AXIS
+
+    @property
+    def axes(self) -> PyTree:
+        """Logical axes of the state."""
+        return self.env.axes
 
     @property
     def name(self) -> str:
@@ -66,12 +70,12 @@ class JointView:
     def reset(self, key: jax.Array) -> tuple[AgentsState, JointObservation]:
         """Starts all environments."""
         state, obs = self.env.reset(key)
-        return state, JointObservation(obs, self.env.global_state(state, obs), ~state.absent)
+        return state, JointObservation(obs, self.env.global_state(state, obs), self.env.present(state))
 
     def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, TimeStep]:
         """Advances all environments by joint actions `[E, A, ...]`; rewards are sums over the agents."""
         state, t = self.env.step(state, action)
-        obs = JointObservation(t.obs, t.state, ~state.absent)
+        obs = JointObservation(t.obs, t.state, self.env.present(state))
         final_obs = JointObservation(t.final_obs, t.final_state, ~t.terminated)
         return state, TimeStep(obs, t.reward.sum(-1), t.terminated.all(-1), t.truncated, final_obs)
 
