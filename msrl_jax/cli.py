@@ -156,8 +156,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     if args.json:
         about = {key: result.description[key] for key in ("algorithm", "env")}
         about |= {"member": (result.best if args.member is None else args.member) if result.seeds > 1 else None}
-        outcome = {"eval_return": played.mean_return, "eval_length": played.mean_length}
-        _print_json(about | outcome | dataclasses.asdict(played))
+        _print_json(about | played.means | dataclasses.asdict(played))
     return 0
 
 

@@ -194,8 +194,9 @@ class RecordedVectorEnvironment:
         action = jax.ShapeDtypeStruct(agents + struct(self.action_space).shape, struct(self.action_space).dtype)
         number, flag = (jax.ShapeDtypeStruct(agents, dtype) for dtype in (jnp.float32, jnp.bool_))
         lead = (self.steps, self.num_envs)
-        row: list[Any] = [item, action, number, flag, jax.ShapeDtypeStruct((), jnp.bool_), item]
-        rows = AgentsTransition(*row, flag) if agents else Transition(*row)
+        done: Any = jax.ShapeDtypeStruct((), jnp.bool_)
+        row: dict[str, Any] = dict(obs=item, action=action, reward=number, terminated=flag, truncated=done, next_obs=item)
+        rows = AgentsTransition(**row, present=flag) if agents else Transition(**row)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs

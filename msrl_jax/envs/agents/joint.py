@@ -1,5 +1,6 @@
 """A team as one agent: a joint observation, a joint action, and the sum of the rewards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +51,11 @@ class JointView:
     def num_envs(self) -> int:
         """The number of environments, `E`."""
         return self.env.num_envs
+
+    @property
+    def teams(self) -> Mapping[str, tuple[int, ...]]:
+        """The indices of the agents of each team."""
+        return self.env.teams
 
     @property
     def observation_space(self) -> spaces.Space:
