@@ -251,10 +251,6 @@ class RecordedVectorEnvironment:
         """See `VectorizedAgents`."""
         return self._several.global_state(state.env_state, obs)
 
-    def present(self, state: RecordedState) -> jax.Array:
-        """See `VectorizedAgents`."""
-        return self._several.present(state.env_state)
-
     @property
     def _several(self) -> VectorizedAgents:
         return self.env  # type: ignore[return-value]

@@ -131,10 +131,6 @@ class VectorizedAgents:
         per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
         return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env), obs
 
-    def present(self, state: AgentsState) -> jax.Array:
-        """Which agents are still in the episode. `[E, A]` bool."""
-        return ~state.absent
-
     def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
         """The global states, given the observations that belong to the state. `[E, S]` float32."""
         plain = obs.obs if isinstance(obs, MaskedObservation) else obs
