@@ -23,7 +23,10 @@ OFF_POLICY = {
     "num_envs": 4, "unroll_length": 6, "hidden_sizes": (4,), "core": "none", "mixing_size": 4, "hyper_size": 4,
     "trace_length": 2, "batch_size": 4, "num_updates": 1, "capacity": 96, "learning_starts": 24, "exploration_steps": 60,
 }  # fmt: skip
-CONFIGS = {"ippo": ON_POLICY, "mappo": ON_POLICY, "qmix": OFF_POLICY, "vdn": OFF_POLICY}
+CONFIGS = {
+    "ippo": ON_POLICY, "mappo": ON_POLICY, "qmix": OFF_POLICY, "vdn": OFF_POLICY,
+    "teams": {"num_envs": 4, "unroll_length": 6, "teams": {"one": "random", "others": "ippo:agents=t*,num_minibatches=2"}},
+}  # fmt: skip
 
 
 def train(algo, iterations=5, policy="GPUOnly", devices=1, **options):
@@ -77,7 +80,10 @@ def test_every_step_of_all_agents_is_recorded(rows):
     data.check_spaces(rows, ENV)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("algo", ["mappo", "vdn", *(pytest.param(a, marks=pytest.mark.slow) for a in ("ippo", "qmix"))])
+SLOW = [pytest.param(algo, marks=pytest.mark.slow) for algo in ("ippo", "qmix", "teams")]
+
+
+@pytest.mark.parametrize("algo", ["mappo", "vdn", *SLOW])
 def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
     plain = train(algo)
     result = recorded[0] if algo == "mappo" else train(algo, record=tmp_path / "run.npz")
