@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.counters import Counter, advance, counter, remainder
-from msrl_jax.data.dataset import FIELDS, PRESENT, Dataset
+from msrl_jax.data.dataset import FIELDS, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.envs import (
     Box,
@@ -196,7 +196,7 @@ class RecordedVectorEnvironment:
         lead = (self.steps, self.num_envs)
         done = jax.ShapeDtypeStruct((), jnp.bool_)
         types: dict[str, Any] = dict(zip(FIELDS, (item, action, number, flag, done, item), strict=True))
-        rows = AgentsTransition(**types | {PRESENT: flag}) if agents else Transition(**types)
+        rows = AgentsTransition(**types, present=types["terminated"]) if agents else Transition(**types)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs
