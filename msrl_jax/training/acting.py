@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
@@ -89,7 +88,7 @@ class Behavior:
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
-        batch = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), self.observation_type)
+        batch = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
         def act_both_ways(state):

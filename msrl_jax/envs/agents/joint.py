@@ -1,4 +1,4 @@
-"""A team as one agent: a joint observation, a joint action, and the sum of the rewards."""
+"""A team as one agent: a joint observation, a joint action, and the sum of the rewards or the reward of each agent."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -32,9 +32,12 @@ class JointView:
 
     Attributes:
       env: the environments.
+      summed: whether a step has one reward, the sum over the agents, and terminates with the last of them; if not, rewards and
+        ends of episodes are `[E, A]`: those of each agent.
     """
 
     env: VectorizedAgents
+    summed: bool = True
     axes = ENV_AXIS
 
     @property
@@ -46,6 +49,16 @@ class JointView:
     def num_envs(self) -> int:
         """The number of environments, `E`."""
         return self.env.num_envs
+
+    @property
+    def num_agents(self) -> int:
+        """The number of agents, `A`."""
+        return self.env.num_agents
+
+    @property
+    def state_size(self) -> int:
+        """The length of a global state, `S`."""
+        return self.env.state_size
 
     @property
     def observation_space(self) -> spaces.Space:
@@ -69,11 +82,14 @@ class JointView:
         return state, JointObservation(obs, self.env.global_state(state, obs), ~state.absent)
 
     def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, TimeStep]:
-        """Advances all environments by joint actions `[E, A, ...]`; rewards are sums over the agents."""
+        """Advances all environments by joint actions `[E, A, ...]`."""
         state, t = self.env.step(state, action)
         obs = JointObservation(t.obs, t.state, ~state.absent)
         final_obs = JointObservation(t.final_obs, t.final_state, ~t.terminated)
-        return state, TimeStep(obs, t.reward.sum(-1), t.terminated.all(-1), t.truncated, final_obs)
+        if self.summed:
+            return state, TimeStep(obs, t.reward.sum(-1), t.terminated.all(-1), t.truncated, final_obs)
+        truncated = jnp.broadcast_to(t.truncated[:, None], t.terminated.shape)
+        return state, TimeStep(obs, t.reward, t.terminated, truncated, final_obs)
 
     def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
         """See `VectorizedAgents`."""
@@ -82,8 +98,8 @@ class JointView:
     def observe(self, state: AgentsState, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
-        present = jnp.ones((num_envs, self.env.num_agents), bool)
-        return JointObservation(obs, jnp.zeros((num_envs, self.env.state_size)), present)
+        present = jnp.ones((num_envs, self.num_agents), bool)
+        return JointObservation(obs, jnp.zeros((num_envs, self.state_size)), present)
 
     def statistics(self, state: AgentsState) -> tuple[()]:
         """Returns `()`: there are no running statistics."""
