@@ -29,17 +29,17 @@ from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.configs.targets import TargetConfig
 from msrl_jax.algorithms.loops.buffers import agents_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.loops.off_policy import (
+from msrl_jax.algorithms.loops.off_policy import off_policy_agent
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import (
     Batch,
     Explore,
     Learner,
     Progress,
     Rule,
     make_apply_update,
-    off_policy_agent,
     polyak_update,
 )
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.networks.agents import with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import Carry
