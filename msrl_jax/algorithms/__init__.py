@@ -48,3 +48,5 @@ from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.sac import SACConfig as SACConfig
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.td3 import TD3Config as TD3Config
+from msrl_jax.algorithms.teams import TEAMS as TEAMS
+from msrl_jax.algorithms.teams import TeamsConfig as TeamsConfig

@@ -19,21 +19,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register
+from msrl_jax.algorithms.base import Metrics, register
 from msrl_jax.algorithms.configs.checks import check_integers
 from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
 from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorithm
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -378,23 +378,5 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -
     )
 
 
-def build(env: MultiAgentEnvironment, config: IPPOConfig) -> Agent:
-    """Builds IPPO or MAPPO for one team of all agents.
-
-    Args:
-      env: the environment of several agents; its action space is `Discrete` or a `Box` of floats.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
-    """
-    venv = VectorizedAgents(env, config.num_envs)
-    return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
-
-
-IPPO = register(Algorithm("ippo", IPPOConfig, build, many_agents=True))
-MAPPO = register(Algorithm("mappo", MAPPOConfig, build, many_agents=True))
+IPPO = register(team_algorithm("ippo", IPPOConfig, make_team))
+MAPPO = register(team_algorithm("mappo", MAPPOConfig, make_team))

@@ -5,10 +5,12 @@ its own end, so agents may help or fight each other. Discrete actions are drawn 
 the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in EPyMARL (Papoudakis et al., 2021, arXiv
 2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
 
-The team is one agent with joint observations and joint actions; the loop is in `loops/off_policy.py`. In the shape
-descriptions, `E` is `num_envs`, `B` is `batch_size`, `A` the number of agents, `S` the length of a global state and `D` the
-number of discrete actions or the length of a continuous one. One update takes all gradients at the same parameters, so that
-devices exchange gradients once. The paper updates the critics first.
+The team acts as one agent with joint observations and joint actions; the loops are in `loops/agents.py` and
+`loops/replaying.py`. The critics see the actions of their own team. One update takes all gradients at the same parameters, so
+that devices exchange gradients once; the paper updates the critics first.
+
+In the shape descriptions, `E` is `num_envs`, `B` is `batch_size`, `A` the number of agents, `S` the length of a global state
+and `D` the number of discrete actions or the length of a continuous one.
 """
 
 import dataclasses
@@ -20,20 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.base import register
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.replay import OffPolicyConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.configs.targets import TargetConfig
+from msrl_jax.algorithms.loops.agents import Team, team_algorithm
 from msrl_jax.algorithms.loops.buffers import agents_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.loops.off_policy import off_policy_agent
+from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.replaying import (
     Batch,
-    Explore,
     Learner,
     Progress,
     Rule,
@@ -47,10 +49,9 @@ from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.counters import Counter, at_least
-from msrl_jax.envs import Box, Discrete, JointObservation, JointView, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import Box, Discrete, JointObservation, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.replay import Replay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,15 +96,16 @@ class MADDPGConfig(NetworkConfig, TargetConfig, OptimizerConfig, OffPolicyConfig
         check_numbers(self, "output_penalty", "exploration_noise", low=0.0)
 
 
-def parts(view: JointView, config: MADDPGConfig) -> tuple[Replay, Rule, Explore]:
-    """Makes what MADDPG adds to the loop: for one team, whose rewards and ends are those of each agent.
+def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> Team:
+    """Makes a team that learns by MADDPG; every agent has its own rewards and its own end.
 
     Args:
-      view: the environment as the team sees it; only its spaces and sizes matter.
+      venv: the vector environment; its action space is `Discrete` or a bounded `Box` of floats.
+      num_agents: number of agents of the team, `A`.
       config: the settings of the algorithm.
 
     Returns:
-      The buffer, what the team learns from a batch, and how it acts in training.
+      The team.
 
     Raises:
       ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
@@ -111,8 +113,8 @@ def parts(view: JointView, config: MADDPGConfig) -> tuple[Replay, Rule, Explore]
       TypeError: if a space is not supported.
     """
     config.check_annealing()
-    space, num_agents, shared = check_discrete_or_bounded("maddpg", view.action_space), view.num_agents, config.share_parameters
-    discrete = isinstance(space, Discrete)
+    space, shared = check_discrete_or_bounded("maddpg", venv.action_space), config.share_parameters
+    view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
     size = space.n if discrete else math.prod(space.shape)
     identify = shared and num_agents > 1
     obs_space = with_ids_space(view.observation_space, num_agents) if identify and config.agent_ids else view.observation_space
@@ -224,7 +226,15 @@ def parts(view: JointView, config: MADDPGConfig) -> tuple[Replay, Rule, Explore]
         at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
         return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry
 
-    return buffer, Rule(init, update, choose_action), explore
+    return off_policy_team(
+        view,
+        buffer,
+        Rule(init, update, choose_action),
+        explore,
+        unroll_length=config.unroll_length,
+        num_updates=config.num_updates,
+        rewards="each",
+    )
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
@@ -242,25 +252,4 @@ def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
     return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))
 
 
-def build(env: MultiAgentEnvironment, config: MADDPGConfig) -> Agent:
-    """Builds MADDPG for one team of all agents, each with its own rewards.
-
-    Args:
-      env: the environment of several agents; its action space is `Discrete` or a bounded `Box` of floats.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the config anneals the learning rate without `total_steps`.
-      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
-    """
-    view = JointView(VectorizedAgents(env, config.num_envs), summed=False)
-    return off_policy_agent(
-        view, *parts(view, config), unroll_length=config.unroll_length, num_updates=config.num_updates
-    )
-
-
-MADDPG = register(Algorithm("maddpg", MADDPGConfig, build, many_agents=True))
+MADDPG = register(team_algorithm("maddpg", MADDPGConfig, make_team))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from msrl_jax import data, replay
 from msrl_jax.algorithms.configs.replay import MixingConfig, OffPolicyConfig, PriorityConfig
 from msrl_jax.algorithms.loops.mixing import load_data, mix, split_batch
-from msrl_jax.envs import Discrete, Environment, JointObservation, JointView, MaskedObservation, Space
+from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.masks import with_masks
 from msrl_jax.replay import Replay, Transition
 
@@ -50,11 +50,11 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
     return mix(_buffer(obs, action, config, "n_step is", own_rows, shards, **windows), *mixed_in)
 
 
-def agents_buffer(view: JointView, config: OffPolicyConfig) -> Replay:
+def agents_buffer(view: TeamView, config: OffPolicyConfig) -> Replay:
     """Makes the replay buffer of n-step transitions of several agents, each with its own rewards and ends of episodes.
 
     Args:
-      view: the environment, for the shapes of its steps.
+      view: what the team sees, for the shapes of its steps.
       config: the size and kind of the buffer, as in `n_step_buffer`.
 
     Returns:

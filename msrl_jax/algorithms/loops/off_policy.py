@@ -85,7 +85,6 @@ def off_policy_agent(
     replayer = replaying(
         buffer,
         rule,
-        explore,
         num_envs=num_envs,
         unroll_length=unroll_length,
         num_updates=num_updates,
@@ -99,6 +98,8 @@ def off_policy_agent(
         carry = rule.initial_carry(num_envs) if rule.initial_carry else ()
         return OffPolicyState(**begun._asdict(), carry=carry, env_state=env_state, obs=obs)
 
+    act = fragment(role="actor", name="explore")(explore)
+
     @fragment(role="env")
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
@@ -110,7 +111,7 @@ def off_policy_agent(
 
         def step(loop, inputs):
             env_state, obs, carry = loop
-            action, next_carry = replayer.act(acting_params, obs, *inputs, carry)
+            action, next_carry = act(acting_params, obs, *inputs, carry)
             env_state, t = env_step(env_state, action)
             item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry)
             return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item

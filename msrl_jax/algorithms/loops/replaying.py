@@ -153,15 +153,14 @@ class Replaying(NamedTuple):
 
     Attributes:
       init: `(params_key, actor_key, learner_key, replay_key, obs [..., *observation_shape]) -> Replayer`.
-      begin: `(replayer) -> (acting_params, replayer, keys)`, with what `act` needs at each of `T` steps.
-      act: `(acting_params, obs [E, ...], *keys, carry) -> (action [E, ...], carry)`.
+      begin: `(replayer) -> (acting_params, replayer, keys)`, with the keys and the numbers of steps
+        before each of `T` steps, as an `Explore` function takes them.
       finish: `(replayer, items [T, E, ...]) -> (replayer, metrics)`: stores the steps, and learns.
       axes: logical axes of the state, field by field.
     """
 
     init: Callable[..., Replayer]
     begin: Callable[[Replayer], tuple[Any, Replayer, tuple[jax.Array, Counter]]]
-    act: Explore
     finish: Callable[[Replayer, Transition], tuple[Replayer, Metrics]]
     axes: Mapping[str, Any]
 
@@ -169,7 +168,6 @@ class Replaying(NamedTuple):
 def replaying(
     buffer: Replay,
     rule: Rule,
-    explore: Explore,
     *,
     num_envs: int,
     unroll_length: int,
@@ -181,7 +179,6 @@ def replaying(
     Args:
       buffer: the buffer, of items like `Transition`.
       rule: what the agent learns from a batch.
-      explore: chooses actions in training.
       num_envs: number of environments, `E`.
       unroll_length: steps of every environment per iteration, `T`.
       num_updates: updates per iteration, `K`.
@@ -218,8 +215,6 @@ def replaying(
         keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
         steps_before = advance(steps, jnp.arange(unroll_length) * num_envs)
         return keys[0], keys[1:], steps_before, advance(steps, num_envs * unroll_length)
-
-    act = fragment(role="actor", name="explore")(explore)
 
     @fragment(role="buffer")
     def insert(replay, pending, items):
@@ -290,7 +285,7 @@ def replaying(
         "pending": P(None, SHARD_AXIS),
         "data": buffer.data_axes,
     }
-    return Replaying(init, begin, act, finish, axes)
+    return Replaying(init, begin, finish, axes)
 
 
 def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
