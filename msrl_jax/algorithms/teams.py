@@ -97,8 +97,7 @@ def _entry(text: str, run: TeamsConfig) -> Entry:
     algorithm = get(name)
     try:
         shared = {field: getattr(run, field) for field in ("num_envs", "unroll_length", "total_steps")}
-        config = algorithm.make_config(None, fields)
-        return Entry(team, patterns, algorithm, algorithm.make_config(config, shared))
+        return Entry(team, patterns, algorithm, algorithm.make_config(None, fields | shared))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 
