@@ -76,7 +76,7 @@ def test_transitions_equal_float64(functions, insertions, seed):
 
 def test_transitions_of_several_agents_equal_float64():
     """Every agent has its own sum, up to its own end; agents that have left stay terminated until the episode ends."""
-    agents, num_envs, length, steps_taken = 3, 2, 3, 12
+    agents, num_envs, length, steps_taken = 3, 2, 3, 60
     rng = np.random.default_rng(0)
     reward = rng.normal(size=(steps_taken, num_envs, agents)).astype(np.float32)
     terminated = rng.uniform(size=reward.shape) < 0.25
