@@ -56,7 +56,7 @@ def seen(state):
 CASES = {
     "ippo": ("ippo", {}),
     "mappo-own": ("mappo", {"share_parameters": False}),
-    "mappo-own-gru": ("mappo", {"share_parameters": False, **RECURRENT}),
+    "mappo-own-gru": ("mappo", {"share_parameters": False, "normalize_values": True, **RECURRENT}),
     "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
     "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
     "maddpg": ("maddpg", {**REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "n_step": 2}),
