@@ -75,8 +75,8 @@ class MADDPGConfig(NetworkConfig, TargetConfig, OptimizerConfig, OffPolicyConfig
 
     num_envs: int = 32
     unroll_length: int = 4
-    num_updates: int = 4
-    batch_size: int = 1024
+    num_updates: int = 8
+    batch_size: int = 256
     capacity: int = 500_000
     learning_starts: int | None = 4_000
     learning_rate: float = 1e-3
