@@ -53,6 +53,7 @@ def load(path: Path) -> Any:
 def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop:
     """Trains in one program; each chunk is a run from its start, whose initialization is subtracted."""
     import jaxmarl  # after `serving`, which sends what it prints elsewhere
+    from jaxmarl.wrappers.baselines import MPELogWrapper
 
     module = load(source / "baselines" / FILES[algo, setting["core"]])
     name, _, parameters = env.removeprefix("jaxmarl:").partition(":")
@@ -69,7 +70,7 @@ def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop
 
     def make(iterations: int):
         run = config | {"TOTAL_TIMESTEPS": max(iterations, 0) * steps}
-        train = module.make_train(run, jaxmarl.make(name, **arguments)) if replays else module.make_train(run)
+        train = module.make_train(run, MPELogWrapper(jaxmarl.make(name, **arguments))) if replays else module.make_train(run)
         program, seconds = compiled(lambda key: train(key)["runner_state"][0], key)
         return lambda: program(key), seconds
 
