@@ -123,13 +123,14 @@ class Batch(NamedTuple):
     present: jax.Array
 
 
-def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Team:
+def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig, *, anneal_entropy: bool = False) -> Team:
     """Makes a team that learns by PPO.
 
     Args:
       venv: the vector environment.
       num_agents: number of agents of the team, `A`.
       config: the settings of the algorithm.
+      anneal_entropy: whether the weight of the entropy bonus falls with the learning rate.
 
     Returns:
       The team.
@@ -246,7 +247,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         return present if venv.num_agents > 1 else None
 
     @fragment(role="learner")
-    def gradients(params, batch, carry, chosen):
+    def gradients(params, batch, carry, chosen, entropy_coef):
         if recurrent:
             carry = jax.tree.map(lambda x: sequences(pick(x[None], chosen))[0], carry)
             b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
@@ -267,6 +268,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
                 target=b.target,
                 config=config,
                 counts=counts,
+                entropy_coef=entropy_coef,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -284,9 +286,11 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         if config.normalize_advantage == "batch":
             batch = batch._replace(advantage=standardize(batch.advantage, counted(batch.present)))
 
+        entropy_coef = config.entropy_coef * learning_rate / config.learning_rate if anneal_entropy else None
+
         def update(updated, chosen):
             params, opt_state, diverged = updated
-            grads, stats = gradients(params, batch, carry, chosen)
+            grads, stats = gradients(params, batch, carry, chosen, entropy_coef)
             if diverged is not None:  # skip all later updates once the divergence exceeds its target
                 diverged |= stats["approx_kl"] > config.target_kl
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)

@@ -11,6 +11,7 @@ import msrl_jax as msrl
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.returns import standardize
+from msrl_jax.envs.agents.games import KuhnPoker
 
 from .many_agents import Alone, Homes
 
@@ -47,7 +48,7 @@ def test_one_agent_trains_as_alone(core):
 
 def seen(state):
     """What the agents see next, which tells whether all that was done before is the same."""
-    return state.now["agents"].obs if hasattr(state, "now") else state.obs.obs
+    return jax.tree.leaves(state.now["agents"].obs)[0] if hasattr(state, "now") else state.obs.obs
 
 
 CASES = {
@@ -56,6 +57,7 @@ CASES = {
     "mappo-own-gru": ("mappo", {"share_parameters": False, **RECURRENT}),
     "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
     "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
+    "self_play": ("self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 2, "latest_share": 0.5}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
 }
 ITERATIONS = 3
@@ -65,7 +67,7 @@ ITERATIONS = 3
 def agent_and_reference(case):
     """The agent, its first state, and the states and metrics of plain `jit(scan)`."""
     algo, options = CASES[case]
-    agent = build(algo, Homes(), **options)
+    agent = build(algo, KuhnPoker() if algo == "self_play" else Homes(), **options)
 
     def step(state, _):
         state, metrics = agent.iteration(state)
@@ -75,7 +77,7 @@ def agent_and_reference(case):
     return agent, state, jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
-OFTEN = [("mappo-own-gru", "Central"), ("mappo-own-gru", "SingleLearnerCoarse"), ("qmix", "GPUOnly")]
+OFTEN = [("mappo-own-gru", "Central"), ("mappo-own-gru", "SingleLearnerCoarse"), ("qmix", "GPUOnly"), ("self_play", "Central")]
 
 
 def matrix():
