@@ -123,14 +123,13 @@ class Batch(NamedTuple):
     present: jax.Array
 
 
-def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig, *, anneal_entropy: bool = False) -> Team:
+def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Team:
     """Makes a team that learns by PPO.
 
     Args:
       venv: the vector environment.
       num_agents: number of agents of the team, `A`.
       config: the settings of the algorithm.
-      anneal_entropy: whether the weight of the entropy bonus falls with the learning rate.
 
     Returns:
       The team.
@@ -247,7 +246,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig, *, an
         return present if venv.num_agents > 1 else None
 
     @fragment(role="learner")
-    def gradients(params, batch, carry, chosen, entropy_coef):
+    def gradients(params, batch, carry, chosen):
         if recurrent:
             carry = jax.tree.map(lambda x: sequences(pick(x[None], chosen))[0], carry)
             b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
@@ -268,7 +267,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig, *, an
                 target=b.target,
                 config=config,
                 counts=counts,
-                entropy_coef=entropy_coef,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -286,11 +284,9 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig, *, an
         if config.normalize_advantage == "batch":
             batch = batch._replace(advantage=standardize(batch.advantage, counted(batch.present)))
 
-        entropy_coef = config.entropy_coef * learning_rate / config.learning_rate if anneal_entropy else None
-
         def update(updated, chosen):
             params, opt_state, diverged = updated
-            grads, stats = gradients(params, batch, carry, chosen, entropy_coef)
+            grads, stats = gradients(params, batch, carry, chosen)
             if diverged is not None:  # skip all later updates once the divergence exceeds its target
                 diverged |= stats["approx_kl"] > config.target_kl
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)

@@ -49,7 +49,6 @@ class SelfPlayConfig(IPPOConfig):
     pool_period: int = 10
     latest_share: float = 0.8
     num_opponents: int = 8
-    anneal_entropy: bool = True
     discount: float = 1.0
 
     def check_annealing(self) -> None:
@@ -253,7 +252,7 @@ def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
             f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; use ippo or mappo"
         )
     venv = VectorizedAgents(env, config.num_envs)
-    team = play_itself(make_team(venv, 1, config, anneal_entropy=config.anneal_entropy), config)
+    team = play_itself(make_team(venv, 1, config), config)
     return teams_agent(venv, {"agents": team}, unroll_length=config.unroll_length)
 
 

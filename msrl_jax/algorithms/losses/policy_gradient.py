@@ -99,7 +99,6 @@ def ppo_loss(
     target: jax.Array,
     config: ProximalConfig,
     counts: jax.Array | None = None,
-    entropy_coef: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a minibatch: clipped surrogate, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
 
@@ -113,7 +112,6 @@ def ppo_loss(
       target: targets of the values. `[...]`
       config: the clips, and the weights of the terms.
       counts: which examples count; all if None. `[...]` bool
-      entropy_coef: weight of the entropy bonus; that of the config if None. `[]`
 
     Returns:
       The loss and its parts, float32 scalars: means over the examples of the minibatch that count.
@@ -131,4 +129,4 @@ def ppo_loss(
     }
     stats = {name: mean(x.astype(jnp.float32), counts) for name, x in stats.items()}
     total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
-    return total - (config.entropy_coef if entropy_coef is None else entropy_coef) * stats["entropy"], stats
+    return total - config.entropy_coef * stats["entropy"], stats
