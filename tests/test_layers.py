@@ -17,7 +17,7 @@ FLOORS = [
     {"policies", "replay"},
     {"fragments", "envs"},
     {"codecs"},
-    {"_checks", "_registry", "_streams", "_tables", "_threefry"},
+    {"_checks", "_registry", "_spec", "_streams", "_tables", "_threefry"},
     {
         "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
         "_spelling", "counters", "metrics",

@@ -48,3 +48,5 @@ from msrl_jax.algorithms.self_play import SELF_PLAY as SELF_PLAY
 from msrl_jax.algorithms.self_play import SelfPlayConfig as SelfPlayConfig
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.td3 import TD3Config as TD3Config
+from msrl_jax.algorithms.teams import TEAMS as TEAMS
+from msrl_jax.algorithms.teams import TeamsConfig as TeamsConfig

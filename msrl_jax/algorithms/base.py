@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from msrl_jax import _registry, envs
+from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.envs import Environment, VectorEnvironment
 from msrl_jax.envs.base import env_name
@@ -72,12 +73,42 @@ class Algorithm:
       config: its config class, a frozen dataclass with sensible defaults.
       build: `(env, config) -> Agent`.
       many_agents: whether `env` is a `MultiAgentEnvironment`.
+      make_team: `(venv, num_agents, config) -> Team` if the algorithm can train a team beside others.
     """
 
     name: str
     config: type
     build: Callable[[Any, Any], Agent]
     many_agents: bool = False
+    make_team: Callable[..., Any] | None = None
+
+    def make_config(self, config: Any, overrides: Mapping[str, Any]) -> Any:
+        """Makes the config of a run.
+
+        Args:
+          config: the config to start from; the defaults if None.
+          overrides: fields to replace.
+
+        Returns:
+          An instance of `self.config`.
+
+        Raises:
+          ValueError: on a config of another type, on an unknown field (the message suggests the nearest one), and on a field
+            that has no effect with the other fields.
+        """
+        config = self.config() if config is None else config
+        if not isinstance(config, self.config):
+            raise ValueError(
+                f"config is a {type(config).__name__}, but algorithm {self.name!r} takes a {self.config.__name__}"
+            )
+        fields = [f.name for f in dataclasses.fields(config)]
+        for name in overrides:
+            if name not in fields:
+                near, kind = suggestion(name, fields), type(config).__name__
+                raise ValueError(f"{kind} has no field {name!r}{near}; its fields are {', '.join(fields)}")
+        config = dataclasses.replace(config, **overrides)
+        config.check_given(overrides)
+        return config
 
     def check_env(self, env: Any) -> None:
         """Raises TypeError if the environment has several agents and the algorithm trains one, or the reverse."""

@@ -13,9 +13,9 @@ import jax
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment

@@ -20,9 +20,9 @@ from msrl_jax.algorithms.configs.rollout import DiscountConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.configs.targets import TargetConfig
 from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
 from msrl_jax.algorithms.losses.q_learning import greedy_target

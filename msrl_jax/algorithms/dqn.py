@@ -22,16 +22,9 @@ from msrl_jax.algorithms.configs.replay import MixingConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
-from msrl_jax.algorithms.loops.off_policy import (
-    Batch,
-    Learner,
-    Progress,
-    Rule,
-    make_apply_update,
-    off_policy_agent,
-    polyak_update,
-)
+from msrl_jax.algorithms.loops.off_policy import off_policy_agent
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
 from msrl_jax.algorithms.networks.cores import Carry

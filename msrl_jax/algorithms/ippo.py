@@ -19,21 +19,23 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, register
+from msrl_jax.algorithms.base import Metrics, register
 from msrl_jax.algorithms.configs.checks import check_integers
 from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
 from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorithm
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import Discrete, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import Discrete, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -49,6 +51,8 @@ class IPPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, DiscountCon
       share_parameters: whether all agents have one network, or each its own. Usual: True for agents of one kind.
       agent_ids: whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.
       central_critic: whether the critic sees the global state, and not the observation. Usual: as the algorithm says.
+      normalize_values: whether critics predict values standardized by running statistics of their targets. Usual: True for
+        returns far from 1, as in MAPPO's paper.
     """
 
     num_envs: int = 64
@@ -61,6 +65,7 @@ class IPPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, DiscountCon
     share_parameters: bool = True
     agent_ids: bool = False
     central_critic: bool = False
+    normalize_values: bool = False
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
@@ -91,12 +96,14 @@ class Learner(NamedTuple):
       iteration: iterations done.
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per agent, which samples actions. shape=(E, A)
+      value_scale: running statistics of the targets of each critic; `()` if values are not normalized.
     """
 
     opt_state: optax.OptState
     iteration: Counter
     key: jax.Array
     actor_keys: jax.Array
+    value_scale: ValueScale | tuple[()]
 
 
 class Batch(NamedTuple):
@@ -143,7 +150,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     identify = shared and num_agents > 1
     network = _make_network(venv, num_agents, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
     memoryless = network.initial_carry(())  # the carry of feed-forward networks: an empty pytree
     leading = 3 if shared else 2  # dimensions of a batch of one network before those of an example
 
@@ -157,7 +163,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         params = network.init(keys) if shared else jax.lax.map(network.init, keys)
         opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
         actor_keys = jax.random.split(actor_key, config.num_envs * num_agents).reshape(config.num_envs, num_agents)
-        return params, Learner(opt_state, counter(), learner_key, actor_keys)
+        scale = value_scale(*() if shared else (num_agents,)) if config.normalize_values else ()
+        return params, Learner(opt_state, counter(), learner_key, actor_keys, scale)
 
     def inputs_of(obs: Any, state: jax.Array) -> Any:
         """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
@@ -212,7 +219,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         return one(params, inputs_of(final_obs, final_state), carries), version
 
     @fragment(role="learner")
-    def estimate_advantages(params, experience, now, value, bootstrap_value):
+    def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
         t = experience
         last = bootstrap_value[-1]
         if not recurrent:
@@ -220,12 +227,18 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
             values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(2)), 2)
             last_values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(1)), 1)
             value, last = values(params, inputs[0]), last_values(params, inputs[1])
+        if scale:
+            value, last, bootstrap_value = (scale.restore(x) for x in (value, last, bootstrap_value))
         truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
         next_value = next_values(value, last, bootstrap_value, truncated)
         advantage = gae(
             t.reward, value, next_value, t.terminated, truncated, discount=config.discount, gae_lambda=config.gae_lambda
         )
-        return value, advantage, value + advantage
+        target = value + advantage
+        if scale:
+            scale = scale.updated(target, t.present)
+            value, target = scale.normalize(value), scale.normalize(target)
+        return value, advantage, target, scale
 
     def rows(x: Any) -> Any:
         """Merges `[T, E, ...]` or `[T, E, A, ...]` into rows; `E` comes first, so that they stay split over devices."""
@@ -234,12 +247,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def sequences(x: Any) -> Any:
         """Merges `[T, E, A, ...]` into `[T, B, ...]`."""
         return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[leading:]), x)
-
-    def pick(x: jax.Array, chosen: jax.Array) -> jax.Array:
-        """One environment of every group: `[T, E, ...] -> [T, E / M, ...]`."""
-        x = x.reshape(len(x), groups, members, *x.shape[2:])
-        index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
-        return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
     def counted(present: jax.Array) -> jax.Array | None:
         """Which examples count; None for all, where one agent is alone: its episode ends when it leaves."""
@@ -271,44 +278,25 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
         return jax.grad(loss, has_aux=True)(params)
 
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, diverged):
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
-        if diverged is not None:
-            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
-        return *new, optax.tree.norm(grads)
+    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
 
     def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
         """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
         if config.normalize_advantage == "batch":
             batch = batch._replace(advantage=standardize(batch.advantage, counted(batch.present)))
-
-        def update(updated, chosen):
-            params, opt_state, diverged = updated
-            grads, stats = gradients(params, batch, carry, chosen)
-            if diverged is not None:  # skip all later updates once the divergence exceeds its target
-                diverged |= stats["approx_kl"] > config.target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
-            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
-
-        diverged = None if config.target_kl is None else jnp.bool(False)
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
-        return params, opt_state, jax.tree.map(jnp.mean, stats)
+        return run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
 
     def shuffle(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The next key, and what every minibatch holds: time steps, or a member of every group."""
-        key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
+        sizes = {"num_epochs": config.num_epochs, "num_minibatches": config.num_minibatches}
         if recurrent:
-            order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
-            return key, jnp.concatenate([jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys])
-        times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
-        return key, times.reshape(config.num_epochs * config.num_minibatches, -1)
+            return shuffled_members(key, num_envs=config.num_envs, **sizes)
+        return shuffled_times(key, unroll_length=config.unroll_length, **sizes)
 
     @fragment(role="learner")
-    def update_networks(params, opt_state, iteration, key, experience, now, carry, value, bootstrap_value, version):
+    def update_networks(params, opt_state, iteration, key, scale, experience, now, carry, value, bootstrap_value, version):
         t = experience
-        value, advantage, target = estimate_advantages(params, t, now, value, bootstrap_value)
+        value, advantage, target, scale = estimate_advantages(params, t, now, value, bootstrap_value, scale)
         is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
         batch = Batch(
             inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, t.present
@@ -320,7 +308,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
         metrics = jax.tree.map(jnp.mean, stats)
         metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
-        return params, opt_state, advance(iteration), key, metrics
+        return params, opt_state, advance(iteration), key, scale, metrics
 
     def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
         t = experience
@@ -328,10 +316,10 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries)
         # What only the actors need stays with them.
         t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
-        params, opt_state, count, key, metrics = update_networks(
-            params, rest.opt_state, rest.iteration, rest.key, t, now, carry, value, bootstrap_value, version
+        params, opt_state, count, key, scale, metrics = update_networks(
+            params, rest.opt_state, rest.iteration, rest.key, rest.value_scale, t, now, carry, value, bootstrap_value, version
         )
-        return params, Learner(opt_state, count, key, rest.actor_keys), metrics
+        return params, Learner(opt_state, count, key, rest.actor_keys, scale), metrics
 
     def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
         """Distributions over actions `[E, A]` outside of training, and the carry."""
@@ -353,7 +341,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
     return Team(
         init=init,
-        axes=(agent, Learner(agent, P(), P(), env)),  # type: ignore[arg-type]
+        axes=(agent, Learner(agent, P(), P(), env, agent if config.normalize_values else ())),  # type: ignore[arg-type]
         begin=begin,
         act=act,
         learn=learn,
@@ -362,7 +350,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         recurrent=recurrent,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         probabilities=probabilities if isinstance(venv.action_space, Discrete) and not recurrent else None,
-        env_group=members if recurrent else 1,
+        env_group=config.num_minibatches if recurrent else 1,
         agent_axes=env,
     )
 
@@ -388,23 +376,5 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -
     )
 
 
-def build(env: MultiAgentEnvironment, config: IPPOConfig) -> Agent:
-    """Builds IPPO or MAPPO for one team of all agents.
-
-    Args:
-      env: the environment of several agents; its action space is `Discrete` or a `Box` of floats.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
-    """
-    venv = VectorizedAgents(env, config.num_envs)
-    return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
-
-
-IPPO = register(Algorithm("ippo", IPPOConfig, build, many_agents=True))
-MAPPO = register(Algorithm("mappo", MAPPOConfig, build, many_agents=True))
+IPPO = register(team_algorithm("ippo", IPPOConfig, make_team))
+MAPPO = register(team_algorithm("mappo", MAPPOConfig, make_team))

@@ -18,9 +18,9 @@ from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.configs.targets import TargetConfig
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value

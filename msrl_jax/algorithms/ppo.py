@@ -8,7 +8,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +25,8 @@ from msrl_jax.algorithms.loops.acting import (
     split_keys,
     values,
 )
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.proximal import proximal_updates, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
@@ -190,33 +190,19 @@ def build(env: Environment, config: PPOConfig) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, diverged):
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
-        if diverged is not None:
-            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
-        return *new, optax.tree.norm(grads)
+    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, trajectory, last_obs, bootstrap_value, version):
         batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
         learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
-        key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
-        times = jnp.stack([jax.random.permutation(k, config.unroll_length) for k in epoch_keys])
-
-        def update(carry, times):
-            params, opt_state, diverged = carry
-            grads, stats = gradients(params, batch, times)
-            if diverged is not None:  # skip all later updates once the divergence exceeds its target
-                diverged |= stats["approx_kl"] > config.target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
-            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
-
-        diverged = None if config.target_kl is None else jnp.bool(False)
-        minibatches = times.reshape(config.num_epochs * config.num_minibatches, -1)
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
-        metrics = jax.tree.map(jnp.mean, stats)
+        key, minibatches = shuffled_times(
+            key,
+            unroll_length=config.unroll_length,
+            num_epochs=config.num_epochs,
+            num_minibatches=config.num_minibatches,
+        )
+        params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
         metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
         return params, opt_state, advance(iteration), key, metrics
 

@@ -1,7 +1,8 @@
 """QMIX and VDN: values of joint actions from values of every agent's actions.
 
 QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
-observations and joint actions, and learns from replayed sequences as R2D2 does; the loop is in `loops/off_policy.py`.
+observations and joint actions, and learns from replayed sequences as R2D2 does; the loops are in `loops/agents.py` and
+`loops/replaying.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
 an agent, `L` is `trace_length` and `H` is `memory_size`.
@@ -15,23 +16,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.base import register
 from msrl_jax.algorithms.configs.checks import check_integers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
+from msrl_jax.algorithms.loops.agents import Team, team_algorithm
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
-from msrl_jax.algorithms.loops.off_policy import (
-    Batch,
-    Learner,
-    Progress,
-    Rule,
-    make_apply_update,
-    off_policy_agent,
-    polyak_update,
-)
+from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import sequence_priority
 from msrl_jax.algorithms.networks.agents import Core, agent_values
@@ -39,7 +34,7 @@ from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.mixers import monotonic_mixer, sum_mixer
 from msrl_jax.algorithms.r2d2 import replay_successors, replay_values, sequence_target
 from msrl_jax.counters import Counter, advance, remainder
-from msrl_jax.envs import JointObservation, JointView, MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import JointObservation, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Transition
@@ -100,25 +95,25 @@ class VDNConfig(QMIXConfig):
     mixer: Literal["monotonic", "sum"] = "sum"
 
 
-def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
-    """Builds QMIX or VDN for one team of all agents, whose rewards are summed.
+def make_team(venv: VectorizedAgents, num_agents: int, config: QMIXConfig) -> Team:
+    """Makes a team that learns by QMIX or VDN; its rewards are summed.
 
     Args:
-      env: the environment of several agents; its action space is `Discrete`.
+      venv: the vector environment; its action space is `Discrete`.
+      num_agents: number of agents of the team, `A`.
       config: the settings of the algorithm.
 
     Returns:
-      The agent.
+      The team.
 
     Raises:
       ValueError: if the sizes of the buffer do not fit, or if the network does not.
-      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
+      TypeError: if a space is not supported.
     """
-    action_space = check_discrete(type(config).__name__.removesuffix("Config"), env.action_space)
-    venv = JointView(VectorizedAgents(env, config.num_envs))
-    num_agents, recurrent = venv.env.num_agents, config.core != "none"
+    action_space = check_discrete(type(config).__name__.removesuffix("Config"), venv.action_space)
+    view, recurrent = TeamView(venv, num_agents), config.core != "none"
     network = agent_values(
-        venv.observation_space,
+        view.observation_space,
         action_space,
         num_agents,
         config,
@@ -128,14 +123,13 @@ def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
         shared=config.share_parameters,
         agent_ids=config.agent_ids,
     )
-    state_size = venv.env.state_size
     mixer = (
         sum_mixer()
         if config.mixer == "sum"
-        else monotonic_mixer(num_agents, state_size, mixing_size=config.mixing_size, hyper_size=config.hyper_size)
+        else monotonic_mixer(num_agents, view.state_size, mixing_size=config.mixing_size, hyper_size=config.hyper_size)
     )
     buffer = sequence_buffer(
-        venv.observation_type,
+        view.observation_type,
         jax.ShapeDtypeStruct((num_agents,), jnp.int32),
         config,
         length=config.burn_in + config.trace_length + config.n_step - 1,
@@ -196,8 +190,8 @@ def build(env: MultiAgentEnvironment, config: QMIXConfig) -> Agent:
         rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, _keys_of_agents(keys, num_agents)))
         return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
 
-    return off_policy_agent(
-        venv,
+    return off_policy_team(
+        view,
         buffer,
         Rule(init, update, choose_action, (lambda num_envs: network.initial_carry((num_envs,))) if recurrent else None),
         explore,
@@ -217,5 +211,5 @@ def _keys_of_agents(keys: jax.Array, num_agents: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
 
 
-QMIX = register(Algorithm("qmix", QMIXConfig, build, many_agents=True))
-VDN = register(Algorithm("vdn", VDNConfig, build, many_agents=True))
+QMIX = register(team_algorithm("qmix", QMIXConfig, make_team))
+VDN = register(team_algorithm("vdn", VDNConfig, make_team))

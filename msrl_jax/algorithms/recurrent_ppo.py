@@ -19,7 +19,8 @@ from msrl_jax.algorithms.configs.network import RecurrentConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
@@ -128,7 +129,6 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    groups, members = config.num_envs // config.num_minibatches, config.num_minibatches
 
     def init(key: jax.Array) -> RecurrentPPOState:
         params_key, env_key, actor_key, learner_key = jax.random.split(key, 4)
@@ -196,13 +196,8 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
     @fragment(role="learner")
     def gradients(params, batch, carry, chosen):
-        def pick(x):
-            x = x.reshape(len(x), groups, members, *x.shape[2:])
-            index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
-            return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
-
-        minibatch, advantage, target = jax.tree.map(pick, batch)
-        carry = tuple(pick(array[None])[0] for array in carry)
+        minibatch, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
+        carry = tuple(pick(array[None], chosen)[0] for array in carry)
         if config.normalize_advantage == "minibatch":
             advantage = standardize(advantage)
 
@@ -221,34 +216,16 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, diverged):
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        old, new = (params, opt_state), (descend(params, updates, learning_rate), new_opt_state)
-        if diverged is not None:
-            new = jax.tree.map(lambda old, new: jnp.where(diverged, old, new), old, new)
-        return *new, optax.tree.norm(grads)
+    run_updates = proximal_updates(optimizer, gradients, config.target_kl)
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, experience, carry, bootstrap_value, version):
         batch = (experience, *estimate_advantages(experience, bootstrap_value))
         learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
-        key, *epoch_keys = jax.random.split(key, config.num_epochs + 1)
-        order = jnp.broadcast_to(jnp.arange(members)[:, None], (members, groups))
-        shuffled = [jax.random.permutation(k, order, axis=0, independent=True) for k in epoch_keys]
-
-        def update(updated, chosen):
-            params, opt_state, diverged = updated
-            grads, stats = gradients(params, batch, carry, chosen)
-            if diverged is not None:  # skip all later updates once the divergence exceeds its target
-                diverged |= stats["approx_kl"] > config.target_kl
-            params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
-            return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}
-
-        diverged = None if config.target_kl is None else jnp.bool(False)
-        minibatches = jnp.concatenate(shuffled)
-        (params, opt_state, _), stats = jax.lax.scan(update, (params, opt_state, diverged), minibatches)
-        metrics = jax.tree.map(jnp.mean, stats)
+        key, minibatches = shuffled_members(
+            key, num_envs=config.num_envs, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
+        )
+        params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
         metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
         return params, opt_state, advance(iteration), key, metrics
 
@@ -294,7 +271,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
         initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
-        env_group=members,
+        env_group=config.num_minibatches,
     )
 
 

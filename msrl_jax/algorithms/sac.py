@@ -20,16 +20,9 @@ from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.loops.off_policy import (
-    Batch,
-    Learner,
-    Progress,
-    Rule,
-    make_apply_update,
-    off_policy_agent,
-    polyak_update,
-)
+from msrl_jax.algorithms.loops.off_policy import off_policy_agent
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.cores import Carry

@@ -3,11 +3,12 @@
 In every environment, one seat is the learner's, and the other is an opponent's: the current parameters, or frozen ones from a
 pool. Half of the environments have the learner in the first seat, half in the second. The pool keeps copies of past parameters;
 a new one replaces the oldest. Opponents are drawn in every iteration, the current parameters with the probability
-`latest_share`. A share of 1 is plain self-play, 0.8 is OpenAI Five's (Berner et al., 2019, arXiv 1912.06680, section 4.2), and 0
-plays against the average of the past, as in fictitious self-play (Heinrich et al., 2015, PMLR 37).
+`latest_share`. A share of 1 is plain self-play, and 0.8 is OpenAI Five's (Berner et al., 2019, arXiv 1912.06680).
 
-The entropy bonus leads the current policy, and not only the average of all, towards an equilibrium: without it, policies chase
-each other in circles (Sokota et al., 2022, arXiv 2206.05825; Rudolph et al., 2025, arXiv 2502.08938).
+Without an entropy bonus, policies chase each other in circles, and only their average comes near an equilibrium. With one, the
+current policy itself does: the weight of the bonus is its distance from the equilibrium, the larger the calmer (Sokota et al.,
+2022, arXiv 2206.05825; for PPO, Rudolph et al., 2025, arXiv 2502.08938). So the bonus is large, and advantages keep the unit of
+the return, in which its weight counts.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `K` is `pool_size` and `G` is `num_opponents`.
 """

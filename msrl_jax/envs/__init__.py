@@ -6,7 +6,7 @@ from msrl_jax.envs.agents.base import MultiAgentEnvironment as MultiAgentEnviron
 from msrl_jax.envs.agents.base import MultiAgentTimeStep as MultiAgentTimeStep
 from msrl_jax.envs.agents.base import has_agents as has_agents
 from msrl_jax.envs.agents.joint import JointObservation as JointObservation
-from msrl_jax.envs.agents.joint import JointView as JointView
+from msrl_jax.envs.agents.joint import TeamView as TeamView
 from msrl_jax.envs.agents.stacked import DictEnvironment as DictEnvironment
 from msrl_jax.envs.agents.stacked import stack_agents as stack_agents
 from msrl_jax.envs.agents.vector import VectorizedAgents as VectorizedAgents

@@ -1,9 +1,7 @@
 """From names to a run: looks everything up, and checks it before anything compiles."""
 
-import ast
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import jax
 
 from msrl_jax import algorithms, data, envs, policies
 from msrl_jax._checks import check_seed, whole
-from msrl_jax._spelling import suggestion
+from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import check_one_agent, check_rows_fit
@@ -23,85 +21,6 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.members import initial_key, population
 from msrl_jax.training.skipping import skipping
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Splits `"NAME:key=value,key=value"` into the name and the arguments.
-
-    Args:
-      spec: a name, and optionally a colon and keyword arguments. A name may begin with the name of a suite and a colon:
-        `jaxmarl:MPE_simple_spread_v3:num_agents=5`. Values are Python literals, or bare words, which may be calls:
-        `trajectory_codec=frame_stack(4)`. Words may begin with a digit: `scenario=3s_vs_5z`.
-
-    Returns:
-      The name and the arguments.
-
-    Raises:
-      ValueError: if the text after the colon cannot be read.
-    """
-    suite = next((prefix for prefix in SUITES if spec.startswith(prefix)), "")
-    name, colon, text = spec.removeprefix(suite).partition(":")
-    name = suite + name
-    if not colon:
-        return name, {}
-    try:
-        call = ast.parse(f"_({_WORD.sub(_quoted, text)})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        return name, {str(k.arg): _literal(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
-        raise ValueError(f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value") from None
-
-
-_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*)(?=\s*(?:,|$))")
-"""A key, and its value that begins with a digit and has a letter."""
-
-
-def _quoted(found: re.Match[str]) -> str:
-    """The key and its value, in quotes unless it is a number such as 1e5."""
-    key, word = found.groups()
-    try:
-        ast.literal_eval(word)
-    except (SyntaxError, ValueError):
-        word = repr(word)
-    return key + word
-
-
-def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    words = isinstance(node, ast.Name | ast.Attribute | ast.Call)
-    return ast.unparse(node) if words else ast.literal_eval(node)
-
-
-def make_config(algorithm: Algorithm, config: Any, overrides: dict[str, Any]) -> Any:
-    """Makes the config of a run.
-
-    Args:
-      algorithm: the algorithm.
-      config: the config to start from; the defaults if None.
-      overrides: fields to replace.
-
-    Returns:
-      An instance of `algorithm.config`.
-
-    Raises:
-      ValueError: on a config of another type, on an unknown field (the message suggests the nearest one), and on a field that
-        has no effect with the other fields.
-    """
-    config = algorithm.config() if config is None else config
-    if not isinstance(config, algorithm.config):
-        raise ValueError(
-            f"config is a {type(config).__name__}, but algorithm {algorithm.name!r} takes a {algorithm.config.__name__}"
-        )
-    fields = [f.name for f in dataclasses.fields(config)]
-    for name in overrides:
-        if name not in fields:
-            raise ValueError(
-                f"{type(config).__name__} has no field {name!r}{suggestion(name, fields)}; its fields are {', '.join(fields)}"
-            )
-    config = dataclasses.replace(config, **overrides)
-    config.check_given(overrides)
-    return config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,10 +174,10 @@ def resolve(
     seeds = whole("seeds", seeds)
     seed = check_seed(seed, seeds)
     algorithm = algorithms.get(algo)
-    config = make_config(algorithm, config, overrides or {})
+    config = algorithm.make_config(config, overrides or {})
     env_spec = env if isinstance(env, str) else None
     if isinstance(env, str):
-        name, params = parse_spec(env)
+        name, params = parse_spec(env, SUITES)
         env = envs.make(name, **params)
     algorithm.check_env(env)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None

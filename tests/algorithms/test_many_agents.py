@@ -26,6 +26,8 @@ REPLAY = {
 
 def build(algo, env, **options):
     algorithm = msrl.algorithms.get(algo)
+    if algo == "teams":
+        return algorithm.build(env, algorithm.config(**options))
     return algorithm.build(env, algorithm.config(**{k: v for k, v in {**SMALL, **options}.items() if v is not None}))
 
 
@@ -48,17 +50,22 @@ def test_one_agent_trains_as_alone(core):
 
 def seen(state):
     """What the agents see next, which tells whether all that was done before is the same."""
-    return jax.tree.leaves(state.now["agents"].obs)[0] if hasattr(state, "now") else state.obs.obs
+    return {name: jax.tree.leaves(now.obs)[0] for name, now in state.now.items()}
 
 
 CASES = {
     "ippo": ("ippo", {}),
     "mappo-own": ("mappo", {"share_parameters": False}),
-    "mappo-own-gru": ("mappo", {"share_parameters": False, **RECURRENT}),
+    "mappo-own-gru": ("mappo", {"share_parameters": False, "normalize_values": True, **RECURRENT}),
     "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
     "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
     "self_play": ("self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 2, "latest_share": 0.5}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
+    "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
+        "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru,memory_size=8,hidden_sizes=(8,)",
+        "two": "qmix:agents=walker_1,core=none,hidden_sizes=(8,),learning_starts=128,batch_size=16,num_updates=2,capacity=2048,"
+               "trace_length=4,mixing_size=4,hyper_size=4",
+    }}),
 }
 ITERATIONS = 3
 
@@ -100,7 +107,8 @@ def test_equal_under_every_policy(case, devices, policy):
     state = program.place(state)
     for i in range(ITERATIONS):
         state, _ = program.run(state, 1)
-        np.testing.assert_allclose(seen(state), obs[i], rtol=1e-5, atol=1e-5)
+        for name, got in seen(state).items():
+            np.testing.assert_allclose(got, obs[name][i], rtol=1e-5, atol=1e-5)
     for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(final.params), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 

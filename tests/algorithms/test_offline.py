@@ -9,8 +9,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, data
-from msrl_jax.algorithms.loops.off_policy import Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
+from msrl_jax.algorithms.loops.replaying import Learner, Rule
 from msrl_jax.counters import counter, to_float
 
 from .off_policy_reference import adam, assert_close, one, plain_mlp, wide

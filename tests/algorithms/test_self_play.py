@@ -169,7 +169,7 @@ def test_a_bad_field_is_refused(field, value, remedy):
 
 
 def test_three_players_are_refused():
-    with pytest.raises(ValueError, match=r"self_play is for two players, but environment 'Homes' has 3 agents; use ippo or mappo"):
+    with pytest.raises(ValueError, match=r"two players, but environment 'Homes' has 3 agents; use ippo or mappo"):
         msrl.train("self_play", Homes(), total_steps=100)
 
 

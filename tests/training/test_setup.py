@@ -9,7 +9,7 @@ from msrl_jax import codecs
 from msrl_jax._checks import as_path
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 from msrl_jax.training.callbacks import check_callbacks
-from msrl_jax.training.setup import make_config, resolve, resolve_policy
+from msrl_jax.training.setup import resolve, resolve_policy
 
 SPECS = [
     (
@@ -62,7 +62,7 @@ def test_a_codec_is_looked_up_by_text_and_made_of_whole_numbers():
 
 def test_a_config_of_zero_is_not_taken_for_none():
     with pytest.raises(ValueError, match="config is a int"):
-        make_config(msrl.algorithms.get("ppo"), 0, {})
+        msrl.algorithms.get("ppo").make_config(0, {})
 
 
 def test_callbacks_are_a_sequence_of_functions():

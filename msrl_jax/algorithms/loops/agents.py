@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
+from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.envs import VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -137,7 +138,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         if len(parts) == 1:
             return next(iter(parts.values()))
         order = [i for name in parts for i in members[name]]
-        return jnp.concatenate(list(parts.values()), axis=1)[:, jnp.argsort(jnp.array(order))]
+        return jnp.concatenate(list(parts.values()), axis=1)[:, np.argsort(order)]
 
     def joint_action(actions: Mapping[str, jax.Array]) -> jax.Array:
         """The actions of all agents in the environments `[E, A, ...]`, from those of the teams."""
@@ -145,7 +146,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
 
     def of_team(name: str, x: Any) -> Any:
         """The part of a team of `[E, A, ...]`."""
-        return x if members[name] == everyone else jax.tree.map(lambda x: x[:, jnp.array(members[name])], x)
+        return x if members[name] == everyone else jax.tree.map(lambda x: x[:, np.array(members[name])], x)
 
     def seen(obs: Any, state: jax.Array, is_first: jax.Array) -> dict[str, Now]:
         return {name: Now(of_team(name, obs), state, is_first) for name in teams}
@@ -241,3 +242,22 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         env_group=math.lcm(*(team.env_group for team in teams.values())),
         probabilities=None if any(team.probabilities is None for team in teams.values()) else probabilities,
     )
+
+
+def team_algorithm(name: str, config: type, make_team: Callable[[VectorizedAgents, int, Any], Team]) -> Algorithm:
+    """An algorithm for several agents, alone for one team of all agents or beside others.
+
+    Args:
+      name: its name in the registry.
+      config: its config class, with `num_envs` and `unroll_length`.
+      make_team: makes a team from the vector environment, the number of its agents, and a config.
+
+    Returns:
+      The entry of the registry.
+    """
+
+    def build(env: MultiAgentEnvironment, config: Any) -> Agent:
+        venv = VectorizedAgents(env, config.num_envs)
+        return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
+
+    return Algorithm(name, config, build, many_agents=True, make_team=make_team)

@@ -1,4 +1,4 @@
-"""A team as one agent: a joint observation, a joint action, and the sum of the rewards."""
+"""A team as one agent: joint observations and joint actions."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.agents.vector import AgentsState, VectorizedAgents
-from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep
-from msrl_jax.metrics import Mean
+from msrl_jax.envs.agents.vector import VectorizedAgents
+from msrl_jax.envs.base import PyTree
 
 
 class JointObservation(NamedTuple):
@@ -27,20 +26,16 @@ class JointObservation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JointView:
-    """Environments of several agents as a `VectorEnvironment` of one agent with joint observations and actions.
+class TeamView:
+    """What a team sees of environments that it may share with other teams.
 
     Attributes:
       env: the environments.
+      num_agents: number of agents of the team, `A`.
     """
 
     env: VectorizedAgents
-    axes = ENV_AXIS
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return self.env.name
+    num_agents: int
 
     @property
     def num_envs(self) -> int:
@@ -58,37 +53,20 @@ class JointView:
         return self.env.action_space
 
     @property
+    def state_size(self) -> int:
+        """The length of a global state, `S`."""
+        return self.env.state_size
+
+    @property
     def observation_type(self) -> JointObservation:
         """Shapes and dtypes of one joint observation."""
-        obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
+        obs = jax.eval_shape(self.env.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
+        obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
+        state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
+        return JointObservation(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))
 
-    def reset(self, key: jax.Array) -> tuple[AgentsState, JointObservation]:
-        """Starts all environments."""
-        state, obs = self.env.reset(key)
-        return state, JointObservation(obs, self.env.global_state(state, obs), ~state.absent)
-
-    def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, TimeStep]:
-        """Advances all environments by joint actions `[E, A, ...]`; rewards are sums over the agents."""
-        state, t = self.env.step(state, action)
-        obs = JointObservation(t.obs, t.state, ~state.absent)
-        final_obs = JointObservation(t.final_obs, t.final_state, ~t.terminated)
-        return state, TimeStep(obs, t.reward.sum(-1), t.terminated.all(-1), t.truncated, final_obs)
-
-    def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
-        """See `VectorizedAgents`."""
-        return self.env.pop_episodes(state)
-
-    def observe(self, state: AgentsState, obs: PyTree) -> JointObservation:
+    def observe(self, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
-        present = jnp.ones((num_envs, self.env.num_agents), bool)
-        return JointObservation(obs, jnp.zeros((num_envs, self.env.state_size)), present)
-
-    def statistics(self, state: AgentsState) -> tuple[()]:
-        """Returns `()`: there are no running statistics."""
-        return ()
-
-    def with_statistics(self, state: AgentsState, statistics: tuple[()]) -> AgentsState:
-        """Returns the state unchanged."""
-        return state
+        present = jnp.ones((num_envs, self.num_agents), bool)
+        return JointObservation(obs, jnp.zeros((num_envs, self.state_size)), present)

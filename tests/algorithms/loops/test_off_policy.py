@@ -7,7 +7,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs, replay
-from msrl_jax.algorithms.loops import off_policy
+from msrl_jax.algorithms.loops import off_policy, replaying
 from msrl_jax.algorithms.loops.optimizer import make_optimizer
 
 E, T, K, B, CAPACITY, ALPHA, EPSILON, LEARNING_STARTS = 8, 3, 2, 16, 96, 0.6, 1e-6, 72
@@ -23,7 +23,7 @@ def agent():
         alpha=ALPHA, epsilon=EPSILON, beta=0.5,
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=10.0, epsilon=1e-8)
-    apply_update = off_policy.make_apply_update(optimizer)
+    apply_update = replaying.make_apply_update(optimizer)
 
     def explore(params, obs, keys, steps, carry):
         noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
@@ -42,16 +42,16 @@ def agent():
         grads, error = gradients(learner.params, learner.target_params, batch.experience)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), progress.ready)
         stats = {"update": counters.to_float(progress.update)}
-        return off_policy.Learner(params, learner.target_params, opt_state), error, stats
+        return replaying.Learner(params, learner.target_params, opt_state), error, stats
 
     def init(key, obs):
         params = jax.random.normal(key, (4, 2))
-        return off_policy.Learner(params, params, optimizer.init(params))
+        return replaying.Learner(params, params, optimizer.init(params))
 
     def choose_action(params, obs, key, carry):
         return (obs @ params).argmax(1), carry
 
-    rule = off_policy.Rule(init, update, choose_action)
+    rule = replaying.Rule(init, update, choose_action)
     return off_policy.off_policy_agent(venv, buffer, rule, explore, unroll_length=T, num_updates=K)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import _jaxmarl, cli, envs
-from msrl_jax.training.setup import parse_spec
+from msrl_jax._spec import parse_spec
 
 NAMES = [name.removeprefix("jaxmarl:") for name in _jaxmarl.names()]
 SMALL = {
@@ -209,10 +209,11 @@ def test_speaker_and_listener_are_padded():
         ("jaxmarl:SMAX:scenario=3s_vs_5z,max_steps=1e2", "jaxmarl:SMAX", {"scenario": "3s_vs_5z", "max_steps": 100.0}),
         ("CartPole-v1:max_steps_in_episode=9", "CartPole-v1", {"max_steps_in_episode": 9}),
         ("Mine:a='b=3m,c',d=2s3z", "Mine", {"a": "b=3m,c", "d": "2s3z"}),
+        ("ippo:agents=ally_*|medic,core=gru,discount=1e-1", "ippo", {"agents": "ally_*|medic", "core": "gru", "discount": 0.1}),
     ],
 )
 def test_specs_of_suites(spec, name, params):
-    assert parse_spec(spec) == (name, params)
+    assert parse_spec(spec, ("jaxmarl:",)) == (name, params)
 
 
 @pytest.mark.parametrize(

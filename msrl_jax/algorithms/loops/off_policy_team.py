@@ -1,0 +1,111 @@
+"""A team that learns off-policy: it acts as one agent with joint observations, and learns from replayed joint steps.
+
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments and `A` the number of agents of
+the team.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.base import Metrics
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team
+from msrl_jax.algorithms.loops.replaying import Explore, Replayer, Rule, replaying
+from msrl_jax.algorithms.networks.cores import forget
+from msrl_jax.envs import JointObservation, TeamView
+from msrl_jax.fragments import fragment
+from msrl_jax.replay import Replay, Transition
+
+
+def off_policy_team(
+    view: TeamView,
+    buffer: Replay,
+    rule: Rule,
+    explore: Explore,
+    *,
+    unroll_length: int,
+    num_updates: int,
+    refresh_period: int = 1,
+    rewards: Literal["summed", "each"] = "summed",
+) -> Team:
+    """Makes a team that learns from a replay buffer.
+
+    Args:
+      view: what the team sees of its environments.
+      buffer: the buffer, of `Transition`s with `JointObservation`s and joint actions.
+      rule: what the team learns from a batch.
+      explore: chooses actions in training.
+      unroll_length: steps of every environment per iteration, `T`.
+      num_updates: updates per iteration.
+      refresh_period: iterations between two refreshes of the acting parameters.
+      rewards: "summed" for the reward of the team and one end of its episode; "each" keeps those of every agent, `[A]`.
+
+    Returns:
+      The team.
+    """
+    initial_carry = rule.initial_carry or (lambda num_envs: ())
+
+    def act_jointly(params, now, keys, steps, carry):
+        carry = forget(now.is_first, carry)
+        action, next_carry = explore(params, view.observe(now.obs), keys, steps, carry)
+        return action, carry, next_carry
+
+    explore_jointly: Any = fragment(role="actor", name="explore")(act_jointly)
+    replayer = replaying(
+        buffer,
+        rule,
+        num_envs=view.num_envs,
+        unroll_length=unroll_length,
+        num_updates=num_updates,
+        refresh_period=refresh_period,
+    )
+
+    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Replayer]:
+        learner_key, replay_key = jax.random.split(learner_key)
+        obs = jax.tree.map(lambda x: jnp.zeros((view.num_envs, *x.shape), x.dtype), view.observation_type)
+        begun = replayer.init(params_key, actor_key, learner_key, replay_key, obs)
+        return begun.params, begun._replace(params=())
+
+    def begin(params: Any, rest: Replayer) -> tuple[Any, Replayer, Any]:
+        acting, begun, keys = replayer.begin(rest._replace(params=params))
+        return acting, begun._replace(params=()), keys
+
+    def act(acting: Any, now: Now, carry: Any, keys: Any) -> tuple[jax.Array, Any, Any]:
+        return explore_jointly(acting, now._replace(state=()), *keys, carry)
+
+    @fragment(role="env")
+    def of_team(reward, terminated, truncated):
+        if rewards == "summed":
+            return reward.sum(-1), terminated.all(-1), truncated
+        return reward, terminated, jnp.broadcast_to(truncated[..., None], terminated.shape)
+
+    def learn(params: Any, rest: Replayer, experience: Experience, now: Now, carry: Any) -> tuple[Any, Replayer, Metrics]:
+        t = experience
+        items = Transition(
+            JointObservation(t.obs, t.state, t.present),
+            t.action,
+            *of_team(t.reward, t.terminated, t.truncated),
+            JointObservation(t.final_obs, t.final_state, ~t.terminated),
+            t.extras,
+        )
+        done, metrics = replayer.finish(rest._replace(params=params), items)
+        return done.params, done._replace(params=()), metrics
+
+    def choose_action(params: Any, rest: Replayer, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        return rule.choose_action(params, view.observe(obs), key, carry)
+
+    axes = Replayer(**{**replayer.axes, "params": ()})
+    return Team(
+        init=init,
+        axes=(replayer.axes["params"], axes),
+        begin=begin,
+        act=act,
+        learn=learn,
+        choose_action=choose_action,
+        initial_carry=initial_carry,
+        recurrent=rule.initial_carry is not None,
+        updates_per_iteration=num_updates,
+        agent_axes=P("env"),
+    )

@@ -1,0 +1,103 @@
+"""Several teams with their own algorithms: who acts for whom, what one team is alone, and what is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.algorithms.teams import members_of, random_team
+from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
+
+from .many_agents import Homes
+
+IPPO = "ippo:hidden_sizes=(8,),num_epochs=2,num_minibatches=2"
+SMALL = {"num_envs": 16, "unroll_length": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """Four agents; the reward of agent `i` is 1 for action `i`, and only this action and 0 are legal."""
+
+    agents = ("red_0", "blue_0", "red_1", "blue_1")
+    observation_space, action_space = Box(0, 1, (4,)), Discrete(4)
+
+    def reset(self, key):
+        return jnp.int32(0), jnp.eye(4)
+
+    def step(self, key, state, action):
+        return state + 1, jnp.eye(4), (action == jnp.arange(4)).astype(jnp.float32), jnp.zeros(4, bool), state >= 7
+
+    def action_mask(self, state):
+        return jnp.eye(4, dtype=bool).at[:, 0].set(True)
+
+
+def test_a_team_of_all_agents_is_the_algorithm_alone():
+    config = msrl.algorithms.IPPOConfig(**SMALL, hidden_sizes=(8,), num_epochs=2, num_minibatches=2)
+    alone = msrl.algorithms.IPPO.build(Homes(), config)
+    team = msrl.algorithms.TEAMS.build(Homes(), msrl.algorithms.TeamsConfig(**SMALL, teams={"walker": IPPO}))
+    ends = [
+        jax.jit(lambda key, a=agent: jax.lax.scan(lambda s, _: a.iteration(s), a.init(key), None, length=2))(jax.random.key(5))
+        for agent in (alone, team)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, ends[0][0].params["agents"], ends[1][0].params["walker"])
+    jax.tree.map(np.testing.assert_array_equal, ends[0][1], ends[1][1])
+
+
+def test_every_team_acts_for_its_agents_and_learns_from_their_rewards():
+    """With every other agent in a team: one team learns its wishes, the other keeps acting at random, so half as often."""
+    fields = IPPO.partition(":")[2] + ",learning_rate=0.01"
+    result = msrl.train(
+        "teams", Wishes(), total_steps=40 * 128, teams={"red": f"ippo:{fields}", "blue": "random"}, **SMALL
+    )  # fmt: skip
+    last = {name: column[-1] for name, column in result.history.items()}
+    assert last["episode_return/red"] > 14.5  # of 16; agent 0 has one legal action
+    # Coin flips: 4 standard deviations of 2 x 8 flips in 16 environments at least; a false alarm in 15,000 runs.
+    assert abs(last["episode_return/blue"] - 8) < 2
+    np.testing.assert_allclose(last["episode_return/red"] + last["episode_return/blue"], last["episode_return"], rtol=1e-5)
+    obs = MaskedObservation(np.eye(4, dtype=np.float32), np.asarray(Wishes().action_mask(0)))
+    action, carry = result.act_with_carry(obs)
+    again, _ = result.act_with_carry(obs, carry)
+    assert action[0] == again[0] == 0 and action[2] == again[2] == 2
+    assert not [metric for metric in result.history if metric.endswith("/blue") and not metric.startswith(("ep", "eval"))]
+
+
+def test_random_actions_are_legal_and_uniform():
+    """Chi-square over 4,096 draws, beyond its quantile at a false alarm of 1e-6; fixed keys."""
+    team = random_team(VectorizedAgents(Wishes(), 1024), 4, 1)
+    obs = MaskedObservation(jnp.zeros((1024, 4, 4)), jnp.broadcast_to(jnp.array([True, False, True, True]), (1024, 4, 4)))
+    action, _ = team.choose_action((), (), obs, None, team.initial_carry(1024))
+    counts = np.bincount(np.asarray(action).ravel(), minlength=4)
+    assert action.shape == (1024, 4) and counts[1] == 0
+    expected = 4096 / 3
+    assert ((counts[[0, 2, 3]] - expected) ** 2 / expected).sum() < 27.6
+
+
+@pytest.mark.parametrize(
+    ("teams", "message"),
+    [
+        ({"red": IPPO}, r"agent 'blue_0' of Wishes has no learner; add a team for it, such as blue=random"),
+        ({"red": IPPO, "all": "vdn:agents=*"}, r"agent 'red_0' of Wishes has 2 learners, teams 'red' and 'all'"),
+        ({"red": IPPO, "blue": IPPO, "green": IPPO}, r"no agent fits team 'green' with agents=green\*; the agents"),
+        ({"red": "random", "blue": "random"}, r"no team of .* learns"),
+        ({}, r"TeamsConfig.teams is empty; give each agent of Wishes a team: red_0, blue_0"),
+        ({"red": "ppo", "blue": "random"}, r"team 'red' has the algorithm 'ppo' \(did you mean 'ippo'\?\); teams"),
+        ({"red": "ippo:learning_rat=1", "blue": "random"}, r"team 'red': IPPOConfig has no field 'learning_rat'"),
+        ({"red": "ippo:num_envs=3", "blue": "random"}, r"team 'red' sets num_envs, which all teams share"),
+        ({"red": "ippo:num_minibatches=3", "blue": "random"}, r"team 'red': IPPOConfig.unroll_length=8 cannot be split"),
+        ({"red": "random:epsilon=1", "blue": IPPO}, r"team 'red' sets epsilon, but random actions need no settings"),
+        (("red", "blue=random"), r"TeamsConfig.teams has 'red'; write TEAM=ALGORITHM"),
+        (("red=random", "red=ippo"), r"names a team twice"),
+        ({"red": "qmix:capacity=10", "blue": "random"}, r"team 'red': QMIXConfig.* capacity=10"),
+    ],
+)
+def test_bad_teams_are_refused(teams, message):
+    with pytest.raises(ValueError, match=message):
+        msrl.train("teams", Wishes(), total_steps=1000, teams=teams, **SMALL)
+
+
+def test_agents_by_patterns():
+    entries = msrl.algorithms.TeamsConfig(teams={"one": "ippo:agents=a_?|c", "b": "vdn"}).entries()
+    assert members_of(("b_0", "a_1", "c", "b_x"), entries, "Any") == {"one": (1, 2), "b": (0, 3)}
