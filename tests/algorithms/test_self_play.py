@@ -173,6 +173,35 @@ def test_three_players_are_refused():
         msrl.train("self_play", Homes(), total_steps=100)
 
 
+def test_each_agent_has_the_probabilities_of_its_own_network():
+    """Of two networks, in Kuhn poker: the shares of sampled actions, and none for illegal ones."""
+    config = {k: v for k, v in SMALL.items() if k != "num_opponents"} | {"share_parameters": False}
+    agent = msrl.algorithms.get("mappo").build(KuhnPoker(), msrl.algorithms.MAPPOConfig(**config))
+    state = jax.jit(agent.init)(jax.random.key(0))
+    heads = state.params["agents"]["actor"]["params"]
+    name, head = next((n, x) for n, x in heads.items() if "bias" in x and x["bias"].shape[-1] == 3)
+    heads[name] = head | {"bias": jnp.array([[0.0, 1, 2], [0, 2, 1]])}
+    obs = jax.tree.map(lambda x: x.swapaxes(0, 1), KuhnPoker().information_states())
+    p = agent.probabilities(state, obs)
+    assert p.shape == (6, 2, 3) and (p[..., 0] == 0).all()
+    assert (p[:, 0, 2] > 0.6).all() and (p[:, 1, 2] < 0.4).all()
+    actions = jax.jit(jax.vmap(lambda key: agent.act(state, obs, key)))(jax.random.split(jax.random.key(1), 4000))
+    np.testing.assert_allclose((actions[..., None] == np.arange(3)).mean(0), p, atol=0.04)
+
+
+def test_rock_paper_scissors_ends_near_its_equilibrium():
+    env = RockPaperScissors()
+    result = msrl.train("self_play", env, total_steps=200_000, eval_episodes=1)
+    assert exploitability(result, env) < 0.02
+
+
+@pytest.mark.slow
+def test_kuhn_poker_ends_near_an_equilibrium():
+    env = KuhnPoker()
+    result = msrl.train("self_play", env, total_steps=2_000_000, seeds=3, eval_episodes=1)
+    assert max(exploitability(result, env, member) for member in range(3)) < 0.05
+
+
 def test_a_run_goes_on_exactly(tmp_path):
     """Also the pool, who waits in it and who is drawn."""
     options = {**SMALL, "total_steps": 10 * 32, "pool_size": 3, "pool_period": 2, "latest_share": 0.5, "eval_episodes": 1}
