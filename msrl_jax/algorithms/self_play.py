@@ -6,9 +6,9 @@ a new one replaces the oldest. Opponents are drawn in every iteration, the curre
 `latest_share`. A share of 1 is plain self-play, and 0.8 is OpenAI Five's (Berner et al., 2019, arXiv 1912.06680).
 
 Without an entropy bonus, policies chase each other in circles, and only their average comes near an equilibrium. With one, the
-current policy itself does: the weight of the bonus is its distance from the equilibrium, the larger the calmer (Sokota et al.,
-2022, arXiv 2206.05825; for PPO, Rudolph et al., 2025, arXiv 2502.08938). So the bonus is large, and advantages keep the unit of
-the return, in which its weight counts.
+current policy itself does: the larger the weight of the bonus, the faster, and the farther from the equilibrium it ends (Sokota
+et al., 2022, arXiv 2206.05825; for PPO, Rudolph et al., 2025, arXiv 2502.08938). So the bonus is large, and advantages keep the
+unit of the return, in which its weight counts.
 
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `K` is `pool_size` and `G` is `num_opponents`.
 """
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register
@@ -128,9 +129,9 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
       `G` adjacent environments have all opponents; if none is split, opponents move nothing between devices.
     """
     groups = config.num_envs // config.num_opponents
-    is_first_seat = jnp.arange(config.num_envs) // config.num_opponents % 2 == 0
+    is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
 
-    def at(first: jax.Array, x: Any) -> Any:
+    def at(first: np.ndarray, x: Any) -> Any:
         """The first seat's part of `[E, 2, ...]` where `first`, else the second's. `[E, 1, ...]`."""
 
         def one(x: jax.Array) -> jax.Array:
@@ -158,7 +159,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
             filled=jnp.int32(0),
             slot=jnp.int32(0),
             wait=jnp.int32(0),
-            drawn=jnp.full(config.num_opponents, -1),
+            drawn=jnp.full(config.num_opponents, -1, jnp.int32),
             key=key,
             actor_keys=jax.random.split(their_key, config.num_envs),
         )
@@ -203,7 +204,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
         both = jnp.concatenate([mine, theirs.reshape(mine.shape)], axis=1)
         return jnp.concatenate([own(both), at(~is_first_seat, both)], axis=1), extras, carry
 
-    # Rewards and ends of episodes are enough for means of returns; what an unroll cuts off, the next one adds.
+    # Rewards per end of an episode are the mean return in the long run, also if opponents change within episodes.
     @fragment(role="env")
     def score(reward, ended, drawn):
         old = jnp.broadcast_to(drawn >= 0, (groups, config.num_opponents)).reshape(-1)
@@ -253,11 +254,9 @@ def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
       The agent: both players of the current policy.
 
     Raises:
-      ValueError: if the environment has not two agents, if the config anneals the learning rate without `total_steps`, or if
-        the network does not fit.
+      ValueError: if the environment has not two agents, or if the network does not fit.
       TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
     """
-    config.check_annealing()
     if len(env.agents) != 2:
         raise ValueError(
             f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; use ippo or mappo"

@@ -139,16 +139,19 @@ def test_the_learner_beats_a_frozen_opponent():
 
 
 def test_the_pool_stays_where_actors_are():
-    """Of all that self-play adds, only who plays leaves the actors; the learner gets one seat of all that was seen."""
+    """No opponent crosses devices, and the learner gets one seat of all that was seen: less than the observations of both."""
     agent = build(KuhnPoker())
     state = jax.eval_shape(agent.init, jax.random.key(0))
     program = msrl.compile(
         agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=4, learners=1), axes=agent.axes,
         groups={"env": agent.env_group}, devices=jax.devices()[:5],
     )  # fmt: skip
-    crossings = program.explain().crossings
-    assert crossings and not [c for c in crossings if "pool" in c.value or "draw_opponents" in c.value]
-    assert all(",2" not in c.type.replace(" ", "") for c in crossings if "obs" in c.value)
+    plan = program.explain()
+    assert not [c for c in plan.crossings if "pool" in c.value or "draw_opponents" in c.value]
+    up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")
+    assert 0 < up < 4 * 8 * 2 * 11 * 4
+    # Sums of episodes and of scores, six numbers, are all that actors say to each other.
+    assert plan.bytes_of_collectives["actors"] == 24
 
 
 @pytest.mark.parametrize(
