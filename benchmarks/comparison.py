@@ -48,7 +48,8 @@ class Setting:
     def label(self) -> str:
         """The algorithm, the environment and the sizes, in one line."""
         config = self.config
-        label = f"{self.algo} {self.env} {config['num_envs']} x {config['unroll_length']}"
+        core = f" {config['core']}" if config.get("core", "none") != "none" else ""
+        label = f"{self.algo}{core} {self.env} {config['num_envs']} x {config['unroll_length']}"
         if "batch_size" in config:
             label += f", {config['num_updates']} x {config['batch_size']}"
         return label + f", {self.seeds} seeds" * (self.seeds > 1)
