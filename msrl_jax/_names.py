@@ -2,7 +2,7 @@
 
 ALGORITHMS = (
     "a2c", "a3c", "apex_dqn", "bc", "cql", "ddpg", "dqn", "es", "impala", "ippo", "iql", "maddpg", "mappo", "ppo", "qmix",
-    "r2d2", "recurrent_ppo", "sac", "td3", "teams", "vdn",
+    "r2d2", "recurrent_ppo", "sac", "self_play", "td3", "teams", "vdn",
 )  # fmt: skip
 
 ENVIRONMENTS = ("KuhnPoker", "RockPaperScissors")

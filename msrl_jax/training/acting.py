@@ -76,6 +76,28 @@ class Behavior:
             return self.agent.act(state, observed, key), carry
         return self.agent.act(state, observed, key, carry)
 
+    def probabilities(self, state: Any, obs: Any) -> jax.Array:
+        """The probabilities of discrete actions.
+
+        Args:
+          state: state of one run, or the result of `restore`.
+          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
+
+        Returns:
+          The probabilities `[E, ..., N]`.
+
+        Raises:
+          ValueError: if the agent is recurrent, or if its policy is not categorical.
+        """
+        if self.agent.initial_carry is not None:
+            raise ValueError(
+                "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
+                "actions with act_with_carry"
+            )
+        if self.agent.probabilities is None:
+            raise ValueError("this agent has no categorical policy, so no probabilities of actions; use act")
+        return self.agent.probabilities(state, self.agent.env.observe(state.env_state, obs))
+
     @functools.cached_property
     def state_type(self) -> Any:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""

@@ -25,7 +25,7 @@ def test_an_iteration_makes_the_declared_number_of_updates(algorithm):
         options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "learning_starts": 64}  # the first iteration learns
     if "trace_length" in fields:
         options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
-    env = Homes() if algorithm.many_agents else environment(algorithm)
+    env = Homes(num_agents=2) if algorithm.many_agents else environment(algorithm)
     if algorithm.name in ("bc", "cql", "iql"):
         options = {"data": noise(env)}
     agent = algorithm.build(env, algorithm.config(**options))
