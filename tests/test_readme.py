@@ -40,6 +40,7 @@ RUN_HERE = (
     (README, "From Python"),
     (README, "A loop of your own"),
     (POLICIES, "Your own policy"),
+    (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
     (DATA, "Recording"),
     (DATA, "Learning from data alone"),
@@ -241,6 +242,12 @@ def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sec
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
+
+
+def test_self_play(run_sections):
+    (namespace,), output = run_sections(ALGORITHMS, "Self-play")
+    assert namespace["table"].shape == (2, 6, 3)
+    assert 0 < float(output.splitlines()[-1]) < 1
 
 
 def test_a_plan_for_named_devices(run_sections):

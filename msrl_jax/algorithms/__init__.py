@@ -32,6 +32,8 @@ from msrl_jax.algorithms.ippo import IPPOConfig as IPPOConfig
 from msrl_jax.algorithms.ippo import MAPPOConfig as MAPPOConfig
 from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.iql import IQLConfig as IQLConfig
+from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
+from msrl_jax.algorithms.maddpg import MADDPGConfig as MADDPGConfig
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
 from msrl_jax.algorithms.qmix import QMIX as QMIX
@@ -44,6 +46,8 @@ from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPOConfig as RecurrentPPOConfig
 from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.sac import SACConfig as SACConfig
+from msrl_jax.algorithms.self_play import SELF_PLAY as SELF_PLAY
+from msrl_jax.algorithms.self_play import SelfPlayConfig as SelfPlayConfig
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.td3 import TD3Config as TD3Config
 from msrl_jax.algorithms.teams import TEAMS as TEAMS

@@ -27,7 +27,7 @@ from msrl_jax.algorithms.loops.acting import (
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_transform, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
@@ -244,6 +244,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=1,
         env=venv,
+        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
 

@@ -29,7 +29,7 @@ from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
-from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
@@ -258,6 +258,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=num_workers,
         env=venv,
+        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
 

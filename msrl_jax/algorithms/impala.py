@@ -31,7 +31,7 @@ from msrl_jax.algorithms.loops.acting import (
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import standardize, vtrace
 from msrl_jax.counters import Counter, advance, counter
@@ -298,6 +298,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_updates,
         env=venv,
+        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
 

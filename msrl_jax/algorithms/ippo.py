@@ -35,7 +35,7 @@ from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import VectorizedAgents
+from msrl_jax.envs import Discrete, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -321,13 +321,22 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         )
         return params, Learner(opt_state, count, key, rest.actor_keys, scale), metrics
 
-    def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+    def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
+        """Distributions over actions `[E, A]` outside of training, and the carry."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
         state = jnp.zeros((num_envs, venv.state_size))  # only values depend on it
         (policy, _), carry = step(params, Now(obs, state, jnp.zeros(num_envs, bool)), carry)
+        return policy, carry
+
+    def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+        policy, carry = policy_of(params, obs, carry)
+        num_envs = jax.tree.leaves(obs)[0].shape[0]
         if key is None:
             return policy.mode(), carry
         return policy.sample(jax.random.split(key, num_envs * num_agents).reshape(num_envs, num_agents)), carry
+
+    def probabilities(params: Any, rest: Learner, obs: Any) -> jax.Array:
+        return policy_of(params, obs, memoryless)[0].probabilities()
 
     agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
     return Team(
@@ -340,6 +349,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
         recurrent=recurrent,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
+        probabilities=probabilities if isinstance(venv.action_space, Discrete) and not recurrent else None,
         env_group=config.num_minibatches if recurrent else 1,
         agent_axes=env,
     )

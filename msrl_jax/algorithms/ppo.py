@@ -28,7 +28,7 @@ from msrl_jax.algorithms.loops.acting import (
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.proximal import proximal_updates, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.counters import Counter, advance, counter
@@ -238,6 +238,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
+        probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
@@ -77,6 +76,28 @@ class Behavior:
             return self.agent.act(state, observed, key), carry
         return self.agent.act(state, observed, key, carry)
 
+    def probabilities(self, state: Any, obs: Any) -> jax.Array:
+        """The probabilities of discrete actions.
+
+        Args:
+          state: state of one run, or the result of `restore`.
+          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
+
+        Returns:
+          The probabilities `[E, ..., N]`.
+
+        Raises:
+          ValueError: if the agent is recurrent, or if its policy is not categorical.
+        """
+        if self.agent.initial_carry is not None:
+            raise ValueError(
+                "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
+                "actions with act_with_carry"
+            )
+        if self.agent.probabilities is None:
+            raise ValueError("this agent has no categorical policy, so no probabilities of actions; use act")
+        return self.agent.probabilities(state, self.agent.env.observe(state.env_state, obs))
+
     @functools.cached_property
     def state_type(self) -> Any:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
@@ -89,15 +110,15 @@ class Behavior:
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
-        batch = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), self.observation_type)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
-        def act_both_ways(state):
+        def act_both_ways(state, batch):
             return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
 
-        jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type).jaxpr
+        jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        return tuple(id(v) in used for v in jaxpr.invars)
+        return tuple(id(v) in used for v in jaxpr.invars[: len(jax.tree.leaves(self.state_type))])
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device.

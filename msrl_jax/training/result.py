@@ -221,6 +221,15 @@ class Result:
         compiled, leaves = jax.jit(act), behavior.take(self.state)
         return lambda member, obs, carry, key: compiled(leaves, member, obs, carry, key)
 
+    @functools.cached_property
+    def _probabilities(self) -> Callable[..., jax.Array]:
+        behavior, many = self.behavior, self.seeds > 1
+
+        def probabilities(leaves, member, obs):
+            return behavior.probabilities(behavior.restore([x[member] for x in leaves] if many else leaves), obs)
+
+        return functools.partial(jax.jit(probabilities), behavior.take(self.state))
+
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.
 
@@ -262,6 +271,41 @@ class Result:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
             carry does not fit the number of observations, or if the run has no such member.
         """
+        obs, single = self._batch(obs)
+        count = jax.tree.leaves(obs)[0].shape[0]
+        fresh = self.behavior.initial_carry(count)
+        carry = fresh if carry is None else carry
+        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
+        if shapes != wanted:
+            raise ValueError(
+                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
+                "last call returned, or None at the start of an episode"
+            )
+        actions, carry = self._act(self.member(member), obs, carry, key)
+        return (actions[0] if single else actions), carry
+
+    act_with_memory = deprecated("act_with_memory", act_with_carry)
+
+    def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
+        """The probabilities with which `act` chooses discrete actions if it has a key.
+
+        Args:
+          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
+          member: number of the member that acts; the best one if None.
+
+        Returns:
+          The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
+
+        Raises:
+          ValueError: if the agent has no categorical policy (PPO, A2C, A3C and IMPALA have one for discrete actions, alone or
+            for several agents) or is recurrent, or as in `act`.
+        """
+        obs, single = self._batch(obs)
+        probabilities = self._probabilities(self.member(member), obs)
+        return probabilities[0] if single else probabilities
+
+    def _batch(self, obs: Any) -> tuple[Any, bool]:
+        """Checks raw observations; returns them with a leading dimension, and whether there was none."""
         kind = self.behavior.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
             raise ValueError(
@@ -280,19 +324,7 @@ class Result:
         if (mask := mask_of(obs)) is not None and not mask.any(-1).all():
             number = np.argwhere(~mask.any(-1))[0].tolist()
             raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
-        count = jax.tree.leaves(obs)[0].shape[0]
-        fresh = self.behavior.initial_carry(count)
-        carry = fresh if carry is None else carry
-        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
-        if shapes != wanted:
-            raise ValueError(
-                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
-                "last call returned, or None at the start of an episode"
-            )
-        actions, carry = self._act(self.member(member), obs, carry, key)
-        return (actions[0] if single else actions), carry
-
-    act_with_memory = deprecated("act_with_memory", act_with_carry)
+        return obs, single
 
     def evaluate(
         self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS

@@ -122,6 +122,33 @@ def test_sampled_actions_follow_the_policy(trained):
     assert set(actions.tolist()) == {0, 1}, "an untrained policy is close to uniform"
 
 
+def test_probabilities_are_the_shares_of_sampled_actions(trained, members):
+    obs = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    p = trained.probabilities(obs)
+    assert p.shape == (3, 2) and p.dtype == np.float32
+    np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(trained.probabilities(obs[1]), p[1], rtol=1e-6)
+    actions = trained.act(np.repeat(obs, 4000, axis=0), jax.random.key(0)).reshape(3, 4000)
+    np.testing.assert_allclose(actions.mean(1), p[:, 1], atol=0.04)  # five standard deviations
+    each = [members.probabilities(obs, member=i) for i in range(3)]
+    np.testing.assert_array_equal(members.probabilities(obs), each[members.best])
+    assert not np.allclose(each[0], each[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("algo", "env", "why"),
+    [
+        ("dqn", "CartPole-v1", "no categorical policy"),
+        ("ppo", "Pendulum-v1", "no categorical policy"),
+        ("recurrent_ppo", "CartPole-v1", "remembers earlier observations"),
+    ],
+)
+def test_agents_without_probabilities_say_so(algo, env, why):
+    behavior = resolve(algo, env).behavior
+    with pytest.raises(ValueError, match=why):
+        behavior.probabilities(behavior.state_type, np.zeros((1, *behavior.observation_type.shape)))
+
+
 def test_an_observation_of_another_shape_is_refused(trained):
     with pytest.raises(ValueError, match=r"obs has shape \[\(3,\)\]; the environment's observations have shape \[\(4,\)\]"):
         trained.act(np.zeros(3))

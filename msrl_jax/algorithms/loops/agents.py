@@ -80,6 +80,8 @@ class Team:
       initial_carry: `(num_envs) -> carry [E, A, ...]`; an empty pytree for networks without a memory.
       recurrent: whether the team remembers.
       updates_per_iteration: largest number of gradient steps per iteration.
+      probabilities: `(params, rest, obs [E, A, ...]) -> probabilities of the actions [E, A, N]`, outside of training; None if
+        the policy is not categorical, or if the team remembers.
       agent_axes: the logical axes of its arrays `[E, A, ...]`: `P("env", "agent")` if every agent has its own network.
       env_group: size of a group of adjacent environments that must be on one device.
     """
@@ -94,6 +96,7 @@ class Team:
     recurrent: bool
     updates_per_iteration: int
     agent_axes: P
+    probabilities: Callable[[Any, Any, Any], jax.Array] | None = None
     env_group: int = 1
 
 
@@ -130,13 +133,16 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     members = {name: venv.teams.get(name, everyone) for name in teams}
     to_env_action = action_transform(venv.action_space)
 
-    def together(actions: Mapping[str, jax.Array]) -> jax.Array:
+    def together(parts: Mapping[str, jax.Array]) -> jax.Array:
+        """An array of all agents `[E, A, ...]`, from those of the teams."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        order = [i for name in parts for i in members[name]]
+        return jnp.concatenate(list(parts.values()), axis=1)[:, np.argsort(order)]
+
+    def joint_action(actions: Mapping[str, jax.Array]) -> jax.Array:
         """The actions of all agents in the environments `[E, A, ...]`, from those of the teams."""
-        taken = {name: to_env_action(action) for name, action in actions.items()}
-        if len(taken) == 1:
-            return next(iter(taken.values()))
-        order = [i for name in taken for i in members[name]]
-        return jnp.concatenate(list(taken.values()), axis=1)[:, np.argsort(order)]
+        return together({name: to_env_action(action) for name, action in actions.items()})
 
     def of_team(name: str, x: Any) -> Any:
         """The part of a team of `[E, A, ...]`."""
@@ -160,7 +166,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
 
     @fragment(role="env")
     def env_step(env_state, actions):
-        env_state, t = venv.step(env_state, together(actions))
+        env_state, t = venv.step(env_state, joint_action(actions))
         outcome = {
             name: {
                 "reward": of_team(name, t.reward),
@@ -207,7 +213,11 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
             actions[name], carries[name] = team.choose_action(
                 state.params[name], state.teams[name], of_team(name, obs), team_key, carry[name]
             )
-        return together(actions), carries
+        return joint_action(actions), carries
+
+    def probabilities(state: TeamsState, obs: Any) -> jax.Array:
+        each = {name: (team.probabilities, state.params[name], state.teams[name]) for name, team in teams.items()}
+        return together({n: of(params, rest, of_team(n, obs)) for n, (of, params, rest) in each.items() if of is not None})
 
     recurrent = any(team.recurrent for team in teams.values())
     nothing = {name: team.initial_carry(1) for name, team in teams.items()}
@@ -230,6 +240,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         env=venv,  # type: ignore[arg-type]
         initial_carry=(lambda num_envs: {n: t.initial_carry(num_envs) for n, t in teams.items()}) if recurrent else None,
         env_group=math.lcm(*(team.env_group for team in teams.values())),
+        probabilities=None if any(team.probabilities is None for team in teams.values()) else probabilities,
     )
 
 

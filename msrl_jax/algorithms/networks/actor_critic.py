@@ -232,6 +232,21 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     return transform
 
 
+def action_probabilities(
+    space: Space, policy: Callable[[Any, Any], Distribution]
+) -> Callable[[Any, Any], jax.Array] | None:
+    """Makes `Agent.probabilities` from a policy.
+
+    Args:
+      space: space of one action.
+      policy: `(state, obs) -> distribution over actions`.
+
+    Returns:
+      `(state, obs [E, ...]) -> probabilities [E, N]`; None unless the space is `Discrete`.
+    """
+    return (lambda state, obs: cast(Categorical, policy(state, obs)).probabilities()) if isinstance(space, Discrete) else None
+
+
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
     """The inverse of `action_transform`: from an environment's actions to a policy's actions.
 

@@ -61,6 +61,10 @@ class Categorical:
         """The most probable action; the first one if several are. `[...]`."""
         return jnp.argmax(self.logits, axis=-1).astype(jnp.int32)
 
+    def probabilities(self) -> jax.Array:
+        """The probabilities of the actions. `[..., N]`."""
+        return jax.nn.softmax(self.logits)
+
     def log_prob(self, action: jax.Array) -> jax.Array:
         """Log-probability of `action` `[...]` integer. `[...]`."""
         chosen = jnp.take_along_axis(self.logits, action[..., None], axis=-1)[..., 0]

@@ -1,7 +1,7 @@
 """A team as one agent: joint observations and joint actions."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +60,10 @@ class TeamView:
     @property
     def observation_type(self) -> JointObservation:
         """Shapes and dtypes of one joint observation."""
-        obs: Any = jax.eval_shape(self.env.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
+        obs = jax.eval_shape(self.env.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
         obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
-        state: Any = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
-        present: Any = jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_)
-        return JointObservation(obs, state, present)
+        state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
+        return JointObservation(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
 
     def observe(self, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""

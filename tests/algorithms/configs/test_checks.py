@@ -60,7 +60,7 @@ def test_minibatches_must_divide_the_unroll():
 
 
 # The learning rates of these fall by default, if it is known over how many steps.
-UNANNEALED = ("dqn", "apex_dqn", "r2d2", "qmix", "vdn", "bc", "cql", "iql")
+UNANNEALED = ("dqn", "apex_dqn", "r2d2", "qmix", "vdn", "bc", "cql", "iql", "self_play")
 
 
 @pytest.mark.parametrize("name", [n for n, field in FIELDS if field == "anneal_learning_rate" and n not in UNANNEALED])

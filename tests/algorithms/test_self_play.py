@@ -1,0 +1,218 @@
+"""Self-play: who sits where, what the pool holds, whose experience counts, and equilibria of small games."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.algorithms.ippo import make_team
+from msrl_jax.algorithms.loops.agents import Experience, Now
+from msrl_jax.algorithms.self_play import SelfPlayConfig, play_itself
+from msrl_jax.envs import VectorizedAgents
+from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
+
+from .many_agents import Homes
+
+SMALL = {
+    "num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "num_minibatches": 2, "num_opponents": 2,
+}  # fmt: skip
+
+
+def build(env, **options):
+    return msrl.algorithms.get("self_play").build(env, SelfPlayConfig(**{**SMALL, **options}))
+
+
+def team(**options):
+    config = SelfPlayConfig(**{**SMALL, **options})
+    venv = VectorizedAgents(RockPaperScissors(), config.num_envs)
+    return play_itself(make_team(venv, 1, config), config)
+
+
+def always(params, action):
+    """The parameters with a bias of the policy that leaves one action."""
+    bias = 50.0 * jax.nn.one_hot(action, 3) * jnp.ones_like(params["params"]["actor_head"]["bias"])
+    return {"params": params["params"] | {"actor_head": params["params"]["actor_head"] | {"bias": bias}}}
+
+
+def exploitability(result, env, member=0):
+    obs = jax.tree.map(lambda x: x.swapaxes(0, 1), env.information_states())
+    return env.exploitability(result.probabilities(obs, member=member).swapaxes(0, 1))
+
+
+def test_a_new_copy_replaces_the_oldest():
+    """With three places and a copy every second iteration: after iterations 0, 2, 4, 6 they are of 6, 2 and 4."""
+    agent = build(RockPaperScissors(), pool_size=3, pool_period=2, latest_share=0.0, learning_rate=0.1)
+
+    def step(state, _):
+        after, _ = agent.iteration(state)
+        pool = after.teams["agents"].pool
+        return after, (state.params["agents"], pool.filled, pool.drawn)
+
+    state = jax.jit(agent.init)(jax.random.key(0))
+    state, (params, filled, drawn) = jax.jit(lambda s: jax.lax.scan(step, s, None, length=7))(state)
+    jax.tree.map(
+        lambda pool, past: np.testing.assert_array_equal(pool, past[jnp.array([6, 2, 4])]),
+        state.teams["agents"].pool.params,
+        params,
+    )
+    np.testing.assert_array_equal(filled, [1, 1, 2, 2, 3, 3, 3])
+    assert (drawn >= 0).all() and (drawn < filled[:, None]).all(), "places without parameters are never drawn"
+    kernels = np.asarray(params["params"]["actor_head"]["bias"])
+    assert len(np.unique(kernels, axis=0)) == 7, "the parameters change, or else this proves nothing"
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, [0.25] * 4 + [0]), (1.0, [0, 0, 0, 0, 1]), (0.6, [0.1] * 4 + [0.6])])
+def test_opponents_are_drawn_by_the_rule(share, expected):
+    """The shares of the four slots, and of the current parameters, among 4,000 draws."""
+    players = team(pool_size=4, pool_period=1, latest_share=share, num_opponents=4)
+    params, rest = players.init(*jax.random.split(jax.random.key(0), 3))
+    rest = rest._replace(pool=rest.pool._replace(filled=jnp.int32(4)))
+
+    def draw(rest, _):
+        _, rest, _ = players.begin(params, rest)
+        return rest, rest.pool.drawn
+
+    _, drawn = jax.jit(lambda rest: jax.lax.scan(draw, rest, None, length=1000))(rest)
+    slots = np.array([0, 1, 2, 3, -1])
+    np.testing.assert_allclose((np.ravel(drawn)[:, None] == slots).mean(0), expected, atol=0.03)
+
+
+def test_the_learner_has_each_seat_as_often_against_every_opponent():
+    """The learner always plays 2; opponent 0, in the even environments, 0; and opponent 1 plays 1."""
+    players = team()
+    params, rest = players.init(*jax.random.split(jax.random.key(0), 3))
+    opponents = jax.tree.map(lambda *x: jnp.stack(x), always(params, 0), always(params, 1))
+    _, _, keys = players.begin(params, rest)
+    now = Now(jnp.zeros((8, 2, 1)), jnp.zeros((8, 2)), jnp.ones(8, bool))
+    acted = players.act((always(params, 2), opponents), now, (), jax.tree.map(lambda k: k[0], keys))[0]
+    np.testing.assert_array_equal(acted, [[2, 0], [2, 1], [0, 2], [1, 2]] * 2)
+
+
+def test_only_the_learners_seat_teaches():
+    """Whatever the other seat saw, did and got, the parameters become the same; it is not so for the learner's seat."""
+    players = team()
+    params, rest = players.init(*jax.random.split(jax.random.key(0), 3))
+    rng = np.random.default_rng(0)
+    learners = np.arange(2) != (np.arange(8) // 2 % 2)[:, None] ^ np.ones((8, 2), int)  # [E, 2]: seat 0 where e // 2 is even
+
+    def learned(changed):
+        """The parameters after experience with other numbers where `changed` `[E, 2]`."""
+        rng = np.random.default_rng(1)
+        normal = lambda *shape: np.where(changed[..., None], 3.0, rng.normal(size=shape)).astype(np.float32)  # noqa: E731
+        experience = Experience(
+            obs=normal(4, 8, 2, 1),
+            state=np.zeros((4, 8, 2), np.float32),
+            is_first=np.ones((4, 8), bool),
+            action=np.where(changed, 0, rng.integers(3, size=(4, 8, 2))),
+            extras=(log_prob,),
+            reward=normal(4, 8, 2, 1)[..., 0],
+            terminated=np.ones((4, 8, 2), bool),
+            truncated=np.zeros((4, 8), bool),
+            present=np.ones((4, 8, 2), bool) & ~changed | (rng.random((4, 8, 2)) < 0.5),
+            final_obs=normal(4, 8, 2, 1),
+            final_state=np.zeros((4, 8, 2), np.float32),
+        )
+        now = Now(normal(8, 2, 1), jnp.zeros((8, 2)), jnp.ones(8, bool))
+        return learn(params, rest, experience, now)
+
+    log_prob = rng.normal(-1, 0.1, size=(4, 8, 1)).astype(np.float32)
+    learn = jax.jit(lambda *args: players.learn(*args, ())[0])
+    reference = learned(np.zeros((8, 2), bool))
+    jax.tree.map(np.testing.assert_array_equal, learned(~learners), reference)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), learned(learners), reference)
+    assert not any(jax.tree.leaves(same))
+
+
+def test_the_learner_beats_a_frozen_opponent():
+    """All opponents always play rock, and are never replaced; paper wins."""
+    agent = build(RockPaperScissors(), latest_share=0.0, pool_size=2, num_envs=64, learning_rate=0.03, entropy_coef=0.0)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    rest = state.teams["agents"]
+    rocks = jax.tree.map(lambda x: jnp.stack([x, x]), always(state.params["agents"], 0))
+    pool = rest.pool._replace(params=rocks, filled=jnp.int32(2), wait=jnp.int32(10**6))
+    state = state._replace(teams={"agents": rest._replace(pool=pool)})
+    state, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=60))(state)
+    np.testing.assert_array_less(0.95, agent.probabilities(state, jnp.zeros((1, 2, 1)))[0, :, 1])
+    assert abs(metrics["return_against_pool"][:2].mean()) < 0.3 and metrics["return_against_pool"][-5:].mean() > 0.9
+    assert metrics["return_against_pool"].count[-1] == 64 * 4
+
+
+def test_the_pool_stays_where_actors_are():
+    """No opponent crosses devices, and the learner gets one seat of all that was seen: less than the observations of both."""
+    agent = build(KuhnPoker())
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    program = msrl.compile(
+        agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=4, learners=1), axes=agent.axes,
+        groups={"env": agent.env_group}, devices=jax.devices()[:5],
+    )  # fmt: skip
+    plan = program.explain()
+    assert not [c for c in plan.crossings if "pool" in c.value or "draw_opponents" in c.value]
+    up = sum(c.nbytes * c.times for c in plan.crossings if c.source == "actors")
+    assert 0 < up < 4 * 8 * 2 * 11 * 4
+    # Sums of episodes and of scores, six numbers, are all that actors say to each other.
+    assert plan.bytes_of_collectives["actors"] == 24
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("core", "gru", "an opponent cannot take over the memory of another; use 'none'"),
+        ("share_parameters", False, "both seats have one network; use True"),
+        ("agent_ids", True, "both seats have one network; use False"),
+        ("central_critic", True, "both seats have one network; use False"),
+        ("num_envs", 20, "cannot be split into both seats against each of num_opponents=8; use num_envs=32"),
+        ("latest_share", 1.5, "use a finite number at least 0 and at most 1"),
+        ("pool_size", 0, "use an integer of at least 1"),
+    ],
+)
+def test_a_bad_field_is_refused(field, value, remedy):
+    with pytest.raises(ValueError, match=rf"SelfPlayConfig\.{field}={value!r}.*{remedy}"):
+        SelfPlayConfig(**{field: value})
+
+
+def test_three_players_are_refused():
+    with pytest.raises(ValueError, match=r"two players, but environment 'Homes' has 3 agents; use ippo or mappo"):
+        msrl.train("self_play", Homes(), total_steps=100)
+
+
+def test_each_agent_has_the_probabilities_of_its_own_network():
+    """Of two networks, in Kuhn poker: the shares of sampled actions, and none for illegal ones."""
+    config = {k: v for k, v in SMALL.items() if k != "num_opponents"} | {"share_parameters": False}
+    agent = msrl.algorithms.get("mappo").build(KuhnPoker(), msrl.algorithms.MAPPOConfig(**config))
+    state = jax.jit(agent.init)(jax.random.key(0))
+    heads = state.params["agents"]["actor"]["params"]
+    name, head = next((n, x) for n, x in heads.items() if "bias" in x and x["bias"].shape[-1] == 3)
+    heads[name] = head | {"bias": jnp.array([[0.0, 1, 2], [0, 2, 1]])}
+    obs = jax.tree.map(lambda x: x.swapaxes(0, 1), KuhnPoker().information_states())
+    p = agent.probabilities(state, obs)
+    assert p.shape == (6, 2, 3) and (p[..., 0] == 0).all()
+    assert (p[:, 0, 2] > 0.6).all() and (p[:, 1, 2] < 0.4).all()
+    actions = jax.jit(jax.vmap(lambda key: agent.act(state, obs, key)))(jax.random.split(jax.random.key(1), 4000))
+    np.testing.assert_allclose((actions[..., None] == np.arange(3)).mean(0), p, atol=0.04)
+
+
+def test_rock_paper_scissors_ends_near_its_equilibrium():
+    env = RockPaperScissors()
+    result = msrl.train("self_play", env, total_steps=200_000, eval_episodes=1)
+    assert exploitability(result, env) < 0.02
+
+
+@pytest.mark.slow
+def test_kuhn_poker_ends_near_an_equilibrium():
+    env = KuhnPoker()
+    result = msrl.train("self_play", env, total_steps=2_000_000, seeds=3, eval_episodes=1)
+    assert max(exploitability(result, env, member) for member in range(3)) < 0.05
+
+
+def test_a_run_goes_on_exactly(tmp_path):
+    """Also the pool, who waits in it and who is drawn."""
+    options = {**SMALL, "total_steps": 10 * 32, "pool_size": 3, "pool_period": 2, "latest_share": 0.5, "eval_episodes": 1}
+    whole = msrl.train("self_play", "KuhnPoker", **options)
+    stopped = msrl.train(
+        "self_play", "KuhnPoker", **options, out=tmp_path, chunk=1, callbacks=[lambda tick: tick.iteration >= 5]
+    )
+    assert stopped.history["iteration"][-1] == 5
+    resumed = msrl.train(out=tmp_path, resume=True)
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(data(a), data(b)), whole.state, resumed.state)
