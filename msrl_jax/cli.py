@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _flags, _gymnax, _jaxmarl, _launch, _names, _streams
+from msrl_jax import _background, _compile_cache, _flags, _gymnax, _jaxmarl, _launch, _names, _pgx, _streams
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -156,8 +156,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     if args.json:
         about = {key: result.description[key] for key in ("algorithm", "env")}
         about |= {"member": (result.best if args.member is None else args.member) if result.seeds > 1 else None}
-        outcome = {"eval_return": played.mean_return, "eval_length": played.mean_length}
-        _print_json(about | outcome | dataclasses.asdict(played))
+        _print_json(about | played.means | dataclasses.asdict(played))
     return 0
 
 
@@ -245,7 +244,7 @@ def _list(args: List, config: dict[str, Any]) -> int:
 
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_jaxmarl.names()])
+        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_jaxmarl.names(), *_pgx.names()])
         names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
     if args.json:
         print(json.dumps(names))
@@ -253,6 +252,8 @@ def _list(args: List, config: dict[str, Any]) -> int:
         print("\n\n".join(f"{kind}\n" + "\n".join(f"  {name}" for name in found) for kind, found in names.items()))
         if not _jaxmarl.all_names():
             print(f"\nenvironments with several agents: {_jaxmarl.INSTALL} brings those of JaxMARL, {_jaxmarl.PREFIX}...")
+        if not _pgx.all_names():
+            print(f"\ngames of two players: {_pgx.INSTALL} brings those of pgx, {_pgx.PREFIX}...")
     return 0
 
 

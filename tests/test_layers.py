@@ -20,7 +20,7 @@ FLOORS = [
     {"_checks", "_registry", "_spec", "_streams", "_tables", "_threefry"},
     {
         "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
-        "_spelling", "counters", "metrics",
+        "_pgx", "_spelling", "counters", "metrics",
     },
     {"_put_off"},
 ]  # fmt: skip

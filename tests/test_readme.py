@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import cli, codecs
+from msrl_jax import cli, codecs, envs
 from msrl_jax.envs import registry
 from msrl_jax.training.setup import resolve_policy
 
@@ -268,8 +268,10 @@ def test_an_environment_with_legal_actions(run_sections):
 
 
 def test_an_environment_with_several_agents(run_sections):
-    (namespace,), _ = run_sections(ENVIRONMENTS, "Several agents")
+    (namespace, lamp), _ = run_sections(ENVIRONMENTS, "Several agents")
     assert np.isfinite(namespace["result"].history["episode_return"]).all()
+    assert envs.vectorize(lamp["env"], 2).agents == ("speaker", "listener") and lamp["obs"].shape == (2, 4)
+    assert lamp["env"].action_mask(lamp["state"]).tolist() == [[True] * 4, [True] * 3 + [False]]
 
 
 def test_the_page_shows_where_a_nan_comes_from(run_sections):

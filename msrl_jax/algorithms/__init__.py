@@ -32,6 +32,8 @@ from msrl_jax.algorithms.ippo import IPPOConfig as IPPOConfig
 from msrl_jax.algorithms.ippo import MAPPOConfig as MAPPOConfig
 from msrl_jax.algorithms.iql import IQL as IQL
 from msrl_jax.algorithms.iql import IQLConfig as IQLConfig
+from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
+from msrl_jax.algorithms.maddpg import MADDPGConfig as MADDPGConfig
 from msrl_jax.algorithms.ppo import PPO as PPO
 from msrl_jax.algorithms.ppo import PPOConfig as PPOConfig
 from msrl_jax.algorithms.qmix import QMIX as QMIX

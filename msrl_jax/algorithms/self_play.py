@@ -26,7 +26,7 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.ippo import IPPOConfig, make_team
 from msrl_jax.algorithms.loops.acting import split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
@@ -261,7 +261,7 @@ def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
         raise ValueError(
             f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; use ippo or mappo"
         )
-    venv = VectorizedAgents(env, config.num_envs)
+    venv = vectorize_agents(env, config.num_envs)
     team = play_itself(make_team(venv, 1, config), config)
     return teams_agent(venv, {"agents": team}, unroll_length=config.unroll_length)
 

@@ -17,7 +17,7 @@ from msrl_jax.algorithms.configs.rollout import RolloutConfig
 from msrl_jax.algorithms.loops.acting import split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment
 
 RANDOM = "random"
@@ -156,7 +156,7 @@ def build(env: MultiAgentEnvironment, config: TeamsConfig) -> Agent:
     if all(entry.algorithm is None for entry in entries):
         raise ValueError(f"no team of {config.teams} learns; give one an algorithm")
     members = members_of(tuple(env.agents), entries, name)
-    venv = VectorizedAgents(env, config.num_envs, members)
+    venv = vectorize_agents(env, config.num_envs, members)
     teams = {entry.name: _make_team(entry, venv, len(members[entry.name]), config) for entry in entries}
     return teams_agent(venv, teams, unroll_length=config.unroll_length)
 

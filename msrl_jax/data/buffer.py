@@ -39,8 +39,13 @@ def buffer(
       constant of the program.
 
     Raises:
-      ValueError: if the data set is too small for a batch or a window, or sizes do not fit.
+      ValueError: if the data set is too small for a batch or a window, if sizes do not fit, or if there are several agents.
     """
+    if dataset.has_agents:
+        raise ValueError(
+            f"the rows of the data set are steps of {dataset.reward.shape[1]} agents (it has the field present), and a buffer "
+            "of data holds steps of one; take the data of an environment with one agent"
+        )
     steps = len(dataset) // shards
     if steps < length or (steps - length + 1) * shards < batch_size:
         raise ValueError(

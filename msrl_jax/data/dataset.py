@@ -1,7 +1,7 @@
 """Data sets: transitions in order, as NumPy arrays.
 
-In the shape descriptions of this package, `N` is the number of transitions (rows), `K` the number of episodes and `G` the
-number of shards of a buffer.
+In the shape descriptions of this package, `N` is the number of transitions (rows), `K` the number of episodes, `G` the number
+of shards of a buffer and `A` the number of agents of one environment.
 """
 
 import dataclasses
@@ -16,6 +16,9 @@ from msrl_jax.envs import MaskedObservation
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}
 """The fields with the legal actions of observations."""
+PRESENT = "present"
+"""The field that a data set of several agents has, and no other."""
+OPTIONAL = (*MASKS.values(), PRESENT)
 
 
 class Episodes(NamedTuple):
@@ -24,7 +27,7 @@ class Episodes(NamedTuple):
     Attributes:
       start: first row of each episode. shape=(K,), dtype=int64
       length: number of rows of each episode. shape=(K,), dtype=int64
-      returns: undiscounted sum of the rewards of each episode. shape=(K,), dtype=float64
+      returns: undiscounted sum of the rewards of each episode. shape=(K,), or (K, A) of several agents; dtype=float64
     """
 
     start: np.ndarray
@@ -40,6 +43,10 @@ class Dataset:
     set for a row before a gap, unless the row ends its episode. So any rows in any order are a valid data set, and returns
     over several steps stop at gaps.
 
+    A row of several agents is a step of one environment: `obs`, `action`, `reward`, `terminated`, `next_obs` and the masks have
+    an entry for each agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `present`. An
+    episode of several agents ends when it is truncated or all of them have terminated.
+
     Attributes:
       obs: the observations. shape=(N, ...)
       action: the actions, as the environment takes them. shape=(N, ...)
@@ -53,6 +60,8 @@ class Dataset:
       action_mask: whether each of `n` discrete actions is legal in `obs`; None if the environment does not name legal actions.
         shape=(N, n), dtype=bool
       next_action_mask: the same of `next_obs`. shape=(N, n), dtype=bool
+      present: which of several agents had not terminated when they acted; the actions of others mean nothing. None for one
+        agent. shape=(N, A), dtype=bool
 
     Raises:
       ValueError: if the shapes or dtypes are inconsistent, or an array holds no numbers; the message names the field.
@@ -68,6 +77,7 @@ class Dataset:
     cut: Any = None
     action_mask: Any = None
     next_action_mask: Any = None
+    present: Any = None
 
     def __post_init__(self):
         arrays = {name: np.asarray(getattr(self, name)) for name in self.columns}
@@ -77,33 +87,38 @@ class Dataset:
         for name, x in arrays.items():
             if x.dtype.kind not in "biuf":
                 raise ValueError(f"{name} of a data set is {_kind(x)}, which holds no numbers; give an array of numbers")
-            if name in ("terminated", "truncated", *MASKS.values()):
+            if name in ("terminated", "truncated", *OPTIONAL):
                 if not ((x == 0) | (x == 1)).all():
                     raise ValueError(f"{name} of a data set is {_kind(x)} with values other than 0 and 1; give bool")
                 arrays[name] = x.astype(bool)
         arrays["reward"] = arrays["reward"].astype(np.float32)
-        wanted = dict.fromkeys(("reward", "terminated", "truncated"), num_rows) | {"next_obs": arrays["obs"].shape}
+        lead = arrays["obs"].shape[:2] if self.has_agents else num_rows
+        wanted = dict.fromkeys(("reward", "terminated", PRESENT), lead)
+        wanted |= {"truncated": num_rows, "next_obs": arrays["obs"].shape}
         if self.has_masks:
-            wanted |= dict.fromkeys(MASKS.values(), (*num_rows, *arrays["action_mask"].shape[-1:]))
+            wanted |= dict.fromkeys(MASKS.values(), (*lead, *arrays["action_mask"].shape[-1:]))
         for name in arrays:
-            shape = wanted.get(name, num_rows + arrays[name].shape[1:])
+            shape = wanted.get(name, lead + arrays[name].shape[len(lead) :])
             if arrays[name].shape != shape:
+                each = "observation, and all but truncated an entry for each agent" if self.has_agents else "observation"
+                many = ", or present too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
                     f"{name} of a data set is {_kind(arrays[name])}, but obs is {_kind(arrays['obs'])}; every field has a row "
-                    f"for each observation, so give {name} of shape {list(shape)}"
+                    f"for each {each}, so give {name} of shape {list(shape)}{many}"
                 )
         if arrays["next_obs"].dtype != arrays["obs"].dtype:
             raise ValueError(
                 f"next_obs of a data set is {arrays['next_obs'].dtype}, but obs is {arrays['obs'].dtype}; give both one dtype"
             )
         differs = arrays["next_obs"][:-1] != arrays["obs"][1:]
-        gap = np.append(differs.any(axis=tuple(range(1, differs.ndim))), True) & ~arrays["terminated"] & ~arrays["truncated"]
+        over = _terminated(arrays["terminated"], arrays["truncated"])
+        gap = np.append(differs.any(axis=tuple(range(1, differs.ndim))), True) & ~over & ~arrays["truncated"]
         if gap.any():
             arrays["truncated"] = arrays["truncated"] | gap
         cut = np.zeros(num_rows, bool) if self.cut is None else np.asarray(self.cut)
         if cut.shape != num_rows or cut.dtype != bool:
             raise ValueError(f"cut of a data set is {_kind(cut)}; give bool{list(num_rows)}, or None")
-        arrays["cut"] = (cut | gap) & arrays["truncated"] & ~arrays["terminated"]
+        arrays["cut"] = (cut | gap) & arrays["truncated"] & ~over
         for name, x in arrays.items():
             object.__setattr__(self, name, x)
 
@@ -116,13 +131,24 @@ class Dataset:
         return self.action_mask is not None or self.next_action_mask is not None
 
     @property
+    def has_agents(self) -> bool:
+        """Whether the rows are steps of several agents: whether there is a field `present`."""
+        return self.present is not None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The names of the arrays with one row for each transition, except for `cut`."""
-        return (*FIELDS, *MASKS.values()) if self.has_masks else FIELDS
+        return (*FIELDS, *(MASKS.values() if self.has_masks else ()), *((PRESENT,) if self.has_agents else ()))
+
+    @property
+    def ended(self) -> np.ndarray:
+        """Whether a row ends its episode, or a part of one: it is truncated, or terminated for all agents. shape=(N,)"""
+        return self.truncated | _terminated(self.terminated, self.truncated)
 
     def __repr__(self) -> str:
         returns, cut = self._returns()
         of = f" of {self.about['env']}" if "env" in self.about else ""
+        of += f", {self.reward.shape[1]} agents" if self.has_agents else ""
         mean = f": return {returns.mean():.1f} ± {returns.std():.1f}" if len(returns) else ""
         noun = "episode" if len(returns) == 1 else "episodes"
         parts = f", and parts of {cut:,} more" if cut else ""
@@ -136,22 +162,22 @@ class Dataset:
     @property
     def episodes(self) -> Episodes:
         """Starts, lengths and returns of the episodes."""
-        end = np.flatnonzero(self.terminated | self.truncated)
+        end = np.flatnonzero(self.ended)
         start = np.append(0, end[:-1] + 1)
         return Episodes(start, end + 1 - start, np.add.reduceat(self.reward.astype(np.float64), start))
 
     def _returns(self) -> tuple[np.ndarray, int]:
-        """The returns of the whole episodes, and the number of incomplete ones."""
+        """The returns of the whole episodes, summed over the agents, and the number of incomplete ones."""
         start, length, returns = self.episodes
         cut = self.cut[start + length - 1]
-        return returns[~cut], int(cut.sum())
+        return (returns.sum(-1) if self.has_agents else returns)[~cut], int(cut.sum())
 
     def describe(self) -> dict[str, Any]:
         """Summarizes the data set, as plain data.
 
         Returns:
           `rows`; `episodes`, the number of whole episodes; `cut_episodes`, the number of incomplete ones; `mean_return` of the
-          whole episodes, nan if there are none; and the items of `about`.
+          whole episodes, summed over the agents, nan if there are none; and the items of `about`.
         """
         returns, cut = self._returns()
         mean = float(returns.mean()) if len(returns) else float("nan")
@@ -216,6 +242,8 @@ def columns(rows: Any) -> dict[str, Any]:
     for name, mask in MASKS.items():
         if isinstance(found[name], MaskedObservation):
             found[name], found[mask] = found[name]
+    if hasattr(rows, PRESENT):
+        found[PRESENT] = getattr(rows, PRESENT)
     return found
 
 
@@ -231,7 +259,7 @@ def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """
     fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
     cut = np.zeros_like(fields["truncated"])
-    cut[:, -1] = ~fields["terminated"][:, -1] & ~fields["truncated"][:, -1]
+    cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
     return Dataset(**{name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}, about=about)
 
@@ -255,6 +283,8 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
     for i, other in enumerate(datasets):
         if other.has_masks != first.has_masks:
             raise ValueError(f"only one of the first data set and number {i + 1} has an action_mask; give both one, or none")
+        if other.has_agents != first.has_agents:
+            raise ValueError(f"only one of the first data set and number {i + 1} is of several agents; join those of one kind")
     for name in first.columns:
         for i, other in enumerate(datasets):
             a, b = getattr(first, name), getattr(other, name)
@@ -263,6 +293,11 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
     about = first.about if about is None else about
     arrays = {name: np.concatenate([getattr(d, name) for d in datasets]) for name in (*first.columns, "cut")}
     return Dataset(**arrays, about=about)
+
+
+def _terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:
+    """Whether the episode has terminated, in the shape of `truncated`; of several agents, whether all have."""
+    return terminated if terminated.ndim == truncated.ndim else np.all(terminated, -1)
 
 
 def _kind(x: np.ndarray) -> str:

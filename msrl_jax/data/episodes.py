@@ -33,7 +33,8 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
       The data set; an episode that does not end in a terminal state is truncated.
 
     Raises:
-      ValueError: if there is no episode, or an array is missing or has a wrong length; the message names the array.
+      ValueError: if there is no episode, if an array is missing or has a wrong length, or if there are rewards of several
+        agents; the message names the array.
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
@@ -71,6 +72,11 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
             raise ValueError(
                 f"{name} of {where} is of shape {list(x.shape)}, but there are {steps + 1} observations; give one per step, "
                 f"[{' or '.join(map(str, lengths))}, ...]"
+            )
+        if name == "reward" and x.ndim > 1:
+            raise ValueError(
+                f"reward of {where} is of shape {list(x.shape)}; these episodes are of one agent, so give one number per step; "
+                "for several agents, make a Dataset with the field present"
             )
         found[name] = x[1:] if name == "terminated" and terminal else x[:steps]
     truncated = found.setdefault("truncated", np.zeros(steps, bool)).astype(bool)

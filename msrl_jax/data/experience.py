@@ -2,7 +2,7 @@
 
 The recorded environment is the innermost vector environment, so it records raw observations and rewards under any algorithm.
 It needs no callbacks from the training program, and distribution policies place it like any environment. In the shape
-descriptions, `S` is the number of steps of a chunk and `E` the number of environments.
+descriptions, `S` is the number of steps of a chunk, `E` the number of environments and `A` the number of agents of one.
 """
 
 import dataclasses
@@ -19,14 +19,53 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.counters import Counter, advance, counter, remainder
-from msrl_jax.data.dataset import Dataset
+from msrl_jax.data.dataset import FIELDS, PRESENT, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
-from msrl_jax.envs import Box, Discrete, Environment, Space, TimeStep, VectorEnvironment, vectorize
+from msrl_jax.envs import (
+    Box,
+    Discrete,
+    Environment,
+    MultiAgentTimeStep,
+    Space,
+    TimeStep,
+    VectorEnvironment,
+    VectorizedAgents,
+    has_agents,
+    vectorize,
+    vectorize_agents,
+)
 from msrl_jax.envs.base import ENV_AXIS, PyTree, env_name
 from msrl_jax.envs.spaces import struct
 from msrl_jax.fragments.processes import read
 from msrl_jax.metrics import Mean
 from msrl_jax.replay import Transition
+
+
+class AgentsTransition(NamedTuple):
+    """A step of an environment with several agents, as a row of a data set; see `Dataset`."""
+
+    obs: PyTree
+    action: jax.Array
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    next_obs: PyTree
+    present: jax.Array
+
+
+def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition | AgentsTransition:
+    """The row of a data set for a step of `E` environments.
+
+    Args:
+      obs: the observations before the step. `[E, ...]`
+      action: the actions, in the dtype of the action space. `[E, ...]`
+      t: the outcome.
+
+    Returns:
+      The row. `[E, ...]`
+    """
+    row = obs, action, t.reward, t.terminated, t.truncated, t.final_obs
+    return AgentsTransition(*row, t.present) if isinstance(t, MultiAgentTimeStep) else Transition(*row)
 
 
 class RecordedState(NamedTuple):
@@ -42,17 +81,17 @@ class RecordedState(NamedTuple):
 
     env_state: PyTree
     obs: jax.Array
-    rows: Transition
+    rows: Transition | AgentsTransition
     position: jax.Array
     taken: Counter
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedEnvironment:
-    """An environment with a vectorized form that keeps its last steps.
+    """An environment, of one agent or several, with a vectorized form that keeps its last steps.
 
     Attributes:
-      env: the environment; its observations and actions are arrays.
+      env: the environment; observations and actions of an agent are arrays.
       steps: number of steps to keep of each copy, `S`.
     """
 
@@ -88,6 +127,11 @@ class RecordedEnvironment:
         """The legal actions of the environment; AttributeError if it does not name them."""
         return self.env.action_mask  # type: ignore[attr-defined]
 
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents; AttributeError if there is one agent."""
+        return self.env.agents  # type: ignore[attr-defined]
+
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         return self.env.reset(key)
@@ -96,14 +140,18 @@ class RecordedEnvironment:
         """Advances the episode."""
         return self.env.step(key, state, action)
 
-    def vectorize(self, num_envs: int) -> "RecordedVectorEnvironment":
-        """Makes `E` copies that keep their steps."""
-        return RecordedVectorEnvironment(vectorize(self.env, num_envs), self.steps)
+    def vectorize(self, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None) -> "RecordedVectorEnvironment":
+        """Makes `E` copies that keep their steps; `teams` are those of several agents."""
+        several = has_agents(self.env)
+        env = vectorize_agents(self.env, num_envs, teams) if several else vectorize(self.env, num_envs)  # type: ignore[arg-type]
+        return RecordedVectorEnvironment(env, self.steps)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedVectorEnvironment:
     """A vector environment that keeps its last steps in its state.
+
+    If it has several agents, it has the members of `VectorizedAgents`; else those raise AttributeError.
 
     Attributes:
       env: the vector environment.
@@ -142,10 +190,13 @@ class RecordedVectorEnvironment:
         """Starts all environments, without recorded steps."""
         env_state, obs = self.env.reset(key)
         item = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), obs)
-        action = struct(self.action_space)
-        number, flag = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
+        agents = (self.num_agents,) if has_agents(self.env) else ()
+        action = jax.ShapeDtypeStruct(agents + struct(self.action_space).shape, struct(self.action_space).dtype)
+        number, flag = (jax.ShapeDtypeStruct(agents, dtype) for dtype in (jnp.float32, jnp.bool_))
         lead = (self.steps, self.num_envs)
-        rows = Transition(item, action, number, flag, flag, item)
+        done = jax.ShapeDtypeStruct((), jnp.bool_)
+        types: dict[str, Any] = dict(zip(FIELDS, (item, action, number, flag, done, item), strict=True))
+        rows = AgentsTransition(**types | {PRESENT: flag}) if agents else Transition(**types)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs
@@ -154,7 +205,7 @@ class RecordedVectorEnvironment:
         """Advances all environments, and records the step."""
         env_state, t = self.env.step(state.env_state, action)
         action = jnp.asarray(action, struct(self.action_space).dtype)
-        row = Transition(state.obs, action, t.reward, t.terminated, t.truncated, t.final_obs)
+        row = to_row(state.obs, action, t)
         where = state.position
         rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
         return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
@@ -175,6 +226,34 @@ class RecordedVectorEnvironment:
     def with_statistics(self, state: RecordedState, statistics: PyTree) -> RecordedState:
         """See `VectorEnvironment`."""
         return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents."""
+        return self._several.agents
+
+    @property
+    def num_agents(self) -> int:
+        """The number of agents, `A`."""
+        return self._several.num_agents
+
+    @property
+    def teams(self) -> Mapping[str, tuple[int, ...]]:
+        """The indices of the agents of each team."""
+        return self._several.teams
+
+    @property
+    def state_size(self) -> int:
+        """The length of a global state."""
+        return self._several.state_size
+
+    def global_state(self, state: RecordedState, obs: PyTree) -> jax.Array:
+        """See `VectorizedAgents`."""
+        return self._several.global_state(state.env_state, obs)
+
+    @property
+    def _several(self) -> VectorizedAgents:
+        return self.env  # type: ignore[return-value]
 
 
 def _is_recorded(x: Any) -> bool:
@@ -207,7 +286,7 @@ def awake(state: Any, like: Any) -> Any:
         if not _is_recorded(x):
             return x
         rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)
-        position = remainder(x.taken, kind.rows.reward.shape[-2])
+        position = remainder(x.taken, kind.rows.truncated.shape[-2])
         return x._replace(rows=rows, position=position)
 
     return jax.tree.map(wake, state, like, is_leaf=_is_recorded)
@@ -269,7 +348,7 @@ class ExperienceWriter:
         leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
         rows, taken = jax.tree.unflatten(tree, read(leaves))
         taken = taken.high.astype(np.uint64) * 2**32 + taken.low
-        first, held = self._taken, rows.reward.shape[-2]
+        first, held = self._taken, rows.truncated.shape[-2]
         self._taken += steps
         if (taken != self._taken).any():
             raise RuntimeError(f"the environments took {taken - first} steps, but the algorithm says {steps}")

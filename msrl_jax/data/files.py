@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import writing
-from msrl_jax.data.dataset import FIELDS, MASKS, Dataset, columns, from_lanes
+from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_lanes
 from msrl_jax.data.episodes import read_minari
 from msrl_jax.data.parquet import read_parquet, write_parquet
 from msrl_jax.replay import Transition
@@ -118,8 +118,8 @@ def read_parts(folder: Path) -> Dataset:
     for path in paths:
         try:
             with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-                masks = [name for name in MASKS.values() if name in file.files]
-                parts.append({name: file[name] for name in (*FIELDS, *masks)})
+                others = [name for name in OPTIONAL if name in file.files]
+                parts.append({name: file[name] for name in (*FIELDS, *others)})
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
     try:
@@ -132,7 +132,7 @@ def read_parts(folder: Path) -> Dataset:
 def _read_npz(path: Path) -> Dataset:
     try:
         with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in (*FIELDS, *MASKS.values(), CUT, ABOUT) if name in file.files}
+            arrays = {name: file[name] for name in (*FIELDS, *OPTIONAL, CUT, ABOUT) if name in file.files}
             names = file.files
             about = json.loads(str(arrays.pop(ABOUT, "{}")))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.data.dataset import FIELDS, MASKS, Dataset
+from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset
 from msrl_jax.data.extra import require
 
 _KEY = b"msrl_jax"
@@ -54,7 +54,7 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
         raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
     said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
-    for name in (*FIELDS, *MASKS.values()):
+    for name in (*FIELDS, *OPTIONAL):
         if name in table.column_names:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
             arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x

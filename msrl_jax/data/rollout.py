@@ -12,13 +12,12 @@ import numpy as np
 from msrl_jax._checks import check_seed, whole
 from msrl_jax._device_memory import check_fits_host, tree_bytes
 from msrl_jax.data.dataset import Dataset, columns, from_lanes
-from msrl_jax.data.experience import RecordedEnvironment
+from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.files import check_new, save
-from msrl_jax.data.spaces import check_one_agent, check_rows_fit
-from msrl_jax.envs import Environment, vectorize
+from msrl_jax.data.spaces import agents_of, check_rows_fit
+from msrl_jax.envs import Environment, has_agents, vectorize
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.fragments.memory import Fitting
-from msrl_jax.replay import Transition
 
 _CHUNK = 1024
 """Approximate number of rows on the device at once."""
@@ -84,8 +83,8 @@ def record(
       steps: number of rows of the data set, `N`. Each of the parallel environments has `N / num_envs` rows, rounded up; the
         last one may have fewer. The last episode of each environment is cut, so fewer environments cut fewer episodes.
       path: file for the data set, as in `save`; None writes no file.
-      epsilon: probability of a uniformly random legal action; other actions are the most probable ones. None samples all
-        actions from the policy.
+      epsilon: probability of a uniformly random legal action, of every agent by itself; other actions are the most probable
+        ones. None samples all actions from the policy.
       seed: seed of all randomness.
       member: the member that acts, in a run of several seeds; the best one if None.
       num_envs: number of parallel environments.
@@ -96,32 +95,35 @@ def record(
     Raises:
       ValueError: if a number is out of range, if the file exists, if its suffix names no format, if the rows or the
         environments take more memory than there is, or if an observation has no legal action.
-      TypeError: if observations or actions are not arrays, or if there are several agents.
+      TypeError: if observations or actions are not arrays.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
     if epsilon is not None and not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon={epsilon}: use a probability, or None to sample actions from the policy")
     if path is not None:
         check_new(path)
-    check_one_agent(result.behavior.env)
     behavior, num_envs = result.behavior, min(num_envs, steps)
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
     env = vectorize(behavior.env, num_envs)
     check_rows_fit(behavior.env, steps, "Record fewer steps at once, with another seed and file each time")
     space, limit = RecordedEnvironment(behavior.env, chunk).action_space, 1.0 if epsilon is None else epsilon
+    several = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
 
     def choose(state: Any, obs: Any, carry: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         if epsilon is None:
             return behavior.act_with_carry(state, obs, carry, key)
         action, carry = behavior.act_with_carry(state, obs, carry)
         whether, *keys = jax.random.split(key, num_envs + 1)
-        mask = mask_of(obs)
-        random: Any = jax.vmap(space.sample)(jnp.stack(keys)) if mask is None else jax.vmap(sample_legal)(jnp.stack(keys), mask)
-        at_random = jax.random.uniform(whether, (num_envs,)) < limit
-        return jnp.where(at_random.reshape(-1, *[1] * (random.ndim - 1)), random, action), carry
+        mask, keys = mask_of(obs), jnp.stack(keys)
+        draw = jax.vmap(lambda key, mask: space.sample(key) if mask is None else sample_legal(key, mask))
+        if several:
+            keys, draw = jax.vmap(lambda key: jax.random.split(key, several))(keys), jax.vmap(draw)
+        random: Any = draw(keys, mask)
+        at_random = jax.random.uniform(whether, keys.shape) < limit
+        return jnp.where(at_random.reshape(*keys.shape, *[1] * (random.ndim - keys.ndim)), random, action), carry
 
-    def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Transition]:
+    def roll(leaves: list[jax.Array], running: Any) -> tuple[Any, Any]:
         state, fresh = behavior.restore(leaves), behavior.initial_carry(num_envs)
 
         def step(running, _):
@@ -129,10 +131,8 @@ def record(
             key, action_key = jax.random.split(key)
             action, carry = choose(state, obs, carry, action_key)
             env_state, t = env.step(env_state, action)
-            done = t.terminated | t.truncated
-            carry = jax.tree.map(lambda new, old: jax.vmap(jnp.where)(done, new, old), fresh, carry)
-            row = Transition(obs, jnp.asarray(action, action_dtype), t.reward, t.terminated, t.truncated, t.final_obs)
-            return (env_state, t.obs, carry, key), row
+            carry = jax.tree.map(lambda new, old: jax.vmap(jnp.where)(t.ended, new, old), fresh, carry)
+            return (env_state, t.obs, carry, key), to_row(obs, jnp.asarray(action, action_dtype), t)
 
         return jax.lax.scan(step, running, None, length=chunk)
 
@@ -154,6 +154,7 @@ def record(
         "env": description["env"],
         "observation_space": str(behavior.env.observation_space),
         "action_space": str(behavior.env.action_space),
+        **agents_of(behavior.env),
         "made_by": f"{description['algorithm']}, {how}",
         "trained_steps": description["total_steps"],
         "seed": seed,

@@ -1,6 +1,7 @@
 """Checks that a data set fits an environment: shapes, dtypes and ranges."""
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -24,27 +25,41 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
 
     Args:
       dataset: the data set.
-      env: the environment.
+      env: the environment, of one agent or several.
 
     Returns:
       The data set with observations and actions in the environment's dtypes.
 
     Raises:
-      ValueError: if shapes or dtypes differ, or if a value is not finite or not in its space; the message names the field
-        and the row.
+      ValueError: if the numbers of agents, shapes or dtypes differ, or if a value is not finite or not in its space; the
+        message names the field and the row.
       TypeError: if the spaces are neither a `Box` nor `Discrete`.
     """
     name = env_name(env)
+    agents = _check_agents(dataset, env)
     spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
     same = dataset.about.get("observation_space") == str(env.observation_space)
     fitting = {
-        field: _fit(getattr(dataset, field), space, field, name, bounds=field == "action" or not same)
+        field: _fit(getattr(dataset, field), space, field, name, agents, bounds=field == "action" or not same)
         for field, space in spaces.items()
     }
-    if (bad := np.flatnonzero(~np.isfinite(dataset.reward))).size:
-        raise ValueError(f"reward of the data set is {dataset.reward[bad[0]]} {_rows(bad)}; leave such rows out")
+    if (bad := np.argwhere(~np.isfinite(dataset.reward))).size:
+        raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; leave such rows out")
     _check_masks(dataset, env)
     return dataclasses.replace(dataset, **fitting)
+
+
+def _check_agents(dataset: Dataset, env: Any) -> tuple[int, ...]:
+    """Returns the numbers of agents as the shape before each agent's arrays: `()` or `(A,)`."""
+    agents = (len(env.agents),) if has_agents(env) else ()
+    given = dataset.reward.shape[1:]
+    if given != agents:
+        was, has = (f"{count[0]} agents" if count else "one agent" for count in (given, agents))
+        raise ValueError(
+            f"reward of the data set is of {was}, and {env_name(env)} has {has}; use the environment that the data set was "
+            "made in, or record another one"
+        )
+    return agents
 
 
 def _check_masks(dataset: Dataset, env: Environment) -> None:
@@ -58,29 +73,29 @@ def _check_masks(dataset: Dataset, env: Environment) -> None:
     if not given:
         return
     space, mask = env.action_space, dataset.action_mask
-    if mask.shape[1:] != (space.n,):  # type: ignore[attr-defined]
-        raise ValueError(f"action_mask of the data set has {mask.shape[1]} actions in every row, but {name} has {space}")
-    if (bad := np.flatnonzero(~np.take_along_axis(mask, dataset.action.astype(np.int64)[:, None], 1)[:, 0])).size:
-        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad)}; leave such rows out")
+    if mask.shape[-1:] != (space.n,):  # type: ignore[attr-defined]
+        raise ValueError(f"action_mask of the data set has {mask.shape[-1]} actions in every row, but {name} has {space}")
+    if (bad := np.argwhere(~np.take_along_axis(mask, dataset.action.astype(np.int64)[..., None], -1)[..., 0])).size:
+        raise ValueError(f"action of the data set is illegal by its action_mask {_rows(bad[:, 0])}; leave such rows out")
 
 
-def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np.ndarray:
+def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
     what = f"{field} of the data set"
     kind = "action_space" if field == "action" else "observation_space"
     if not isinstance(space, Box | Discrete):
         raise TypeError(f"data sets hold arrays, but the {kind} of {name} is {space}; wrap it in envs.FlattenObservation")
-    if x.shape[1:] != space.shape:
+    if x.shape[1:] != (*agents, *space.shape):
         raise ValueError(
             f"{what} has shape {list(x.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
-            f"{list(space.shape)}; use the environment that the data set was made in, or convert one of the two"
+            f"{[*agents, *space.shape]}; use the environment that the data set was made in, or convert one of the two"
         )
     if not np.can_cast(x.dtype, np.dtype(space.dtype), "same_kind"):
         raise ValueError(
             f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, and one does not become the other "
             "without loss; convert it on purpose, or use the environment that the data set was made in"
         )
-    rows = x.reshape(len(x), -1)
-    if (bad := np.flatnonzero(~np.isfinite(rows).all(1))).size:
+    rows = x.reshape(len(x), math.prod(agents), -1)
+    if (bad := np.flatnonzero(~np.isfinite(rows).all((1, 2)))).size:
         raise ValueError(f"{what} is not finite {_rows(bad)}; leave such rows out")
     if not bounds:
         return x.astype(space.dtype)
@@ -91,7 +106,7 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np
         if np.issubdtype(space.dtype, np.floating):
             low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
     outside = (rows < low) | (rows > high)
-    if (bad := np.flatnonzero(outside.any(1))).size:
+    if (bad := np.flatnonzero(outside.any((1, 2)))).size:
         value = rows[bad[0]][outside[bad[0]]][0]
         raise ValueError(
             f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; use the environment that the data "
@@ -101,6 +116,7 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, bounds: bool) -> np
 
 
 def _rows(bad: np.ndarray) -> str:
+    bad = np.unique(bad)
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
 
 
@@ -108,16 +124,15 @@ def bytes_per_step(env: Environment) -> int:
     """Bytes of a step of an environment in a data set."""
     obs, action = struct(env.observation_space), struct(env.action_space)
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
-    return 2 * array_bytes(obs) + array_bytes(action) + 4 + 2 + masks  # the reward, and two flags
-
-
-def check_one_agent(env: Any) -> None:
-    """Raises TypeError if an environment has several agents: a row of a data set has one observation, action and reward."""
+    row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 1 + masks  # the reward, and whether the agent has terminated
     if has_agents(env):
-        raise TypeError(
-            f"{env_name(env)} has {len(env.agents)} agents, and a row of a data set has one observation, action and reward, so "
-            "steps of several agents cannot be recorded; leave the recording out"
-        )
+        row = (row + 1) * len(env.agents)  # type: ignore[attr-defined]  # and whether it is present
+    return row + 1  # whether the episode was truncated
+
+
+def agents_of(env: Any) -> dict[str, list[str]]:
+    """The names of the agents for `Dataset.about`; nothing if there is one agent."""
+    return {"agents": list(env.agents)} if has_agents(env) else {}
 
 
 def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:

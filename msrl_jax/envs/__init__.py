@@ -10,6 +10,7 @@ from msrl_jax.envs.agents.joint import TeamView as TeamView
 from msrl_jax.envs.agents.stacked import DictEnvironment as DictEnvironment
 from msrl_jax.envs.agents.stacked import stack_agents as stack_agents
 from msrl_jax.envs.agents.vector import VectorizedAgents as VectorizedAgents
+from msrl_jax.envs.agents.vector import vectorize_agents as vectorize_agents
 from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import MaskedObservation as MaskedObservation
 from msrl_jax.envs.base import TimeStep as TimeStep

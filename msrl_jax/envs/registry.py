@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from msrl_jax import _gymnax, _jaxmarl, _registry
+from msrl_jax import _gymnax, _jaxmarl, _pgx, _registry
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.base import Environment
@@ -12,7 +12,7 @@ _factories: dict[str, Callable[..., Environment]] = {
     "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors,
 }  # fmt: skip
 
-SUITES = (_jaxmarl.PREFIX,)
+SUITES = (_jaxmarl.PREFIX, _pgx.PREFIX)
 """The beginnings of names that belong to suites of environments."""
 
 
@@ -38,7 +38,7 @@ def make(name: str, **params: Any) -> Environment:
 
     Args:
       name: a registered name, or one of gymnax's (`"CartPole-v1"`, `"Breakout-MinAtar"`), or one of JaxMARL's behind
-        `jaxmarl:` (`"jaxmarl:MPE_simple_spread_v3"`); `names` lists all.
+        `jaxmarl:` (`"jaxmarl:MPE_simple_spread_v3"`), or one of pgx's behind `pgx:` (`"pgx:tic_tac_toe"`); `names` lists all.
       **params: arguments of the registered factory; of a gymnax environment, fields of its `EnvParams`
         (`max_steps_in_episode=100`) and arguments of its constructor; of a JaxMARL environment, arguments of its constructor.
 
@@ -47,7 +47,7 @@ def make(name: str, **params: Any) -> Environment:
 
     Raises:
       TypeError: if the name is no text.
-      ImportError: if JaxMARL is needed and not installed; the message says how to install it.
+      ImportError: if JaxMARL or pgx is needed and not installed; the message says how to install it.
       ValueError: if there is no environment with that name, or it has no such parameter.
     """
     if not isinstance(name, str):
@@ -58,6 +58,10 @@ def make(name: str, **params: Any) -> Environment:
         from msrl_jax.envs.agents import jaxmarl_env
 
         return jaxmarl_env.make(name.removeprefix(_jaxmarl.PREFIX), **params)
+    if name.startswith(_pgx.PREFIX):
+        from msrl_jax.envs.agents import pgx_env
+
+        return pgx_env.make(name.removeprefix(_pgx.PREFIX), **params)
     if name not in names():
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
@@ -69,5 +73,5 @@ def make(name: str, **params: Any) -> Environment:
 
 
 def names() -> list[str]:
-    """The names of all environments: the registered ones, gymnax's, and JaxMARL's if it is installed."""
-    return [*_factories, *_gymnax.names(), *_jaxmarl.names()]
+    """The names of all environments: the registered ones, gymnax's, and those of JaxMARL and pgx if they are installed."""
+    return [*_factories, *_gymnax.names(), *_jaxmarl.names(), *_pgx.names()]

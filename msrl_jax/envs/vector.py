@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.agents.vector import VectorizedAgents
+from msrl_jax.envs.agents.vector import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
@@ -54,7 +54,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     if own is not None:
         return own(num_envs)
     if has_agents(env):
-        return VectorizedAgents(env, num_envs)  # type: ignore[arg-type,return-value]
+        return vectorize_agents(env, num_envs)  # type: ignore[arg-type,return-value]
     _check(env)
     if has_masks(env):
         check_masks(env)

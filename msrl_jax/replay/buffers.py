@@ -289,6 +289,8 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
             return ring.take(held, at, offset, lambda item: item)
         ends = ring.take(held, at, offset, lambda item: (item.terminated, item.truncated))
         reward, last, weight = n_step.fold(ring.take(held, at, offset, lambda item: item.reward), *ends, discount=discount)
+        if last.ndim > 1:  # of several agents; those whose sums end before others' have terminated, and need no successor
+            last = last.max(-1)
         obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
         return n_step.NStep(obs, action, reward, weight, ring.take(held, at, last, lambda item: item.next_obs))
 

@@ -1,4 +1,8 @@
-"""n-step transitions: folds a window of steps into one transition of its first action."""
+"""n-step transitions: folds a window of steps into one transition of its first action.
+
+A step of several agents has the joint observation and the joint action of `A` agents, and `[A]` rewards and ends of episodes.
+An agent that has left its episode stays terminated until the episode ends.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +17,9 @@ class Transition(NamedTuple):
     Attributes:
       obs: the observation acted on.
       action: the action.
-      reward: the reward. shape=()
-      terminated: whether the episode ended in a terminal state. shape=(), bool
-      truncated: whether the episode was cut short. shape=(), bool
+      reward: the reward, or those of several agents. shape=() or (A,)
+      terminated: whether the episode ended in a terminal state. shape=() or (A,), bool
+      truncated: whether the episode was cut short. shape=() or (A,), bool
       next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it is not the next observation acted on.
       carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
     """
@@ -35,9 +39,10 @@ class NStep(NamedTuple):
     Attributes:
       obs: the observation acted on. shape=(B, ...)
       action: the action. shape=(B, ...)
-      reward: the discounted sum of the rewards, up to the end of the episode. shape=(B,)
-      discount: the weight of the successor's value: a power of the discount factor, or 0 after a terminal state. shape=(B,)
-      next_obs: the true successor of the last step whose reward is in the sum. shape=(B, ...)
+      reward: the discounted sum of the rewards, up to the end of the episode. shape=(B,) or (B, A)
+      discount: the weight of the successor's value: a power of the discount factor, or 0 after a terminal state. shape=(B,) or
+        (B, A)
+      next_obs: the true successor of the last step whose reward is in the sum, of any agent's sum. shape=(B, ...)
     """
 
     obs: Any

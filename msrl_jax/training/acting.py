@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment
@@ -111,15 +110,15 @@ class Behavior:
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:
-        batch = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), self.observation_type)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), self.observation_type)
         carry = self.initial_carry(1)
 
-        def act_both_ways(state):
+        def act_both_ways(state, batch):
             return [self.act_with_carry(state, batch, carry, key) for key in (None, jax.random.key(0))]
 
-        jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type).jaxpr
+        jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        return tuple(id(v) in used for v in jaxpr.invars)
+        return tuple(id(v) in used for v in jaxpr.invars[: len(jax.tree.leaves(self.state_type))])
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device.

@@ -1,6 +1,7 @@
 """Evaluation with greedy episodes: one whole episode per environment, so that short episodes do not count more often."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import whole
-from msrl_jax.envs import vectorize
+from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.masks import check_played
 from msrl_jax.fragments.memory import Fitting
 from msrl_jax.training.acting import Behavior
@@ -22,15 +23,22 @@ class Evaluation:
     """The episodes of one evaluation.
 
     Attributes:
-      returns: undiscounted sum of the raw rewards of every episode. shape=[episodes] or [M, episodes], dtype=float32
+      returns: undiscounted sum of the raw rewards of every episode, of all agents. shape=[episodes] or [M, episodes],
+        dtype=float32
       lengths: environment steps of every episode. shape=[episodes] or [M, episodes], dtype=int32
       finished: whether the episode ended (terminated or truncated) within `max_steps`; otherwise its return is the return of
         its first steps. shape=[episodes] or [M, episodes], dtype=bool
+      agent_returns: the same sum for each of several agents; None for one agent. shape=[episodes, A] or [M, episodes, A],
+        dtype=float32
+      team_returns: name -> the sum over the agents of a team; empty unless there are several teams. shape=[episodes] or
+        [M, episodes], dtype=float32
     """
 
     returns: np.ndarray
     lengths: np.ndarray
     finished: np.ndarray
+    agent_returns: np.ndarray | None = None
+    team_returns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])
 
     @property
     def mean_return(self) -> float | np.ndarray:
@@ -42,13 +50,21 @@ class Evaluation:
         """Mean length over the episodes; an array `[M]` for `M` members."""
         return _mean(self.lengths)
 
+    @property
+    def means(self) -> dict[str, float | np.ndarray]:
+        """The columns of a history: `eval_return`, `eval_length`, and `eval_return/TEAM` of several teams."""
+        teams = {f"eval_return/{team}": _mean(returns) for team, returns in self.team_returns.items()}
+        return {"eval_return": self.mean_return, "eval_length": self.mean_length, **teams}
+
     def __repr__(self) -> str:
-        mean, spread = self.mean_return, np.std(self.returns, axis=-1, dtype=np.float64)
-        digits = decimals(mean, spread)
+        parts = {f"of {team}": returns for team, returns in self.team_returns.items()}
+        if self.agent_returns is not None and not parts:
+            parts["of each agent"] = np.moveaxis(self.agent_returns, -1, -2)
+        shown = "".join(f", {of} {_spread(returns)}" for of, returns in parts.items())
         cut = int((~self.finished).sum())
         note = f", {cut} cut off at max_steps" if cut else ""
         return (
-            f"Evaluation({self.returns.shape[-1]} episodes: return {_fixed(mean, digits)} ± {_fixed(spread, digits)}, "
+            f"Evaluation({self.returns.shape[-1]} episodes: return {_spread(self.returns)}{shown}, "
             f"length {_fixed(self.mean_length, 1)}{note})"
         )
 
@@ -56,6 +72,12 @@ class Evaluation:
 def _mean(values: np.ndarray) -> float | np.ndarray:
     mean = np.mean(values, axis=-1, dtype=np.float64)
     return mean if np.ndim(mean) else float(mean)
+
+
+def _spread(returns: np.ndarray) -> str:
+    mean, spread = _mean(returns), np.std(returns, axis=-1, dtype=np.float64)
+    digits = decimals(mean, spread)
+    return f"{_fixed(mean, digits)} ± {_fixed(spread, digits)}"
 
 
 def _fixed(values: float | np.ndarray, digits: int) -> str:
@@ -71,6 +93,7 @@ class _Episodes(NamedTuple):
     env_state: Any
     obs: Any
     carry: Any
+    agent_returns: Any
     returns: jax.Array
     lengths: jax.Array
     running: jax.Array
@@ -82,11 +105,17 @@ class Evaluator:
 
     Attributes:
       behavior: the behavior that plays.
-      play: maps the leaves that `behavior.take` returns, and a key, to the fields of an `Evaluation`.
+      play: maps the leaves that `behavior.take` returns, and a key, to fields of an `Evaluation`.
     """
 
     behavior: Behavior
     play: Fitting
+
+    @property
+    def teams(self) -> Mapping[str, tuple[int, ...]]:
+        """The indices of the agents of each team, if there are several teams."""
+        teams = getattr(self.behavior.agent.env, "teams", {})
+        return teams if len(teams) > 1 else {}
 
     def begin(self, state: Any, key: jax.Array) -> None:
         """Has another thread compile the program for such a state and key."""
@@ -98,9 +127,10 @@ class Evaluator:
         Raises:
           ValueError: if an observation has no legal action.
         """
-        evaluation = Evaluation(*jax.device_get(self.play(self.behavior.take(state), key)))
-        check_played(self.behavior.env, evaluation.returns)
-        return evaluation
+        played = jax.device_get(self.play(self.behavior.take(state), key))
+        check_played(self.behavior.env, played["returns"])
+        teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
+        return Evaluation(**played, team_returns=teams)
 
 
 def make_evaluator(
@@ -122,7 +152,7 @@ def make_evaluator(
         memory than the device has.
     """
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps, most=2**31 - 1)
-    env = vectorize(behavior.env, episodes)
+    env, several = vectorize(behavior.env, episodes), has_agents(behavior.env)
 
     def play(leaves: list[jax.Array], key: jax.Array):
         state = behavior.restore(leaves)
@@ -132,24 +162,34 @@ def make_evaluator(
             action, carry = behavior.act_with_carry(state, e.obs, e.carry)
             env_state, t = env.step(e.env_state, action)
             # The return of several agents is the sum of theirs, as in training.
-            reward = t.reward if t.reward.ndim == 1 else t.reward.sum(-1)
+            reward = t.reward.sum(-1) if several else t.reward
+            agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             return _Episodes(
                 step=e.step + 1,
                 env_state=env_state,
                 obs=t.obs,
                 carry=carry,
+                agent_returns=agents,
                 returns=e.returns + jnp.where(e.running, reward, 0.0),
                 lengths=e.lengths + e.running,
                 running=e.running & ~t.ended,
             )
 
-        none = jnp.zeros(episodes, jnp.int32)
+        zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(
-            jnp.int32(0), env_state, obs, behavior.initial_carry(episodes), jnp.zeros(episodes), none, jnp.ones(episodes, bool)
+            step=jnp.int32(0),
+            env_state=env_state,
+            obs=obs,
+            carry=behavior.initial_carry(episodes),
+            agent_returns=jnp.zeros((episodes, agents)) if several else (),
+            returns=zeros,
+            lengths=zeros.astype(jnp.int32),
+            running=jnp.ones(episodes, bool),
         )
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
-        return end.returns, end.lengths, ~end.running
+        played = {"returns": end.returns, "lengths": end.lengths, "finished": ~end.running}
+        return played | {"agent_returns": end.agent_returns} if several else played
 
     fits = Fitting(
         jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",

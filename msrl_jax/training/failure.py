@@ -19,7 +19,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax._checks import writing
 from msrl_jax._compat import aval
-from msrl_jax.envs import Environment
+from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.masks import FAULTS
 from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
 from msrl_jax.fragments.trace import trace
@@ -41,23 +41,29 @@ class Failure:
       member: number of the member; None for a run of one seed.
       environment: number of the environment; None if an environment is not to blame.
       origin: the computation.
+      agent: name of the agent, of an environment with several; None if it is not known.
     """
 
     iteration: int
     member: int | None
     environment: int | None
     origin: Origin
+    agent: str | None = None
 
     @classmethod
-    def of(cls, origin: Origin, iteration: int, seeds: int) -> "Failure":
-        """The failure of a computation in an iteration of a run of that many seeds."""
+    def of(cls, origin: Origin, iteration: int, seeds: int, env: Any = None) -> "Failure":
+        """The failure of a computation in an iteration of a run of that many seeds, with this vector environment."""
         member, *rest = origin.index if seeds > 1 and origin.index else (None, *origin.index)
-        return cls(iteration, member, rest[0] if rest and origin.role == "env" else None, origin)
+        if not rest or origin.role != "env":
+            return cls(iteration, member, None, origin)
+        agent = _agent(env, origin.path, rest[1]) if has_agents(env) and len(rest) > 1 else None
+        return cls(iteration, member, rest[0], origin, agent)
 
     def __str__(self) -> str:
         o = self.origin
         what = f"{o.value} in result {o.path}{list(o.index) or ''}"
         which = "the environment" if self.environment is None else f"environment {self.environment}"
+        which += "" if self.agent is None else f", for agent {self.agent!r},"
         if o.fragment is None:
             who, what = "code outside of the fragments made", o.value
         elif o.role == "env":
@@ -78,10 +84,26 @@ class Failure:
         )
 
 
+_REWARDS, _OBSERVATIONS = {"reward", "episode_return"}, {"obs", "final_obs"}
+
+
+def _fields(path: str) -> set[str]:
+    """The names in a pytree path."""
+    return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
+
+
 def _part(path: str) -> str:
     """What an environment returned under a pytree path of a `TimeStep`."""
-    fields = re.findall(r"\.(\w+)", path)
-    return "a reward of " if "reward" in fields else "an observation of " if {"obs", "final_obs"} & {*fields} else ""
+    fields = _fields(path)
+    return "a reward of " if fields & _REWARDS else "an observation of " if fields & _OBSERVATIONS else ""
+
+
+def _agent(env: Any, path: str, number: int) -> str | None:
+    """The name of an agent by its number in an array `[E, A, ...]` of its team; None if a path leads to no such array."""
+    if not _fields(path) & (_REWARDS | _OBSERVATIONS):
+        return None
+    members = next((env.teams[team] for team in env.teams if f"['{team}']" in path), range(len(env.agents)))
+    return env.agents[members[number]]
 
 
 def save(path: Path, failure: Failure, description: Mapping[str, Any], record: int | None) -> Path:
@@ -176,7 +198,7 @@ def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data
     around = [tuple(step) for step in origin["steps"]]
     steps = (*around[: len(around) - len(found.steps)], *found.steps)
     found = dataclasses.replace(found, within=tuple(origin["within"]), steps=steps)
-    return Failure.of(found, about["iteration"], about["seeds"])
+    return Failure.of(found, about["iteration"], about["seeds"], setup.behavior.agent.env)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:

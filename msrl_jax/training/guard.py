@@ -65,11 +65,10 @@ class Finding:
         """The finding in words; `seed` is the first seed of the run."""
         what = repr(self.metric) if self.metric else f"state{self.leaf}"
         who = "" if self.member is None else f" of member {self.member} (seed {seed + self.member})"
-        text = f"{what}{who} is not finite in iteration {self.iteration}"
         if self.failure is None:
-            return f"{text}. {self.note}"
+            return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
         replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
-        return f"{text}: {self.failure}{replay}"
+        return f"{self.failure}. So {what}{who} is not finite{replay}"
 
 
 def check_guard(guard: str, record: object) -> GuardPolicy:
@@ -240,7 +239,7 @@ class Guard:
         if isinstance(origin, int):
             where = f"state{self._watch.paths[origin]}" if origin < len(self._watch.paths) else "a delayed parameter"
             return self._unknown(finding, f"Before that iteration, {where} was not finite.")
-        blamed = Failure.of(origin, finding.iteration, self._setup.seeds)
+        blamed = Failure.of(origin, finding.iteration, self._setup.seeds, self._setup.behavior.agent.env)
         finding = dataclasses.replace(finding, failure=blamed, member=blamed.member)
         if origin.fragment is None:
             return finding

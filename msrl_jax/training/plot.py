@@ -14,7 +14,7 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
 
     Args:
       history: columns `[C]` or `[C, M]`, with one called `step`.
-      metrics: names of the columns; the panel of `episode_return` shows the evaluations too.
+      metrics: names of the columns; panels of an `episode_return` show the evaluations too.
       unit: the unit of steps.
       title: title of the figure.
 
@@ -33,8 +33,8 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
     )
     for panel, name in zip(panels[:, 0], metrics, strict=True):
         _draw(panel, history["step"], history[name], name.replace("_", " "), "-")
-        if name == "episode_return" and "eval_return" in history:
-            _draw(panel, history["step"], history["eval_return"], "greedy evaluation", "o")
+        if (greedy := name.replace("episode_", "eval_")) in history and name.startswith("episode_return"):
+            _draw(panel, history["step"], history[greedy], "greedy evaluation", "o")
         panel.set_ylabel(name.replace("_", " "))
         panel.grid(alpha=0.3)
         panel.legend()

@@ -38,8 +38,8 @@ class Result:
 
     Attributes:
       history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
-        `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return` and
-        `eval_length` (nan for chunks without evaluation). shape=[C] or [C, M]
+        `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return`,
+        `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). shape=[C] or [C, M]
       config: the algorithm's config.
       state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are several seeds.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
@@ -124,12 +124,14 @@ class Result:
 
         Returns:
           The summary. `episode_return` is the mean over the last tenth of training, and `eval_return` the mean over the last
-          evaluation, both averaged over the members; `*_per_seed` lists the values of the members.
+          evaluation, both averaged over the members; `*_per_seed` lists the values of the members. Of several teams, there
+          is also `episode_return/TEAM` and `eval_return/TEAM`.
         """
         about = {key: self.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
-        returns = {"episode_return": self._final("episode_return")} if "episode_return" in self.history else {}
+        returns = {name: self._final(name) for name in self.history if name.partition("/")[0] == "episode_return"}
         if self.evaluation is not None:
-            returns["eval_return"] = np.asarray(self.evaluation.mean_return)
+            means = self.evaluation.means.items()
+            returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
         per_seed = {f"{name}_per_seed": x.tolist() for name, x in returns.items() if x.ndim}
         return about | {
             "devices": self.description["devices"]["count"],
@@ -349,7 +351,7 @@ class Result:
 
         Args:
           path: file for the figure, in the format of its suffix; None writes no file.
-          metrics: names of the columns; the panel of `episode_return` shows the evaluations too.
+          metrics: names of the columns; panels of an `episode_return` show the evaluations too.
 
         Returns:
           The figure; a notebook shows it if it is the value of a cell.

@@ -339,7 +339,10 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
     if episodes is None:
         return None
     dtypes = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
-    return Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()})
+    if episodes.get("agent_returns") is not None:
+        dtypes["agent_returns"] = np.float32
+    teams = {team: np.asarray(returns, np.float32) for team, returns in episodes.get("team_returns", {}).items()}
+    return Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()}, team_returns=teams)
 
 
 def continue_from(saved: Saved, run: Run) -> None:

@@ -166,7 +166,7 @@ class Run:
         })  # fmt: skip
         if self.evaluate is not None:
             unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan
-            self.rows[-1] |= {"eval_return": unknown, "eval_length": unknown}
+            self.rows[-1] |= dict.fromkeys(self.evaluate.columns, unknown)
 
     def prepare_evaluation(self) -> None:
         """Has another thread compile the evaluation while the next chunks run."""
@@ -184,7 +184,7 @@ class Run:
         self.has_begun_evaluation = True
         self.evaluation = self.evaluate(self.state())
         self.seconds["evaluation_seconds"] += time.perf_counter() - start
-        self.rows[-1] |= {"eval_return": self.evaluation.mean_return, "eval_length": self.evaluation.mean_length}
+        self.rows[-1] |= self.evaluation.means
 
     def score(self) -> float | None:
         """The measure of success by which the best checkpoint is kept; more is better."""
@@ -221,6 +221,11 @@ class RunEvaluation:
         """The key, or the keys `[M]` of the members."""
         fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
         return (jax.vmap(fold) if self.seeds > 1 else fold)(initial_key(self.seed, self.seeds))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of `Evaluation.means`."""
+        return ("eval_return", "eval_length", *(f"eval_return/{team}" for team in self.play.teams))
 
     def begin(self, state: Any) -> None:
         """Has another thread compile the program."""

@@ -12,7 +12,7 @@ from msrl_jax._checks import check_seed, whole
 from msrl_jax._spec import parse_spec
 from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
-from msrl_jax.data.spaces import check_one_agent, check_rows_fit
+from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
 from msrl_jax.envs.registry import SUITES
 from msrl_jax.fragments.compiler import compile as compile_program
@@ -80,6 +80,7 @@ class Setup:
             "env": self.env_name,
             "observation_space": str(self.env.observation_space),
             "action_space": str(self.env.action_space),
+            **agents_of(self.env),
             "made_by": f"training {self.algorithm.name}",
             "seed": self.seed,
             "seeds": self.seeds,
@@ -103,7 +104,6 @@ class Setup:
 
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
-        check_one_agent(self.env)
         env: Any = RecordedEnvironment(self.env, steps)
         check_rows_fit(self.env, self.config.total_steps * self.seeds, "Record a shorter run, or fewer seeds")
         recorded = _build(self.algorithm, env, self.config, self.dataset)

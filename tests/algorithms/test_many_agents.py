@@ -1,4 +1,4 @@
-"""IPPO and MAPPO: one agent trains as alone, policies agree, absent agents do not count, and nothing crosses in vain."""
+"""Several agents: one agent trains as alone, policies agree, absent agents do not count, and nothing crosses in vain."""
 
 import functools
 
@@ -12,6 +12,7 @@ from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.returns import standardize
 from msrl_jax.envs.agents.games import KuhnPoker
+from tests.envs.agents.leaving import Leaving
 
 from .many_agents import Alone, Homes
 
@@ -59,6 +60,7 @@ CASES = {
     "mappo-own-gru": ("mappo", {"share_parameters": False, "normalize_values": True, **RECURRENT}),
     "ippo-ids-gru": ("ippo", {"agent_ids": True, **RECURRENT}),
     "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
+    "maddpg": ("maddpg", {**REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "n_step": 2}),
     "self_play": ("self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 2, "latest_share": 0.5}),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
     "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
@@ -84,7 +86,7 @@ def agent_and_reference(case):
     return agent, state, jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
-OFTEN = [("mappo-own-gru", "Central"), ("mappo-own-gru", "SingleLearnerCoarse"), ("qmix", "GPUOnly"), ("self_play", "Central")]
+OFTEN = [("mappo-own-gru", "Central"), ("mappo-own-gru", "SingleLearnerCoarse"), ("qmix", "GPUOnly")]
 
 
 def matrix():
@@ -166,6 +168,18 @@ def test_train_evaluate_and_act():
     assert result.act(obs).shape == (3,)
     assert result.act(np.stack([obs] * 4), jax.random.key(0)).shape == (4, 3)
     assert result.evaluate(episodes=4).returns.shape == (4,)
+
+
+def test_maddpg_evaluates_agents_with_their_own_networks_and_takes_legal_actions_only():
+    """An illegal action would make its return nan."""
+    options = {**SMALL, **REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "learning_rate": 0.03}
+    options = {name: value for name, value in options.items() if value is not None}
+    result = msrl.train("maddpg", Leaving(), total_steps=2560, chunk=5, **options)
+    returns = result.history["episode_return"]
+    # Every agent is paid its action plus 1 while it is there: the best returns are 4, 4 + 3 + 4 and 4 + 3.
+    assert np.isfinite(returns).all() and returns[-1] > returns[0] + 2 and returns.max() <= 22
+    evaluation = result.evaluate(episodes=4)
+    assert np.isfinite(evaluation.returns).all() and evaluation.mean_return > returns[0] + 3
 
 
 def test_recordings_of_several_agents_are_refused(tmp_path):

@@ -72,3 +72,39 @@ def test_transitions_equal_float64(functions, insertions, seed):
         np.testing.assert_array_equal(got.next_obs[b], next_obs)
         np.testing.assert_array_equal(got.obs[b], windows[at][0].obs)
         assert got.action[b] == windows[at][0].action
+
+
+def test_transitions_of_several_agents_equal_float64():
+    """Every agent has its own sum, up to its own end; agents that have left stay terminated until the episode ends."""
+    agents, num_envs, length, steps_taken = 3, 2, 3, 60
+    rng = np.random.default_rng(0)
+    reward = rng.normal(size=(steps_taken, num_envs, agents)).astype(np.float32)
+    terminated = rng.uniform(size=reward.shape) < 0.25
+    truncated = np.broadcast_to(rng.uniform(size=(steps_taken, num_envs, 1)) < 0.2, reward.shape)
+    for t in range(1, steps_taken):
+        ended = truncated[t - 1].all(-1) | terminated[t - 1].all(-1)
+        terminated[t] |= terminated[t - 1] & ~ended[:, None]
+    number = np.arange(steps_taken * num_envs, dtype=np.int32).reshape(steps_taken, num_envs)
+    items = replay.Transition(number, number, reward, terminated, truncated, number)
+    buffer = replay.uniform(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), items),
+        capacity=steps_taken * num_envs, num_envs=num_envs, unroll_length=steps_taken, batch_size=64, length=length,
+        discount=DISCOUNT,
+    )  # fmt: skip
+    batch = jax.jit(lambda key: buffer.sample(buffer.insert(buffer.init(), items), key))(jax.random.key(0))
+    got, at = jax.tree.map(np.asarray, (batch.experience, batch.indices))
+    ends = truncated | terminated
+    seen = set()
+    for b, (first, env) in enumerate(zip(*at, strict=True)):
+        last = next((t for t in range(first, first + length) if ends[t, env].all()), first + length - 1)
+        for a in range(agents):
+            total, weight = 0.0, 1.0
+            for t in range(first, last + 1):
+                total += weight * reward[t, env, a]
+                weight *= 0.0 if terminated[t, env, a] else DISCOUNT
+                if terminated[t, env, a]:
+                    break
+            np.testing.assert_allclose((got.reward[b, a], got.discount[b, a]), (total, weight), rtol=1e-5, atol=1e-6)
+            seen.add((bool(terminated[first : last + 1, env, a].any()), bool(truncated[last, env, a])))
+        assert (got.obs[b], got.action[b], got.next_obs[b]) == (number[first, env], number[first, env], number[last, env])
+    assert len(seen) == 4

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes
 from msrl_jax.algorithms.networks.actor_critic import action_transform
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment
 
 
@@ -257,7 +257,7 @@ def team_algorithm(name: str, config: type, make_team: Callable[[VectorizedAgent
     """
 
     def build(env: MultiAgentEnvironment, config: Any) -> Agent:
-        venv = VectorizedAgents(env, config.num_envs)
+        venv = vectorize_agents(env, config.num_envs)
         return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
 
     return Algorithm(name, config, build, many_agents=True, make_team=make_team)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from msrl_jax import data, replay
 from msrl_jax.algorithms.configs.replay import MixingConfig, OffPolicyConfig, PriorityConfig
 from msrl_jax.algorithms.loops.mixing import load_data, mix, split_batch
-from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space
+from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.masks import with_masks
 from msrl_jax.replay import Replay, Transition
 
@@ -48,6 +48,27 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
     dataset = load_data(config.data, env)
     mixed_in = data.buffer(dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs), **windows)
     return mix(_buffer(obs, action, config, "n_step is", own_rows, shards, **windows), *mixed_in)
+
+
+def agents_buffer(view: TeamView, config: OffPolicyConfig) -> Replay:
+    """Makes the replay buffer of n-step transitions of several agents, each with its own rewards and ends of episodes.
+
+    Args:
+      view: what the team sees, for the shapes of its steps.
+      config: the size and kind of the buffer, as in `n_step_buffer`.
+
+    Returns:
+      The buffer.
+
+    Raises:
+      ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
+    """
+    one, agents = action_type(view.action_space), (view.num_agents,)
+    action = jax.ShapeDtypeStruct((*agents, *one.shape), one.dtype)
+    windows = {"length": config.n_step, "discount": config.discount}
+    return _buffer(
+        view.observation_type, action, config, "n_step is", config.batch_size, config.shards, agents=agents, **windows
+    )
 
 
 def sequence_buffer(
@@ -90,9 +111,10 @@ def _buffer(
     batch_size: int,
     shards: int | None,
     carry: Any = (),
+    agents: tuple[int, ...] = (),
     **windows: Any,
 ) -> Replay:
-    number, flag = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
+    number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
     example = Transition(obs, action, number, flag, flag, obs, carry)
     options: dict[str, Any] = {
         "capacity": config.capacity,

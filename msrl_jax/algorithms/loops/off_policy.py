@@ -98,7 +98,7 @@ def off_policy_agent(
         carry = rule.initial_carry(num_envs) if rule.initial_carry else ()
         return OffPolicyState(**begun._asdict(), carry=carry, env_state=env_state, obs=obs)
 
-    act = fragment(role="actor", name="explore")(explore)
+    act: Any = fragment(role="actor", name="explore")(explore)
 
     @fragment(role="env")
     def env_step(env_state, action):

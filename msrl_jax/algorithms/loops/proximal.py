@@ -87,7 +87,7 @@ def proximal_updates(
         def update(updated, chosen):
             params, opt_state, diverged = updated
             grads, stats = gradients(params, *data, chosen)
-            if diverged is not None:
+            if target_kl is not None:
                 diverged |= stats["approx_kl"] > target_kl
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate, diverged)
             return (params, opt_state, diverged), stats | {"grad_norm": grad_norm}

@@ -63,7 +63,7 @@ class TeamView:
         obs = jax.eval_shape(self.env.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
         obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
         state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
-        return JointObservation(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))
+        return JointObservation(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
 
     def observe(self, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""

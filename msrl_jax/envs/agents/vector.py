@@ -40,6 +40,28 @@ class AgentsState(NamedTuple):
     num_episodes: jax.Array
 
 
+def vectorize_agents(
+    env: MultiAgentEnvironment, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None
+) -> "VectorizedAgents":
+    """Makes parallel copies of an environment with several agents.
+
+    If the environment has a method `vectorize(num_envs, teams)`, that method makes the copies.
+
+    Args:
+      env: the environment.
+      num_envs: number of copies, `E`.
+      teams: name -> indices of agents, if there are several teams.
+
+    Returns:
+      The vector environment.
+
+    Raises:
+      TypeError: if a result of the environment does not fit the protocol; the message names it.
+    """
+    own = getattr(env, "vectorize", None)
+    return VectorizedAgents(env, num_envs, teams or {}) if own is None else own(num_envs, teams)
+
+
 @dataclass(frozen=True)
 class VectorizedAgents:
     """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.
@@ -54,7 +76,7 @@ class VectorizedAgents:
 
     env: MultiAgentEnvironment
     num_envs: int
-    teams: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    teams: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
     axes = ENV_AXIS
 
     def __post_init__(self):

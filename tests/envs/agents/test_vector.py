@@ -7,7 +7,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import msrl_jax as msrl
 from msrl_jax import envs
+from msrl_jax.fragments.origin import find_origin
+from msrl_jax.training.failure import Failure
+from msrl_jax.training.guard import Finding
 from tests.envs.agents.leaving import Leaving
 from tests.envs.test_vector import COLLECTIVE
 
@@ -162,3 +166,72 @@ def test_an_incomplete_environment_is_refused():
 
     with pytest.raises(TypeError, match=r"Dicts has no observation_space; .*stack_agents\(env\) makes them of dicts"):
         envs.vectorize(Dicts(), 2)  # type: ignore[arg-type]
+
+
+class Faulty(Leaving):
+    """Agent "two" has no legal action, or a reward or an observation of nan, when its environment is at time 2."""
+
+    def __init__(self, kind):
+        super().__init__(leave=(9, 9, 9))
+        self.kind = kind
+
+    def step(self, key, state, action):
+        state, obs, reward, terminated, truncated = super().step(key, state, action)
+        bad = jnp.sqrt(jnp.where(state == 2, -1.0, 1.0)) - 1
+        obs = obs.at[1, 0].add(bad) if self.kind == "obs" else obs
+        reward = reward.astype(jnp.float32)
+        return state, obs, reward.at[1].add(bad) if self.kind == "reward" else reward, terminated, truncated
+
+    def action_mask(self, state):
+        legal = super().action_mask(state)
+        return legal.at[1].set(legal[1] & (state != 2)) if self.kind == "mask" else legal
+
+    def global_state(self, state):
+        return state[None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "action", "message"),
+    [
+        ("reward", 0, "environment 1, for agent 'two', returned a reward of nan: "),
+        ("obs", 0, "environment 1, for agent 'two', returned an observation of nan: "),
+        ("mask", 0, "environment 1, for agent 'two', gave an observation without a legal action: "),
+        ("", 3, "environment 1, for agent 'two', was given an illegal action: "),
+    ],
+)
+@pytest.mark.parametrize("teams", [{}, {"first": (0, 2), "second": (1,)}])
+def test_the_agent_of_a_fault_is_named(kind, action, message, teams):
+    venv = envs.vectorize_agents(Faulty(kind), 2, teams)
+
+    @msrl.fragment(role="env")
+    def env_step(state, action):
+        state, t = venv.step(state, action)
+        seen = {"reward": t.reward, "final_obs": t.final_obs}
+        parts = {team: jax.tree.map(lambda x, m=members: x[:, jnp.array(m)], seen) for team, members in venv.teams.items()}
+        return state.env_state, parts or t
+
+    state = venv.reset(jax.random.key(0))[0]._replace(env_state=jnp.array([5, 1]))
+    actions = jnp.zeros((2, 3), jnp.int32).at[1, 1].set(action)
+    closed = jax.make_jaxpr(env_step)(state, actions)
+    values = dict(zip(closed.jaxpr.invars, jax.tree.leaves((state, actions)), strict=True))
+    values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    origin = find_origin(closed.jaxpr.eqns, values, closed.jaxpr.outvars)
+    failure = Failure.of(origin, 1, 1, venv)  # type: ignore[arg-type]
+    assert str(failure).startswith(message)
+    said = Finding("loss", None, 1, None, failure).describe(0)
+    assert said.startswith(message) and said.endswith(". So 'loss' is not finite")
+
+
+def test_vector_environments_with_teams_can_be_keys():
+    env = Leaving()
+    one, two = envs.vectorize_agents(env, 2, TEAMS), envs.vectorize_agents(env, 2, dict(TEAMS))
+    assert one == two and len({one, two}) == 1 and one != envs.vectorize_agents(env, 2)
+
+
+def test_an_environment_may_make_its_own_copies():
+    class Own(Leaving):
+        def vectorize(self, num_envs, teams=None):
+            return envs.VectorizedAgents(Leaving(), num_envs + 1, teams or {})
+
+    assert envs.vectorize_agents(Own(), 2, TEAMS).teams == TEAMS  # type: ignore[arg-type]
+    assert envs.vectorize_agents(Own(), 2).num_envs == envs.vectorize(Own(), 2).num_envs == 3  # type: ignore[arg-type]

@@ -1,0 +1,58 @@
+"""Pgx's games without the import of all of pgx, which also brings what draws them."""
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from msrl_jax._put_off import put_off_packages
+
+PREFIX = "pgx:"
+"""What stands before pgx's names in the names of this package."""
+
+INSTALL = "pip install 'msrl-jax[marl]'"
+_OLDEST = (2, 6)
+
+
+@functools.cache
+def all_names() -> tuple[str, ...]:
+    """Pgx's own names of its environments, read from its code; none if it is not installed."""
+    spec = importlib.util.find_spec("pgx")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    code = Path(spec.submodule_search_locations[0], "core.py").read_text(encoding="utf-8")
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EnvId" and isinstance(node.value, ast.Subscript):
+            return ast.literal_eval(node.value.slice)
+    return ()
+
+
+def games() -> list[str]:
+    """Pgx's names of its games of two players."""
+    others = ("2048", "bridge_bidding", "sparrow_mahjong")
+    return [name for name in all_names() if name not in others and not name.startswith("minatar-")]
+
+
+def names() -> list[str]:
+    """The names of the games of two players, with `PREFIX`."""
+    return [PREFIX + name for name in games()]
+
+
+def make(name: str) -> Any:
+    """Builds a game of pgx; imports only its module, unless pgx is imported already."""
+    put_off_packages(["pgx.core"])
+    return importlib.import_module("pgx.core").make(name)
+
+
+def check_installed() -> None:
+    """Raises ImportError if pgx is not installed, or too old; the message says how to install it."""
+    needed = f"environments named {PREFIX}... need pgx 2.6 or later"
+    try:
+        version = importlib.metadata.version("pgx")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(f"{needed}, which is not installed; install it with: {INSTALL}") from error
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"{needed}, and {version} is installed; install it with: {INSTALL}")

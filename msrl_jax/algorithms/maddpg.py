@@ -1,0 +1,255 @@
+"""MADDPG: actors that see their own observations, critics that see everybody's observations and actions (Lowe et al., 2017).
+
+"Multi-Agent Actor-Critic for Mixed Cooperative-Competitive Environments", arXiv 1706.02275. Every agent has its own rewards and
+its own end, so agents may help or fight each other. Discrete actions are drawn from the policy, and the gradient flows through
+the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in EPyMARL (Papoudakis et al., 2021, arXiv
+2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
+
+The team acts as one agent with joint observations and joint actions; the loops are in `loops/agents.py` and
+`loops/replaying.py`. The critics see the actions of their own team. One update takes all gradients at the same parameters, so
+that devices exchange gradients once; the paper updates the critics first.
+
+In the shape descriptions, `E` is `num_envs`, `B` is `batch_size`, `A` the number of agents, `S` the length of a global state
+and `D` the number of discrete actions or the length of a continuous one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.algorithms.base import register
+from msrl_jax.algorithms.configs.checks import check_numbers
+from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
+from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
+from msrl_jax.algorithms.configs.replay import OffPolicyConfig
+from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.configs.targets import TargetConfig
+from msrl_jax.algorithms.loops.agents import Team, team_algorithm
+from msrl_jax.algorithms.loops.buffers import agents_buffer
+from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
+from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.replaying import (
+    Batch,
+    Learner,
+    Progress,
+    Rule,
+    make_apply_update,
+    polyak_update,
+)
+from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.networks.agents import with_ids, with_ids_space
+from msrl_jax.algorithms.networks.cores import Carry
+from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.networks.policies import linear_network, make_actor
+from msrl_jax.algorithms.returns.advantages import mean
+from msrl_jax.counters import Counter, at_least
+from msrl_jax.envs import Box, Discrete, JointObservation, TeamView, VectorizedAgents
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.fragments import fragment
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MADDPGConfig(NetworkConfig, TargetConfig, OptimizerConfig, OffPolicyConfig):
+    """What MADDPG computes; a distribution policy decides where it runs.
+
+    Attributes:
+      learning_rate: step size of Adam, of actors and critics. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).
+      max_grad_norm: largest norm of the gradients of each network; larger gradients are scaled down to it. Usual: 0.5.
+      discount: discount factor per step. Usual: 0.9 or 0.95 (the paper) for games of 25 steps as MPE's, or 0.99.
+      tau: share of the way that target networks move towards the trained networks per update. Usual: 0.01.
+      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
+      temperature: of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5.
+      output_penalty: weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3 (the paper), or 0.
+      exploration_noise: standard deviation of the noise on continuous actions in [-1, 1]. Usual: 0.1.
+      share_parameters: whether all agents have one actor and one critic, or each its own. Usual: False (the paper), or True
+        for agents of one kind.
+      agent_ids: whether a shared actor also sees which agent it acts for; a shared critic always does. Usual: True if
+        observations do not tell.
+    """
+
+    num_envs: int = 32
+    unroll_length: int = 4
+    num_updates: int = 8
+    batch_size: int = 256
+    capacity: int = 100_000
+    learning_starts: int | None = 4_000
+    learning_rate: float = 1e-3
+    max_grad_norm: float | None = 0.5
+    discount: float = 0.9
+    tau: float = 0.01
+    activation: Activation = "relu"
+    temperature: float = 1.0
+    output_penalty: float = 1e-3
+    exploration_noise: float = 0.1
+    share_parameters: bool = False
+    agent_ids: bool = True
+
+    def check(self) -> None:
+        """Raises ValueError unless the temperature is above 0, and weights and deviations are at least 0."""
+        check_numbers(self, "temperature", above=0.0)
+        check_numbers(self, "output_penalty", "exploration_noise", low=0.0)
+
+
+def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> Team:
+    """Makes a team that learns by MADDPG; every agent has its own rewards and its own end.
+
+    Args:
+      venv: the vector environment; its action space is `Discrete` or a bounded `Box` of floats.
+      num_agents: number of agents of the team, `A`.
+      config: the settings of the algorithm.
+
+    Returns:
+      The team.
+
+    Raises:
+      ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
+        the config anneals the learning rate without `total_steps`.
+      TypeError: if a space is not supported.
+    """
+    config.check_annealing()
+    space, shared = check_discrete_or_bounded("maddpg", venv.action_space), config.share_parameters
+    view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
+    size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
+    identify = shared and num_agents > 1
+    obs_space = with_ids_space(view.observation_space, num_agents) if identify and config.agent_ids else view.observation_space
+    states = Box(-np.inf, np.inf, (view.state_size + num_agents * identify,))
+    actor = make_actor(obs_space, size, config)
+    critic = linear_network(states, config, num_outputs=1, scale=1.0)
+    buffer = agents_buffer(view, config)
+    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
+    apply_update = make_apply_update(optimizer)
+    init_optimizer = optimizer.init
+    if not shared:
+        apply_update = jax.vmap(apply_update, in_axes=(0, 0, 0, None, None))
+        init_optimizer = jax.vmap(init_optimizer)
+
+    def init(key: jax.Array, obs: Any) -> Learner:
+        def networks(key: jax.Array) -> dict[str, Any]:
+            actor_key, critic_key = jax.random.split(key)
+            inputs = jnp.zeros((1, *states.shape)), jnp.zeros((1, num_agents * size))
+            one = actor.init(actor_key, jnp.zeros((1, *obs_space.shape)))
+            return {"actor": one, "critic": critic.init(critic_key, *inputs)}
+
+        # One after another: a batched QR decomposition of orthogonal initializers is slow.
+        params = networks(key) if shared else jax.lax.map(networks, jax.random.split(key, num_agents))
+        opt_state = {name: init_optimizer(p) for name, p in params.items()}
+        return Learner(params, jax.tree.map(jnp.copy, params), opt_state)
+
+    def outputs(actors: Any, obs: Any) -> jax.Array:
+        """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
+        if shared:
+            return actor.apply(actors, with_ids(obs, num_agents) if identify and config.agent_ids else obs)
+        return jax.vmap(actor.apply, in_axes=(0, 1), out_axes=1)(actors, obs)
+
+    def actions(output: jax.Array, obs: Any, key: jax.Array) -> jax.Array:
+        """Actions of the policies as the critics see them, with a gradient. `[B, A, D]`"""
+        if not discrete:
+            return jnp.tanh(output)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, output.shape[1:]))(jax.random.split(key, len(output)))
+        return straight_through(only_legal(output, obs) + noise, config.temperature)
+
+    def values(critics: Any, state: jax.Array, joint: jax.Array, present: jax.Array) -> jax.Array:
+        """The values of every agent `[B, A]`, in states `[B, S]`, of the joint actions `[B, A, A, D]` that its critic sees.
+
+        An absent agent, `present` `[B, A]`, takes no action, whatever it does.
+        """
+        joint = jnp.where(present[:, None, :, None], joint, 0.0).reshape(*joint.shape[:2], num_agents * size)
+        if not shared:
+            return jax.vmap(critic.apply, in_axes=(0, None, 1), out_axes=1)(critics, state, joint)[..., 0]
+        state = jnp.broadcast_to(state[:, None], (len(state), num_agents, state.shape[-1]))
+        return critic.apply(critics, with_ids(state, num_agents) if identify else state, joint)[..., 0]
+
+    def for_all(action: jax.Array) -> jax.Array:
+        """The same joint action `[B, A, D]` for the critics of all agents. `[B, A, A, D]`"""
+        return jnp.broadcast_to(action[:, None], (len(action), num_agents, *action.shape[1:]))
+
+    def average(x: jax.Array, present: jax.Array) -> jax.Array:
+        """The mean over the examples `[B, A]` that count, summed over the agents if each has a network of its own."""
+        return mean(x, present) if shared else jax.vmap(mean, in_axes=1)(x, present).sum()
+
+    @fragment(role="learner")
+    def gradients(params, target_params, batch):
+        e, weight = batch.experience, batch.weight[:, None]
+        obs, next_obs, present = e.obs, e.next_obs, e.obs.present
+        next_key, key = jax.random.split(batch.key)
+        next_action = actions(outputs(target_params["actor"], next_obs.obs), next_obs.obs, next_key)
+        next_q = values(target_params["critic"], next_obs.state, for_all(next_action), next_obs.present)
+        target = e.reward + e.discount * next_q
+        taken = for_all(jax.nn.one_hot(e.action, size) if discrete else e.action)
+        own = jnp.eye(num_agents, dtype=bool)[:, :, None]
+
+        # Gradients flow through `trained` only; the loss treats `params` as constants.
+        def loss(trained):
+            q = values(trained["critic"], obs.state, taken, present)
+            critic_loss = weight * value_loss(q, target)
+            output = outputs(trained["actor"], obs.obs)
+            # The critic of an agent sees the new action of this agent among the old ones of the others.
+            joint = jnp.where(own, for_all(actions(output, obs.obs, key)), taken)
+            actor_loss = -values(params["critic"], obs.state, joint, present)
+            actor_loss += config.output_penalty * jnp.square(output).mean(-1)
+            stats = {"critic_loss": critic_loss, "actor_loss": actor_loss, "q": q}
+            error = jax.vmap(mean)(jnp.abs(target - q), present)
+            return average(critic_loss + actor_loss, present), (error, {k: mean(x, present) for k, x in stats.items()})
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
+        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        for name, old in learner.params.items():
+            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
+        target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
+        return Learner(params, target_params, opt_state), td_error, stats
+
+    def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
+        output = outputs(params["actor"], obs.obs)
+        if not discrete:
+            return jnp.tanh(output), carry
+        policy = Categorical(only_legal(output, obs.obs))
+        return policy.mode() if key is None else policy.sample(jax.random.split(key, output.shape[:2])), carry
+
+    def explore(params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
+        keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+        output = outputs(params["actor"], obs.obs)
+        if discrete:
+            explored = Categorical(only_legal(output, obs.obs)).sample(keys)
+        else:
+            noise = jax.vmap(jax.vmap(lambda key: jax.random.normal(key, (size,))))(keys)
+            explored = jnp.clip(jnp.tanh(output) + config.exploration_noise * noise, -1.0, 1.0)
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), obs.obs)
+        at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
+        return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry
+
+    return off_policy_team(
+        view,
+        buffer,
+        Rule(init, update, choose_action),
+        explore,
+        unroll_length=config.unroll_length,
+        num_updates=config.num_updates,
+        rewards="each",
+    )
+
+
+def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
+    """The largest logit as a one-hot vector, with the gradient of a softmax (Jang et al., 2017, arXiv 1611.01144).
+
+    Args:
+      logits: logits of a policy plus Gumbel noise, so that the largest one is drawn from the policy; -inf forbids an action.
+        `[..., N]`
+      temperature: of the softmax.
+
+    Returns:
+      The vectors. `[..., N]` float32
+    """
+    soft = jax.nn.softmax(logits / temperature)
+    return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))
+
+
+MADDPG = register(team_algorithm("maddpg", MADDPGConfig, make_team))

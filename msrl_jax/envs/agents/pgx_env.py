@@ -1,0 +1,86 @@
+"""Pgx's games of two players (https://github.com/sotetsuk/pgx; Koyamada et al. 2023, arXiv 2303.17503)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import _pgx
+from msrl_jax._spelling import suggestion
+from msrl_jax.envs import spaces
+from msrl_jax.envs.agents.base import MultiAgentEnvironment
+from msrl_jax.envs.base import PyTree
+
+_PLAYERS = ("player_0", "player_1")
+
+
+def make(name: str, **params: Any) -> MultiAgentEnvironment:
+    """Builds a game of pgx by name.
+
+    Args:
+      name: one of `pgx.available_envs()`, of two players.
+      **params: nothing; pgx's games have no parameters.
+
+    Returns:
+      The game.
+
+    Raises:
+      ImportError: if pgx is missing; the message says how to install it.
+      ValueError: on an unknown name, on a parameter, or if the game has not two players.
+    """
+    _pgx.check_installed()
+    full, known = _pgx.PREFIX + name, _pgx.games()
+    if name not in _pgx.all_names():
+        raise ValueError(f"pgx has no game {name!r}{suggestion(name, known)}; those of two players are {', '.join(known)}")
+    if params:
+        raise ValueError(f"{full} has no parameter {next(iter(params))!r}, as no game of pgx has; leave it out")
+    if name not in known:
+        other = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
+        raise ValueError(f"{full} is no game of two players, and only those are environments here: {', '.join(known)}{other}")
+    return PgxGame(_pgx.make(name), full)
+
+
+class PgxGame:
+    """A game of two players who move in turns.
+
+    Actions are those of the game, and one more, "wait": it is the only legal action of the player who is not to move. Pgx draws
+    at random who begins. Both players get their rewards at the end of the game, which terminates for both.
+    """
+
+    agents = _PLAYERS
+
+    def __init__(self, game: Any, name: str):
+        """Takes a game.
+
+        Args:
+          game: a `pgx.Env` of two players.
+          name: its name for messages.
+        """
+        self.game, self.name = game, name
+        state, obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))
+        is_flag = jax.eval_shape(game.init, jax.eval_shape(lambda: jax.random.key(0))).observation.dtype == bool
+        low, high = (0, 1) if is_flag else (-np.inf, np.inf)
+        self.observation_space = spaces.Box(low, high, obs.shape[1:])
+        self.action_space = spaces.Discrete(state.legal_action_mask.shape[0] + 1)
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
+        """Starts a game; returns the state and the observations `[2, ...]` float32, each from its player's view."""
+        state = self.game.init(key)
+        return state, self._observe(state)
+
+    def step(
+        self, key: jax.Array, state: PyTree, action: jax.Array
+    ) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Plays the action of the player to move, of the actions `[2]`."""
+        state = self.game.step(state, action[state.current_player], key)
+        return state, self._observe(state), state.rewards, jnp.full(2, state.terminated), state.truncated
+
+    def action_mask(self, state: PyTree) -> jax.Array:
+        """The legal moves of the player to move, and "wait" for the other. `[2, n + 1]` bool"""
+        to_move = (jnp.arange(2) == state.current_player)[:, None]
+        return jnp.concatenate([to_move & state.legal_action_mask, ~to_move], axis=1)
+
+    def _observe(self, state: PyTree) -> jax.Array:
+        # What `observe(state, player)` returns after a warning that only the player to move should be asked.
+        return jax.vmap(lambda player: self.game._observe(state, player))(jnp.arange(2)).astype(jnp.float32)

@@ -1,0 +1,196 @@
+"""Recordings of several agents: a row is a step of one environment, and the run is the same as without."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import data
+from msrl_jax.cli import main
+from msrl_jax.data.dataset import OPTIONAL
+
+from ..envs.agents.leaving import Leaving
+from ..training.test_result import assert_same_state
+from .test_dataset import same
+
+LIMIT, LEAVE = 4, np.array([1, 3, 9])
+ENV = Leaving(leave=(1, 3, 9), limit=LIMIT)
+ON_POLICY = {"num_envs": 4, "unroll_length": 6, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (4,)}
+OFF_POLICY = {
+    "num_envs": 4, "unroll_length": 6, "hidden_sizes": (4,), "core": "none", "mixing_size": 4, "hyper_size": 4,
+    "trace_length": 2, "batch_size": 4, "num_updates": 1, "capacity": 96, "learning_starts": 24, "exploration_steps": 60,
+}  # fmt: skip
+CONFIGS = {
+    "ippo": ON_POLICY, "mappo": ON_POLICY, "qmix": OFF_POLICY, "vdn": OFF_POLICY,
+    "teams": {"num_envs": 4, "unroll_length": 6, "teams": {"one": "random", "others": "ippo:agents=t*,num_minibatches=2"}},
+}  # fmt: skip
+
+
+def train(algo, iterations=5, policy="GPUOnly", devices=1, **options):
+    return msrl.train(
+        algo, ENV, policy=policy, total_steps=iterations * 24, seed=3, chunk=2, eval_episodes=0, progress=False,
+        devices=jax.devices()[:devices], **CONFIGS[algo], **options,
+    )  # fmt: skip
+
+
+def by_hand(dataset):
+    """Compares every row with what `Leaving` says of its time and actions, and rows with their successors."""
+    time = dataset.obs[:, 0, 0].astype(int)
+    absent = time[:, None] >= LEAVE
+    agents = np.broadcast_to(np.arange(3), absent.shape)
+    np.testing.assert_array_equal(dataset.obs, np.stack([np.broadcast_to(time[:, None], absent.shape), agents], -1))
+    np.testing.assert_array_equal(dataset.next_obs, np.stack([np.broadcast_to(time[:, None] + 1, absent.shape), agents], -1))
+    np.testing.assert_array_equal(dataset.present, ~absent)
+    np.testing.assert_array_equal(dataset.reward, np.where(absent, 0, dataset.action + 1))
+    np.testing.assert_array_equal(dataset.terminated, time[:, None] + 1 >= LEAVE)
+    np.testing.assert_array_equal(dataset.truncated & ~dataset.cut, time + 1 == LIMIT)
+    legal = lambda time, gone: (np.arange(4) < 3) | (time[:, None, None] % 2 == 0) | gone[..., None]  # noqa: E731
+    np.testing.assert_array_equal(dataset.action_mask, legal(time, absent))
+    np.testing.assert_array_equal(dataset.next_action_mask, legal(time + 1, dataset.terminated))
+    assert np.take_along_axis(dataset.action_mask, dataset.action[..., None], -1).all()
+    start, length, returns = dataset.episodes
+    assert (time[start] == 0).all() and length.max() == LIMIT
+    assert (time[1:] == np.where(dataset.ended[:-1], 0, time[:-1] + 1)).all()
+    np.testing.assert_array_equal(returns, [dataset.reward[a : a + n].sum(0) for a, n in zip(start, length, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A run of MAPPO of 5 iterations in chunks of 2, 2 and 1, and what it recorded."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return train("mappo", record=folder / "run.npz", out=folder / "run"), folder / "run.npz"
+
+
+@pytest.fixture(scope="module")
+def rows(recorded):
+    return data.load(recorded[1])
+
+
+def test_every_step_of_all_agents_is_recorded(rows):
+    assert len(rows) == 5 * 24 and rows.has_agents and rows.about["agents"] == ["one", "two", "three"]
+    by_hand(rows)
+    whole = ~rows.cut[rows.episodes.start + rows.episodes.length - 1]
+    assert rows.describe()["mean_return"] == rows.episodes.returns[whole].sum(1).mean()
+    assert rows.describe()["cut_episodes"] == 4 and ", 3 agents: return " in repr(rows)
+    training, validation = rows.split(0.25)
+    assert len(training) + len(validation) == len(rows) and (validation.obs[validation.episodes.start, :, 0] == 0).all()
+    data.check_spaces(rows, ENV)  # type: ignore[arg-type]
+
+
+SLOW = [pytest.param(algo, marks=pytest.mark.slow) for algo in ("ippo", "qmix", "teams")]
+
+
+@pytest.mark.parametrize("algo", ["mappo", "vdn", *SLOW])
+def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
+    plain = train(algo)
+    result = recorded[0] if algo == "mappo" else train(algo, record=tmp_path / "run.npz")
+    assert_same_state(result.state, plain.state)
+    for name, column in plain.history.items():
+        if name not in ("seconds", "steps_per_second"):
+            np.testing.assert_array_equal(result.history[name], column, err_msg=name)
+    if algo != "mappo":
+        by_hand(data.load(tmp_path / "run.npz"))
+
+
+@pytest.mark.slow
+def test_another_policy_records_the_same(recorded, rows, tmp_path):
+    train("mappo", policy="SingleLearnerFine", devices=3, record=tmp_path / "run.npz")
+    for name in rows.columns:
+        np.testing.assert_array_equal(getattr(data.load(tmp_path / "run.npz"), name), getattr(rows, name), err_msg=name)
+
+
+def test_a_recorded_run_goes_on(rows, tmp_path):
+    def interrupt(tick):
+        if tick.iteration == 2:
+            raise KeyboardInterrupt
+
+    assert train("mappo", record=tmp_path / "run.npz", out=tmp_path / "run", callbacks=[interrupt]).interrupted
+    assert len(data.load(tmp_path / "run.npz")) == 2 * 24
+    msrl.train(env=ENV, resume=tmp_path / "run", progress=False)
+    for name in rows.columns:
+        np.testing.assert_array_equal(getattr(data.load(tmp_path / "run.npz"), name), getattr(rows, name), err_msg=name)
+
+
+def test_a_trained_team_is_recorded(recorded, tmp_path):
+    result = msrl.Result.load(recorded[1].parent / "run", env=ENV)  # type: ignore[arg-type]
+    greedy = data.record(result, 41, tmp_path / "greedy.npz", epsilon=0, num_envs=4)
+    by_hand(greedy)
+    chosen = result.act(msrl.envs.MaskedObservation(greedy.obs, greedy.action_mask))
+    np.testing.assert_array_equal(greedy.action, chosen)
+    assert result.evaluate(4).mean_return == greedy.describe()["mean_return"]
+    half = data.record(result, 3000, epsilon=0.5)
+    by_hand(half)
+    chosen = np.asarray(result.act(msrl.envs.MaskedObservation(half.obs, half.action_mask)))
+    # Of the random actions, 1 of 3 or 1 of 4 is the greedy one. Every agent explores by itself.
+    differs = (half.action != chosen) & half.present
+    odds = 0.5 * (1 - 1 / half.action_mask.sum(-1))
+    spread = np.sqrt((odds * (1 - odds))[half.present].sum())
+    assert abs(differs.sum() - odds[half.present].sum()) < 4 * spread
+    both = half.present[:, 1] & half.present[:, 2]
+    assert abs(np.corrcoef(differs[both, 1], differs[both, 2])[0, 1]) < 4 / np.sqrt(both.sum())
+
+
+def test_the_command_line_records_a_game(tmp_path, capsys):
+    config = [f"--{name.replace('_', '-')}" + f"={x if name != 'hidden_sizes' else 4}" for name, x in ON_POLICY.items()]
+    run = ["--algo", "ippo", "--env", "KuhnPoker", "--total-steps", "48", "--eval-episodes", "0", "--progress", "none"]
+    where = ["--policy", "GPUOnly:num_devices=1", "--out", str(tmp_path / "run"), "--record", str(tmp_path / "run.parquet")]
+    assert main(["train", *run, *where, *config]) == 0
+    played = tmp_path / "played.npz"
+    assert main(["record", str(tmp_path / "run"), "--steps", "50", "--out", str(played), "--epsilon", "0.5", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert described["rows"] == 50 and described["mean_return"] == 0 and described["agents"] == ["player_0", "player_1"]
+    for dataset in (data.load(tmp_path / "run.parquet"), data.load(played)):
+        assert (dataset.reward.sum(1) == 0).all() and dataset.reward.any() and dataset.present.all()
+        assert set(np.abs(dataset.episodes.returns).ravel()) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("suffix", ["npz", "parquet"])
+def test_files_give_back_the_same(rows, suffix, tmp_path):
+    loaded = data.load(data.save(rows, tmp_path / f"some.{suffix}"))
+    same(loaded, rows)
+    for name in OPTIONAL:
+        np.testing.assert_array_equal(getattr(loaded, name), getattr(rows, name))
+    assert loaded.fingerprint() == rows.fingerprint() and loaded.episodes.returns.shape[1] == 3
+
+
+def test_gaps_and_ends_of_several_agents(rows):
+    assert not rows.terminated.all(1).any()  # the third agent never leaves
+    some = rows.select(np.array([0, 1, 3, 2]))  # the fourth row is the third step
+    np.testing.assert_array_equal(some.cut, [False, True, False, True])
+    np.testing.assert_array_equal(some.ended, [False, True, True, True])
+    gone = dataclasses.replace(some, terminated=np.ones((4, 3), bool), truncated=np.zeros(4), cut=None)
+    assert gone.ended.all() and not gone.cut.any() and not gone.truncated.any()
+    twice = data.concatenate([rows, rows])
+    np.testing.assert_array_equal(twice.present, np.concatenate([rows.present, rows.present]))
+
+
+def test_learning_from_data_of_several_agents_is_refused(rows, walk):
+    facts = "reward of the data set is of 3 agents, and CartPole-v1 has one agent; use the environment that the data set"
+    for algo in ("bc", "dqn"):
+        with pytest.raises(ValueError, match=facts):
+            msrl.train(algo, "CartPole-v1", data=rows)
+    with pytest.raises(ValueError, match=r"are steps of 3 agents \(it has the field present\), and a buffer of data holds"):
+        data.buffer(rows, batch_size=4)
+    with pytest.raises(ValueError, match="reward of the data set is of one agent, and Leaving has 3 agents"):
+        data.check_spaces(walk, ENV)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only one of the first data set and number 2 is of several agents"):
+        data.concatenate([dataclasses.replace(rows, action_mask=None, next_action_mask=None), walk])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"present": None}, r"reward of a data set is float32\[120, 3\].* shape \[120\], or present too if there are several"),
+        ({"present": np.ones((120, 2))}, r"present of a data set is bool\[120, 2\].* an entry for each agent.*\[120, 3\]"),
+        ({"terminated": np.ones(120)}, r"terminated of a data set is bool\[120\].* so give terminated of shape \[120, 3\]"),
+        ({"truncated": np.ones((120, 3))}, r"truncated of a data set is bool\[120, 3\].* give truncated of shape \[120\]"),
+        ({"action": np.ones(120)}, r"action of a data set is float64\[120\].* give action of shape \[120, 3\]"),
+        ({"present": np.full((120, 3), 2)}, r"present of a data set is .* with values other than 0 and 1"),
+    ],
+)
+def test_arrays_that_do_not_fit_say_which(rows, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(rows, **{"action_mask": None, "next_action_mask": None} | change)
