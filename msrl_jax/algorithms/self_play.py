@@ -58,9 +58,8 @@ class SelfPlayConfig(IPPOConfig):
     latest_share: float = 0.8
     num_opponents: int = 8
     discount: float = 1.0
-    entropy_coef: float = 0.12
+    entropy_coef: float = 0.15
     normalize_advantage: Literal["minibatch", "batch", "none"] = "none"
-    learning_rate: float = 2e-3
     anneal_learning_rate: bool = True
 
     def check_annealing(self) -> None:
