@@ -45,8 +45,8 @@ class SelfPlayConfig(IPPOConfig):
         probability. Usual: 0.5 to 1.
       num_opponents: opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.
       discount: discount factor per step. Usual: 1 for short games, else 0.99 to 0.999.
-      entropy_coef: weight of the entropy bonus, in units of the return if advantages are not normalized. Usual: a tenth of the
-        largest return.
+      entropy_coef: weight of the entropy bonus, in units of the return if advantages are not normalized. Usual: 0.05 to
+        0.3 for returns near 1.
       normalize_advantage: whether advantages are standardized over each "minibatch", once over the whole "batch", or not
         ("none"). Usual: "none".
       anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`; constant if they are not given.
@@ -58,9 +58,8 @@ class SelfPlayConfig(IPPOConfig):
     latest_share: float = 0.8
     num_opponents: int = 8
     discount: float = 1.0
-    entropy_coef: float = 0.12
+    entropy_coef: float = 0.15
     normalize_advantage: Literal["minibatch", "batch", "none"] = "none"
-    learning_rate: float = 2e-3
     anneal_learning_rate: bool = True
 
     def check_annealing(self) -> None:
