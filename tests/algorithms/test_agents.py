@@ -28,6 +28,8 @@ def test_an_iteration_makes_the_declared_number_of_updates(algorithm):
     env = Homes(num_agents=2) if algorithm.many_agents else environment(algorithm)
     if algorithm.name in ("bc", "cql", "iql"):
         options = {"data": noise(env)}
+    if algorithm.name == "teams":
+        options = {"teams": {"walker": "ippo"}}
     agent = algorithm.build(env, algorithm.config(**options))
     # XLA drops all that the count does not need.
     optimizers = lambda state: state.teams if hasattr(state, "teams") else state.opt_state  # noqa: E731

@@ -86,14 +86,17 @@ def agent_and_reference(case):
     return agent, state, jax.device_get(jax.jit(lambda s: jax.lax.scan(step, s, None, length=ITERATIONS))(state))
 
 
-OFTEN = [("mappo-own-gru", "Central"), ("mappo-own-gru", "SingleLearnerCoarse"), ("qmix", "GPUOnly")]
+OFTEN = [
+    ("mappo-own-gru", "Central"), ("qmix", "GPUOnly"), ("maddpg", "Environments"), ("self_play", "Environments"),
+    ("teams", "Environments"),
+]  # fmt: skip
 
 
 def matrix():
     for case in CASES:
         for policy in sorted(msrl.policies.POLICIES):
             for devices in (1, 2, 4, 8):
-                each_time = devices == 8 and ((case, policy) in OFTEN or policy == "Environments")
+                each_time = devices == 8 and (case, policy) in OFTEN
                 yield pytest.param(
                     case, devices, policy, id=f"{case}-{devices}-{policy}", marks=[] if each_time else [pytest.mark.slow]
                 )
