@@ -199,11 +199,11 @@ def test_rock_paper_scissors_ends_near_its_equilibrium():
 
 
 @pytest.mark.slow
-def test_kuhn_poker_ends_near_equilibria_on_average():
-    """Random play has 0.46; of ten seeds, eight ended below 0.05, and the mean was 0.037."""
+def test_kuhn_poker_ends_near_an_equilibrium():
+    """Random play has 0.46; ten seeds ended between 0.026 and 0.046."""
     env = KuhnPoker()
     result = msrl.train("self_play", env, total_steps=2_000_000, hidden_sizes=(32, 32), seeds=3, eval_episodes=1)
-    assert np.mean([exploitability(result, env, member) for member in range(3)]) < 0.05
+    assert max(exploitability(result, env, member) for member in range(3)) < 0.05
 
 
 def test_a_run_goes_on_exactly(tmp_path):
