@@ -49,6 +49,8 @@ class TeamsConfig(RolloutConfig):
             teams = tuple(f"{name}={spec}" for name, spec in teams.items())
         elif isinstance(teams, str):
             teams = (teams,)
+        elif not isinstance(teams, list | tuple):
+            raise ValueError(f"TeamsConfig.teams={teams!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
         object.__setattr__(self, "teams", tuple(teams))
         entries = self.entries()
         if len({entry.name for entry in entries}) < len(entries):

@@ -192,6 +192,7 @@ def test_each_agent_has_the_probabilities_of_its_own_network():
     np.testing.assert_allclose((actions[..., None] == np.arange(3)).mean(0), p, atol=0.04)
 
 
+@pytest.mark.slow
 def test_rock_paper_scissors_ends_near_its_equilibrium():
     env = RockPaperScissors()
     result = msrl.train("self_play", env, total_steps=500_000, entropy_coef=0.3, learning_rate=2e-3, eval_episodes=1)
