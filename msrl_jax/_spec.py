@@ -34,7 +34,7 @@ def parse_spec(spec: str, suites: tuple[str, ...] = ()) -> tuple[str, dict[str, 
         raise ValueError(f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value") from None
 
 
-_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*|[\w*?]*[*?|][\w*?|]*)(?=\s*(?:,|$))")
+_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*|[\w*?][\w*?|[\]-]*[*?|[][\w*?|[\]-]*|[*?])(?=\s*(?:,|$))")
 """A key, and its value that begins with a digit and has a letter, or that is a pattern."""
 
 

@@ -40,6 +40,7 @@ class Agent:
         `init` sets such a field to `()`, `with_data` fills it in, and `iteration` does not change it. So the data are
         arguments of a program, not constants; all members share one copy; and checkpoints leave them out.
       unit: the unit in which the run counts its steps.
+      ranked: whether a run with a higher return is a better one; not if teams oppose each other.
     """
 
     init: Callable[[jax.Array], Any]
@@ -54,6 +55,7 @@ class Agent:
     probabilities: Callable[[Any, Any], jax.Array] | None = None
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unit: Literal["environment steps", "updates"] = "environment steps"
+    ranked: bool = True
 
     def with_data(self, state: Any) -> Any:
         """A state with its data filled in."""

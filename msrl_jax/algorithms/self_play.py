@@ -262,7 +262,8 @@ def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
         )
     venv = vectorize_agents(env, config.num_envs)
     team = play_itself(make_team(venv, 1, config), config)
-    return teams_agent(venv, {"agents": team}, unroll_length=config.unroll_length)
+    agent = teams_agent(venv, {"agents": team}, unroll_length=config.unroll_length)
+    return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
 
 
 SELF_PLAY = register(Algorithm("self_play", SelfPlayConfig, build, many_agents=True))

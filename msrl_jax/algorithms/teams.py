@@ -46,6 +46,9 @@ class TeamsConfig(RolloutConfig):
         check_integers(self, 1, "total_steps")
         teams: Any = self.teams
         if isinstance(teams, Mapping):
+            for name, spec in teams.items():
+                if not isinstance(spec, str):
+                    raise ValueError(f"TeamsConfig.teams[{name!r}] is {spec!r}; write text such as 'ippo:learning_rate=1e-3'")
             teams = tuple(f"{name}={spec}" for name, spec in teams.items())
         elif isinstance(teams, str):
             teams = (teams,)

@@ -102,11 +102,19 @@ class Result:
         training instead.
 
         Raises:
-          ValueError: if a run of several members learns from data alone and has no validation episodes.
+          ValueError: if a run of several members learns from data alone and has no validation episodes, or if teams oppose
+            each other, so that returns do not tell which member is better.
         """
+        if self.seeds == 1:
+            return 0
         last = self.evaluation
+        if not self.behavior.agent.ranked:
+            raise ValueError(
+                "the return is the sum over teams or players that oppose each other, and does not tell which member of this "
+                "run is the best; name one, member=0"
+            )
         if self.behavior.agent.unit == "updates":
-            if self.seeds > 1 and "validation_loss" not in self.history:
+            if "validation_loss" not in self.history:
                 raise ValueError(
                     "no data were held out to compare the members of this run; name one, member=0, or train with a "
                     "validation_fraction above 0"
@@ -163,13 +171,19 @@ class Result:
             f"  {self._parts()}",
         ]
         if "episode_return" in self.history:
-            lines.append(f"  training return {_spread(self._final('episode_return'))} over the last tenth")
+            lines.append(f"  training return {self._by_team('episode_return')} over the last tenth")
         if self.evaluation is not None:
             what = f"greedy return over {self.evaluation.returns.shape[-1]} episodes"
-            lines.append(f"  {what} {_spread(np.asarray(self.evaluation.mean_return))}")
+            teams = {team: np.asarray(x).mean(-1) for team, x in self.evaluation.team_returns.items()}
+            lines.append(f"  {what} {_spread(np.asarray(self.evaluation.mean_return))}{_of_teams(teams)}")
         if self.folder is not None:
             lines.append(f"  saved in {self.folder}")
         return "\n".join(lines)
+
+    def _by_team(self, name: str) -> str:
+        """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
+        teams = [column.partition("/")[2] for column in self.history if column.startswith(f"{name}/")]
+        return _spread(self._final(name)) + _of_teams({team: self._final(f"{name}/{team}") for team in teams})
 
     def _parts(self) -> str:
         """The parts of the run's time as text."""
@@ -467,6 +481,11 @@ class Result:
             registers=registers,
             folder=path,
         )
+
+
+def _of_teams(returns: Mapping[str, np.ndarray]) -> str:
+    """The returns of teams as text; empty if there are none."""
+    return f" ({', '.join(f'{team} {_spread(x)}' for team, x in returns.items())})" if returns else ""
 
 
 def _spread(values: np.ndarray) -> str:

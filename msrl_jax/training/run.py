@@ -187,7 +187,9 @@ class Run:
         self.rows[-1] |= self.evaluation.means
 
     def score(self) -> float | None:
-        """The measure of success by which the best checkpoint is kept; more is better."""
+        """The measure of success by which the best checkpoint is kept; more is better. None if there is no such measure."""
+        if not self.setup.behavior.agent.ranked:
+            return None
         names = ["eval_return"] if self.eval_every is not None else ["episode_return"]
         sign = 1.0
         if self.setup.behavior.agent.unit == "updates":

@@ -88,6 +88,7 @@ def test_random_actions_are_legal_and_uniform():
         ({"red": "ippo:num_envs=3", "blue": "random"}, r"team 'red' sets num_envs, which all teams share"),
         ({"red": "ippo:num_minibatches=3", "blue": "random"}, r"team 'red': IPPOConfig.unroll_length=8 cannot be split"),
         ({"red": "random:epsilon=1", "blue": IPPO}, r"team 'red' sets epsilon, but random actions need no settings"),
+        ({"red": {"algorithm": "ippo"}}, r"TeamsConfig.teams\['red'\] is {'algorithm': 'ippo'}; write text such as"),
         (("red", "blue=random"), r"TeamsConfig.teams has 'red'; write TEAM=ALGORITHM"),
         (("red=random", "red=ippo"), r"names a team twice"),
         ({"red": "qmix:capacity=10", "blue": "random"}, r"team 'red': QMIXConfig.* capacity=10"),
@@ -101,3 +102,17 @@ def test_bad_teams_are_refused(teams, message):
 def test_agents_by_patterns():
     entries = msrl.algorithms.TeamsConfig(teams={"one": "ippo:agents=a_?|c", "b": "vdn"}).entries()
     assert members_of(("b_0", "a_1", "c", "b_x"), entries, "Any") == {"one": (1, 2), "b": (0, 3)}
+
+
+def test_totals_do_not_rank_opposing_teams(tmp_path):
+    """Opposing teams have no best checkpoint and no best member; the returns of each are shown."""
+    result = msrl.train(
+        "teams", Wishes(), total_steps=512, seeds=2, eval_every=128, out=tmp_path / "run",
+        teams={"red": IPPO, "blue": "random"}, **SMALL,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"does not tell which member of this run is the best; name one, member=0"):
+        result.evaluate(4)
+    assert result.evaluate(4, member=1).team_returns["red"].shape == (4,)
+    assert "(red " in repr(result) and ", blue " in repr(result)
+    with pytest.raises(ValueError, match=r"no checkpoint 'best'"):
+        msrl.Result.load(tmp_path / "run", env=Wishes(), checkpoint="best")

@@ -239,6 +239,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         updates_per_iteration=max(team.updates_per_iteration for team in teams.values()),
         env=venv,  # type: ignore[arg-type]
         initial_carry=(lambda num_envs: {n: t.initial_carry(num_envs) for n, t in teams.items()}) if recurrent else None,
+        ranked=len(teams) == 1,
         env_group=math.lcm(*(team.env_group for team in teams.values())),
         probabilities=None if any(team.probabilities is None for team in teams.values()) else probabilities,
     )
