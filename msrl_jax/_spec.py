@@ -11,8 +11,7 @@ def parse_spec(spec: str, suites: tuple[str, ...] = ()) -> tuple[str, dict[str, 
     Args:
       spec: a name, and optionally a colon and keyword arguments. A name may begin with one of `suites`:
         `jaxmarl:MPE_simple_spread_v3:num_agents=5`. Values are Python literals, or bare words, which may be calls:
-        `trajectory_codec=frame_stack(4)`. Words may begin with a digit: `scenario=3s_vs_5z`;
-        and they may be patterns with `*` and `?`, alternatives between `|`: `agents=ally_*|medic`.
+        `trajectory_codec=frame_stack(4)`. Words may begin with a digit: `scenario=3s_vs_5z`.
       suites: beginnings of names that end with a colon.
 
     Returns:
@@ -34,8 +33,8 @@ def parse_spec(spec: str, suites: tuple[str, ...] = ()) -> tuple[str, dict[str, 
         raise ValueError(f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value") from None
 
 
-_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*|[\w*?][\w*?|[\]-]*[*?|[][\w*?|[\]-]*|[*?])(?=\s*(?:,|$))")
-"""A key, and its value that begins with a digit and has a letter, or that is a pattern."""
+_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*)(?=\s*(?:,|$))")
+"""A key, and its value that begins with a digit and has a letter."""
 
 
 def _quoted(found: re.Match[str]) -> str:

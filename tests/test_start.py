@@ -88,13 +88,13 @@ import sys
 from msrl_jax import envs
 names = envs.names()
 env = envs.make("CartPole-v1")
-slow = {"matplotlib.pyplot", "pandas", "scipy", "seaborn", "gymnax.environments.misc.pong", "jaxmarl"}
+slow = {"matplotlib.pyplot", "pandas", "scipy", "seaborn", "gymnax.environments.misc.pong", "jaxmarl", "pgx"}
 assert not slow & set(sys.modules), slow & set(sys.modules)
 import gymnax
 import gymnax.environments.classic_control.cartpole as module
 assert gymnax.make("CartPole-v1")[0].__class__ is env.env.__class__ is module.CartPole
 assert gymnax.environments.classic_control.cartpole is module and gymnax.environments.CartPole is module.CartPole
-ours = {"KuhnPoker", "RockPaperScissors"} | {name for name in names if name.startswith("jaxmarl:")}
+ours = {"KuhnPoker", "RockPaperScissors"} | {name for name in names if name.startswith(("jaxmarl:", "pgx:"))}
 assert sorted({*gymnax.registered_envs, *ours}) == sorted(names), "the names that were read are those of gymnax"
 assert type(gymnax) is type(sys) and {"make", "register", "EnvParams"} <= set(dir(gymnax))
 from gymnax.environments import *

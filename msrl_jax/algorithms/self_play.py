@@ -178,7 +178,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
     @fragment(role="actor")
     def draw_opponents(params, pool):
         key, latest_key, slot_key = jax.random.split(pool.key, 3)
-        latest = jax.random.bernoulli(latest_key, config.latest_share, (config.num_opponents,))
+        latest = jax.random.bernoulli(latest_key, float(config.latest_share), (config.num_opponents,))
         drawn = jnp.where(latest, -1, jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled))
 
         def pick(past: jax.Array, new: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,20 +45,32 @@ class TeamsConfig(RolloutConfig):
     def check(self) -> None:
         """Raises ValueError unless every team is text with an algorithm for teams and fields that it has."""
         check_integers(self, 1, "total_steps")
-        teams: Any = self.teams
-        if isinstance(teams, Mapping):
-            for name, spec in teams.items():
-                if not isinstance(spec, str):
-                    raise ValueError(f"TeamsConfig.teams[{name!r}] is {spec!r}; write text such as 'ippo:learning_rate=1e-3'")
-            teams = tuple(f"{name}={spec}" for name, spec in teams.items())
-        elif isinstance(teams, str):
-            teams = (teams,)
-        elif not isinstance(teams, list | tuple):
-            raise ValueError(f"TeamsConfig.teams={teams!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
-        object.__setattr__(self, "teams", tuple(teams))
+        object.__setattr__(self, "teams", self.canonical("teams", self.teams))
         entries = self.entries()
         if len({entry.name for entry in entries}) < len(entries):
             raise ValueError(f"TeamsConfig.teams={self.teams!r} names a team twice; give each team its own name")
+
+    @staticmethod
+    def canonical(field: str, value: Any) -> Any:
+        """Teams as texts `TEAM=ALGORITHM:...`; raises ValueError if they are neither these nor a mapping."""
+        if field != "teams":
+            return value
+        if isinstance(value, str):
+            return tuple(value.split())
+        if isinstance(value, Mapping):
+            for name, spec in value.items():
+                _check_name(name)
+                if not isinstance(spec, str):
+                    raise ValueError(f"TeamsConfig.teams[{name!r}] is {spec!r}; write text such as 'ippo:learning_rate=1e-3'")
+            return tuple(f"{name}={spec}" for name, spec in value.items())
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"TeamsConfig.teams={value!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
+        return tuple(value)
+
+    @property
+    def anneal_learning_rate(self) -> bool:
+        """Whether the learning rate of a team falls over `total_steps`."""
+        return any(getattr(entry.config, "anneal_learning_rate", False) for entry in self.entries())
 
     def entries(self) -> list["Entry"]:
         """The teams, read and checked."""
@@ -70,15 +83,21 @@ class Entry:
 
     Attributes:
       name: its name.
-      patterns: patterns of the names of its agents.
+      patterns: patterns of the names of its agents; None for those that begin with its own name.
       algorithm: its algorithm; None for random actions.
       config: the config of the algorithm; None for random actions.
     """
 
     name: str
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...] | None
     algorithm: Algorithm | None
     config: Any
+
+    def fits(self, agent: str) -> bool:
+        """Whether an agent belongs to the team, by its name."""
+        if self.patterns is None:
+            return agent.startswith(self.name)
+        return any(fnmatch.fnmatchcase(agent, pattern) for pattern in self.patterns)
 
 
 def _entry(text: str, run: TeamsConfig) -> Entry:
@@ -86,8 +105,9 @@ def _entry(text: str, run: TeamsConfig) -> Entry:
     if not isinstance(text, str) or "=" not in text.partition(":")[0]:
         raise ValueError(f"TeamsConfig.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
     team, _, spec = text.partition("=")
-    team, (name, fields) = team.strip(), parse_spec(spec.strip())
-    patterns = tuple(str(fields.pop("agents", f"{team}*")).split("|"))
+    _check_name(team := team.strip())
+    spec, patterns = _without_agents(team, spec.strip())
+    name, fields = parse_spec(spec)
     where = f"team {team!r}"
     for field in ("num_envs", "unroll_length", "total_steps"):
         if field in fields:
@@ -107,6 +127,25 @@ def _entry(text: str, run: TeamsConfig) -> Entry:
         raise ValueError(f"{where}: {error}") from None
 
 
+def _check_name(name: Any) -> None:
+    """Raises ValueError unless a text can be the name of a team, which is also in names of metrics."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^\s=/:,]+", name):
+        raise ValueError(f"a team cannot have the name {name!r}; use letters, digits, _ and -")
+
+
+def _without_agents(team: str, spec: str) -> tuple[str, tuple[str, ...] | None]:
+    """Takes `agents=...` out of `ALGORITHM:field=value,...`; returns the rest, and the patterns."""
+    name, _, fields = spec.partition(":")
+    found = re.findall(r"(?:^|,)\s*agents\s*=([^,]*)", fields)
+    if not found:
+        return spec, None
+    patterns = tuple(part.strip() for part in found[0].strip().strip("'\"").split("|"))
+    if len(found) > 1 or "" in patterns or patterns[0][:1] in "([":
+        raise ValueError(f"team {team!r}: cannot read agents in {spec!r}; write names or patterns once: agents=ally_*|medic")
+    rest = re.sub(r"(?:^|,)\s*agents\s*=[^,]*", "", fields).strip().removeprefix(",")
+    return f"{name}:{rest}" if rest else name, patterns
+
+
 def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[str, tuple[int, ...]]:
     """Maps agents to teams.
 
@@ -124,10 +163,13 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     members: dict[str, tuple[int, ...]] = {}
     known = f"the agents of {env} are {', '.join(agents)}"
     for entry in entries:
-        fits = [any(fnmatch.fnmatchcase(agent, p) for p in entry.patterns) for agent in agents]
+        fits = [entry.fits(agent) for agent in agents]
         members[entry.name] = tuple(i for i, fit in enumerate(fits) if fit)
-        if not any(fits):
-            raise ValueError(f"no agent fits team {entry.name!r} with agents={'|'.join(entry.patterns)}; {known}")
+        if not any(fits) and entry.patterns is None:
+            raise ValueError(f"no agent's name begins with {entry.name!r}, the name of a team; {known}")
+        for pattern in entry.patterns or ():
+            if not any(fnmatch.fnmatchcase(agent, pattern) for agent in agents):
+                raise ValueError(f"no agent fits agents={pattern} of team {entry.name!r}; {known}")
     for i, agent in enumerate(agents):
         teams = [name for name, numbers in members.items() if i in numbers]
         if not teams:

@@ -90,3 +90,8 @@ def compare_types(got: PyTree, want: PyTree, what: str, reference: str) -> None:
 def show(x: Any) -> str:
     """The dtype and the shape of an array, such as `float32[4]`; the type of anything else."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
+
+
+def is_real(x: Any) -> bool:
+    """Whether an array holds numbers that float32 can stand for: no complex numbers, and no keys."""
+    return x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)

@@ -11,7 +11,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
-from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, returned, show
+from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
 from msrl_jax.metrics import Mean
 
@@ -156,7 +156,7 @@ def _check(env: Environment) -> None:
     next_state, next_obs, reward, terminated, truncated = stepped
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
     compare_types(next_obs, observation, f"the observation of {name}.step", "its observation_space")
-    if reward.shape != () or not (jnp.issubdtype(reward.dtype, jnp.number) or reward.dtype == bool):
+    if reward.shape != () or not is_real(reward):
         raise TypeError(f"the reward of {name}.step is {show(reward)}; return a scalar, float32[]")
     for flag, x in {"terminated": terminated, "truncated": truncated}.items():
         if x.shape != () or x.dtype != bool:

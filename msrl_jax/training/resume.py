@@ -209,7 +209,8 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
             raise RunFolderError(
                 f"the run in {saved.path} has no config field {name!r}; its fields are {', '.join(was['config'])}"
             )
-        pairs.append((name, folder.to_json(value), was["config"][name]))
+        kept = algorithms.get(was["algorithm"]).config.canonical(name, value)
+        pairs.append((name, folder.to_json(kept), was["config"][name]))
     arguments = ("algo", "env", "seed", "seeds")
     for name, value, before in pairs:
         if value != before and not (value is None and name in arguments):
@@ -376,15 +377,15 @@ def warn_of_schedules(saved: Saved, config: Any, total_steps: int, done: int) ->
     was = saved.description["total_steps"]
     if was == total_steps:
         return
-    falls = getattr(config, "anneal_learning_rate", False)
+    falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
     rises = getattr(config, "beta", None) is not None
     if not (falls or rises):
         return
     what = " and ".join(["the learning rate"] * bool(falls) + ["beta of the replay"] * bool(rises))
-    rate = config.learning_rate if falls else 0.0
+    rate = getattr(config, "learning_rate", None)
     now = (
         f": it goes on from {rate * (1 - done / total_steps):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
-        if falls
+        if falls and rate is not None
         else ""
     )
     _note(

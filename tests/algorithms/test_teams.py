@@ -80,7 +80,10 @@ def test_random_actions_are_legal_and_uniform():
     [
         ({"red": IPPO}, r"agent 'blue_0' of Wishes has no learner; add a team for it, such as blue=random"),
         ({"red": IPPO, "all": "vdn:agents=*"}, r"agent 'red_0' of Wishes has 2 learners, teams 'red' and 'all'"),
-        ({"red": IPPO, "blue": IPPO, "green": IPPO}, r"no agent fits team 'green' with agents=green\*; the agents"),
+        ({"red": IPPO, "blue": IPPO, "green": IPPO}, r"no agent's name begins with 'green', the name of a team; the agents of"),
+        ({"red": IPPO, "blue": "ippo:agents=blue_0|bleu_1"}, r"no agent fits agents=bleu_1 of team 'blue'; the agents of"),
+        ({"red": IPPO, "blue": "ippo:agents=('blue_0','blue_1')"}, r"team 'blue': cannot read agents in .*agents=ally_"),
+        ({"red": IPPO, "a=b": "ippo"}, r"a team cannot have the name 'a=b'"),
         ({"red": "random", "blue": "random"}, r"no team of .* learns"),
         ({}, r"TeamsConfig.teams is empty; give each agent of Wishes a team: red_0, blue_0"),
         ({"red": "ppo", "blue": "random"}, r"team 'red' has the algorithm 'ppo' \(did you mean 'ippo'\?\); teams"),
@@ -100,8 +103,22 @@ def test_bad_teams_are_refused(teams, message):
 
 
 def test_agents_by_patterns():
-    entries = msrl.algorithms.TeamsConfig(teams={"one": "ippo:agents=a_?|c", "b": "vdn"}).entries()
-    assert members_of(("b_0", "a_1", "c", "b_x"), entries, "Any") == {"one": (1, 2), "b": (0, 3)}
+    teams = {"one": "ippo:agents=a_[12] | c-1.5,hidden_sizes=(8,)", "b": "vdn:batch_size=8,agents=1_0|b*"}
+    entries = msrl.algorithms.TeamsConfig(teams=teams).entries()
+    assert members_of(("b_0", "a_1", "c-1.5", "1_0"), entries, "Any") == {"one": (1, 2), "b": (0, 3)}
+    assert entries[0].config.hidden_sizes == (8,) and entries[1].config.batch_size == 8
+
+
+def test_a_run_goes_on_with_the_same_teams(tmp_path):
+    """In every form of the same teams; the learning rate of a team that falls over another number of steps is told."""
+    teams = {"red": IPPO + ",anneal_learning_rate=True", "blue": "random"}
+    run = {"out": tmp_path / "run", "eval_episodes": 0, **SMALL}
+    msrl.train("teams", Wishes(), total_steps=256, teams=teams, **run)
+    with pytest.warns(msrl.training.ResumeWarning, match=r"total_steps changes from 256 to 512, over which the learning rate"):
+        result = msrl.train("teams", Wishes(), total_steps=512, teams=teams, resume=True, **run)
+    assert result.history["iteration"][-1] == 4
+    with pytest.raises(ValueError, match=r"cannot go on with teams="):
+        msrl.train("teams", Wishes(), total_steps=512, teams=teams | {"blue": IPPO}, resume=True, **run)
 
 
 def test_totals_do_not_rank_opposing_teams(tmp_path):

@@ -33,6 +33,11 @@ class Config:
             elif options := _options(hint):
                 check_choice(self, field, options)
 
+    @staticmethod
+    def canonical(field: str, value: Any) -> Any:
+        """The form in which a config keeps a value of a field, where it takes several forms."""
+        return value
+
     def check_given(self, fields: Collection[str]) -> None:
         """Raises ValueError if the user gave a field that has no effect with the other fields.
 

@@ -48,7 +48,7 @@ def check_bounded(name: str, space: Space) -> Box:
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ValueError(
             f"{name} needs finite bounds of every component of an action, but the space is {space}; give its action_space "
-            f"finite low and high, or use ppo"
+            f"finite low and high, or use ppo (of several agents, ippo)"
         )
     return space
 

@@ -3,12 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.base import env_name, strong
-from msrl_jax.envs.conformity import check_space, compare_types, returned, show
+from msrl_jax.envs.conformity import check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import has_masks
 
 
@@ -48,7 +47,7 @@ def check_agents(env: MultiAgentEnvironment) -> None:
     next_state, next_obs, reward, terminated, truncated = stepped
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
     compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space {of_agents}")
-    if getattr(reward, "shape", None) != (count,) or not (jnp.issubdtype(reward.dtype, jnp.number) or reward.dtype == bool):
+    if getattr(reward, "shape", None) != (count,) or not is_real(reward):
         raise TypeError(f"the reward of {name}.step is {show(reward)}; return one number {of_agents}, float32[{count}]")
     _check_flag(terminated, (count,), f"terminated of {name}.step", f"one flag {of_agents}, bool[{count}]")
     _check_flag(truncated, (), f"truncated of {name}.step", "a scalar bool, jnp.asarray(False) if never")

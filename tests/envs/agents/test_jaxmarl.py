@@ -209,9 +209,6 @@ def test_speaker_and_listener_are_padded():
         ("jaxmarl:SMAX:scenario=3s_vs_5z,max_steps=1e2", "jaxmarl:SMAX", {"scenario": "3s_vs_5z", "max_steps": 100.0}),
         ("CartPole-v1:max_steps_in_episode=9", "CartPole-v1", {"max_steps_in_episode": 9}),
         ("Mine:a='b=3m,c',d=2s3z", "Mine", {"a": "b=3m,c", "d": "2s3z"}),
-        ("qmix:agents=a_[01]|b,hidden_sizes=[8,8]", "qmix", {"agents": "a_[01]|b", "hidden_sizes": [8, 8]}),
-        ("qmix:agents=*,a=-1,b=[1]", "qmix", {"agents": "*", "a": -1, "b": [1]}),
-        ("ippo:agents=ally_*|medic,core=gru,discount=1e-1", "ippo", {"agents": "ally_*|medic", "core": "gru", "discount": 0.1}),
     ],
 )
 def test_specs_of_suites(spec, name, params):
