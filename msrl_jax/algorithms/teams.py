@@ -33,7 +33,8 @@ class TeamsConfig(RolloutConfig):
       unroll_length: steps of every environment per iteration, `T`. Usual: 16 to 128.
       teams: `TEAM=ALGORITHM:field=value,...` for each team, or a mapping from the name of the team to the rest. The algorithm
         is one for several agents, or "random". The agents of a team are those whose names begin with the name of the team, or
-        fit the field `agents`, patterns such as `agents=ally_*|medic`. Usual: adversary=mappo agent=ippo.
+        fit the field `agents`, patterns such as `agents=ally_*|medic`. `msrl-jax train --algo mappo --help` lists the other
+        fields. Usual: adversary=mappo agent=ippo.
       total_steps: environment steps of the run, over which algorithms anneal.
     """
 

@@ -58,7 +58,12 @@ class TrainedRun(Protocol):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """A description of the run as plain data, with `env`, `algorithm` and `total_steps`."""
+        """A description of the run as plain data, with `env` and `algorithm`."""
+        ...
+
+    @property
+    def history(self) -> Mapping[str, np.ndarray]:
+        """Columns with one value per chunk, with `step`, the environment steps until then."""
         ...
 
     def member_state(self, member: int | None = None) -> Any:
@@ -156,7 +161,7 @@ def record(
         "action_space": str(behavior.env.action_space),
         **agents_of(behavior.env),
         "made_by": f"{description['algorithm']}, {how}",
-        "trained_steps": description["total_steps"],
+        "trained_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
         "seed": seed,
     }
     check_played(behavior.env, rows.reward)

@@ -117,12 +117,15 @@ def _replication_warnings(
         if not isinstance(i, Move) or i.is_copy:
             continue
         for s, r in zip(i.sources, i.results, strict=True):
-            was_split = any(s.placement.logical(shardings[s]))
+            was_split = s.placement.logical(shardings[s])
             rules = bool(r.placement.rules) and r.placement.mesh.size > 1
-            if was_split and rules and not any(shardings[r].spec) and r.nbytes >= _SMALL:
+            if any(was_split) and rules and not any(shardings[r].spec) and r.nbytes >= _SMALL:
+                axis, size = next((entry[0], size) for entry, size in zip(was_split, r.aval.shape, strict=False) if entry)
+                divides = r.placement.split(axis) > 1
                 yield (
                     f"{r.label} {r.aval.str_short()} is split at {s.placement.name!r} but copied whole to each of the "
-                    f"{r.placement.mesh.size} devices of {r.placement.name!r}: its dimensions do not divide evenly"
+                    f"{r.placement.mesh.size} devices of {r.placement.name!r}, which "
+                    + (f"do not divide its {size} entries of axis {axis!r}" if divides else f"split no axis {axis!r}")
                 )
 
 

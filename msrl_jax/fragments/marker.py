@@ -4,9 +4,11 @@ The equation calls our own primitive, which evaluates its body. Under `vmap` it 
 under differentiation it is replaced by its body, because gradients are taken inside a learner. Fragments may be nested.
 """
 
+import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -126,6 +128,23 @@ def is_fragment(eqn: JaxprEqn) -> bool:
     return eqn.primitive is fragment_p
 
 
+_scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="")
+
+
+@contextlib.contextmanager
+def fragment_scope(scope: str) -> Iterator[None]:
+    """Fragments called inside have names `NAME/SCOPE` in plans and errors, which tells equal parts of a loop apart.
+
+    Args:
+      scope: what the parts belong to, such as a team of agents; empty adds nothing. An inner scope replaces an outer one.
+    """
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
 @overload
 def fragment(fn: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
@@ -214,8 +233,9 @@ def _mark(
             raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
-        body = _as_inputs(closed, name, _paths(shapes))
-        results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=name, role=role)
+        scoped = f"{name}/{_scope.get()}" if _scope.get() else name
+        body = _as_inputs(closed, scoped, _paths(shapes))
+        results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=scoped, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return marked

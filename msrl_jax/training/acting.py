@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax.algorithms import Agent
-from msrl_jax.envs import Environment
-from msrl_jax.envs.masks import with_masks
+from msrl_jax.envs import Environment, MaskedObservation
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.masks import mask_of, with_masks
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
 
@@ -97,6 +99,54 @@ class Behavior:
         if self.agent.probabilities is None:
             raise ValueError("this agent has no categorical policy, so no probabilities of actions; use act")
         return self.agent.probabilities(state, self.agent.env.observe(state.env_state, obs))
+
+    def batched(self, obs: Any) -> tuple[Any, bool]:
+        """Checks raw observations.
+
+        Args:
+          obs: one observation, or a batch with a leading dimension `B`.
+
+        Returns:
+          The batch, and whether it was one observation.
+
+        Raises:
+          ValueError: if they fit neither, if legal actions are missing or not asked for, or if one has no legal action.
+        """
+        kind = self.observation_type
+        if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
+            raise ValueError(
+                f"{env_name(self.env)} names its legal actions; give them with the observation: "
+                "act(msrl_jax.envs.MaskedObservation(obs, action_mask))"
+                if isinstance(kind, MaskedObservation)
+                else f"{env_name(self.env)} names no legal actions; give the observation without an action_mask"
+            )
+        obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
+        shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
+        single = shapes == wanted
+        if not single and [s[1:] for s in shapes] != wanted:
+            raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
+        if single:
+            obs = jax.tree.map(lambda x: x[None], obs)
+        if (mask := mask_of(obs)) is not None and not mask.any(-1).all():
+            number = np.argwhere(~mask.any(-1))[0].tolist()
+            raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
+        return obs, single
+
+    def checked_carry(self, carry: Any, count: int) -> Any:
+        """The carry of a number of observations, that at the start of an episode for None.
+
+        Raises:
+          ValueError: if the carry does not fit the number.
+        """
+        fresh = self.initial_carry(count)
+        carry = fresh if carry is None else carry
+        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
+        if shapes != wanted:
+            raise ValueError(
+                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
+                "last call returned, or None at the start of an episode"
+            )
+        return carry
 
     @functools.cached_property
     def state_type(self) -> Any:

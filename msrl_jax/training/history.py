@@ -112,3 +112,8 @@ def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
     """
     size = max(float(np.max(np.abs(spread))), float(np.max(np.abs(mean))) / 100)
     return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
+
+
+def team_of(column: str, name: str) -> str:
+    """The team of a column `NAME/TEAM` of a metric; empty if it is another column."""
+    return column.removeprefix(f"{name}/") if column.startswith(f"{name}/") else ""

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from msrl_jax.training.history import team_of
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -14,7 +16,7 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
 
     Args:
       history: columns `[C]` or `[C, M]`, with one called `step`.
-      metrics: names of the columns; panels of an `episode_return` show the evaluations too.
+      metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
       unit: the unit of steps.
       title: title of the figure.
 
@@ -33,6 +35,9 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
     )
     for panel, name in zip(panels[:, 0], metrics, strict=True):
         _draw(panel, history["step"], history[name], name.replace("_", " "), "-")
+        for column in history:
+            if (team := team_of(column, name)) and name == "episode_return":
+                _draw(panel, history["step"], history[column], f"team {team}", "-")
         if (greedy := name.replace("episode_", "eval_")) in history and name.startswith("episode_return"):
             _draw(panel, history["step"], history[greedy], "greedy evaluation", "o")
         panel.set_ylabel(name.replace("_", " "))

@@ -14,6 +14,7 @@ import numpy as np
 
 from msrl_jax._streams import Lasting, progress_stream
 from msrl_jax.training.callbacks import Tick, short_unit
+from msrl_jax.training.history import team_of
 
 Progress = bool | Literal["auto", "bar", "lines", "notebook"]
 Show = Callable[[Tick], None]
@@ -55,10 +56,11 @@ def choose_display(progress: Progress) -> Display:
 def _facts(tick: Tick) -> str:
     """The most important metrics as text, averaged over the members."""
     facts = [f"{tick.metrics['steps_per_second']:,.0f} {short_unit(tick.unit)}/s"]
+    known = {name: value for name, x in tick.metrics.items() if not np.isnan(value := float(np.mean(x)))}
     for name, word in _SHOWN.items():
-        value = float(np.mean(tick.metrics.get(name, np.nan)))
-        if not np.isnan(value):
-            facts.append(f"{word} {value:.1f}")
+        teams = [f"{team} {x:.1f}" for column, x in known.items() if (team := team_of(column, name))]
+        if name in known:
+            facts.append(f"{word} {known[name]:.1f}" + f" ({', '.join(teams)})" * bool(teams))
     return "  ".join(facts)
 
 

@@ -14,17 +14,15 @@ import numpy as np
 
 from msrl_jax._checks import check_seed
 from msrl_jax._deprecated import deprecated
-from msrl_jax.envs import Environment, MaskedObservation
-from msrl_jax.envs.base import env_name
-from msrl_jax.envs.masks import mask_of
+from msrl_jax.envs import Environment
 from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
-from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
-from msrl_jax.training.history import decimals, last_mean, stack_rows
+from msrl_jax.training.history import last_mean, stack_rows
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.setup import resolve
+from msrl_jax.training.summary import describe, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,12 +117,13 @@ class Result:
                     "no data were held out to compare the members of this run; name one, member=0, or train with a "
                     "validation_fraction above 0"
                 )
-            scores = -np.atleast_1d(self._final("validation_loss"))
+            scores = -np.atleast_1d(self.final("validation_loss"))
         else:
-            scores = np.atleast_1d(self._final("episode_return") if last is None else last.mean_return)
+            scores = np.atleast_1d(self.final("episode_return") if last is None else last.mean_return)
         return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
 
-    def _final(self, name: str) -> np.ndarray:
+    def final(self, name: str) -> np.ndarray:
+        """The mean of a column of the history over the last tenth of training; nan if there is no such column."""
         return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
 
     def summary(self) -> dict[str, Any]:
@@ -135,63 +134,10 @@ class Result:
           evaluation, both averaged over the members; `*_per_seed` lists the values of the members. Of several teams, there
           is also `episode_return/TEAM` and `eval_return/TEAM`.
         """
-        about = {key: self.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
-        returns = {name: self._final(name) for name in self.history if name.partition("/")[0] == "episode_return"}
-        if self.evaluation is not None:
-            means = self.evaluation.means.items()
-            returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
-        per_seed = {f"{name}_per_seed": x.tolist() for name, x in returns.items() if x.ndim}
-        return about | {
-            "devices": self.description["devices"]["count"],
-            "platform": self.description["devices"]["platform"],
-            "total_steps": int(self.history["step"][-1]) if len(self.history.get("step", ())) else 0,
-            "status": self.status,
-            **({"stop_reason": self.stop_reason} if self.stop_reason else {}),
-            **{name: float(np.mean(x)) for name, x in returns.items()},
-            **per_seed,
-            "steps_per_second": self.steps_per_second,
-            "compile_seconds": self.compile_seconds,
-            **self.timings,
-            "wall_seconds": self.wall_seconds,
-        }
+        return summarize(self)
 
     def __repr__(self) -> str:
-        s = self.summary()
-        seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
-        devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
-        why_ended = f"{s['status']}: {self.stop_reason}" if self.stop_reason else s["status"]
-        unit, asked = short_unit(self.behavior.agent.unit), self.description["total_steps"]
-        partly = self.status == "finished" and s["total_steps"] < asked
-        why = f" of {asked:,} asked for (whole iterations of {self.behavior.agent.steps_per_iteration:,})" * partly
-        steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
-        rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if self.history else ""
-        lines = [
-            f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
-            f"  {steps} in {s['wall_seconds']:.1f} s{rate}",
-            f"  {self._parts()}",
-        ]
-        if "episode_return" in self.history:
-            lines.append(f"  training return {self._by_team('episode_return')} over the last tenth")
-        if self.evaluation is not None:
-            what = f"greedy return over {self.evaluation.returns.shape[-1]} episodes"
-            teams = {team: np.asarray(x).mean(-1) for team, x in self.evaluation.team_returns.items()}
-            lines.append(f"  {what} {_spread(np.asarray(self.evaluation.mean_return))}{_of_teams(teams)}")
-        if self.folder is not None:
-            lines.append(f"  saved in {self.folder}")
-        return "\n".join(lines)
-
-    def _by_team(self, name: str) -> str:
-        """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
-        teams = [column.partition("/")[2] for column in self.history if column.startswith(f"{name}/")]
-        return _spread(self._final(name)) + _of_teams({team: self._final(f"{name}/{team}") for team in teams})
-
-    def _parts(self) -> str:
-        """The parts of the run's time as text."""
-        parts = {name.removesuffix("_seconds"): seconds for name, seconds in self.timings.items()}
-        parts = {"compiling": self.compile_seconds, **parts}
-        parts["callbacks and metrics"] = max(0.0, self.wall_seconds - sum(parts.values())) if self.timings else 0.0
-        words = {"setup": "setting up", "train": "training"}
-        return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
+        return describe(self)
 
     def member(self, member: int | None = None) -> int:
         """The number of a member.
@@ -285,16 +231,9 @@ class Result:
           ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
             carry does not fit the number of observations, or if the run has no such member.
         """
-        obs, single = self._batch(obs)
+        obs, single = self.behavior.batched(obs)
         count = jax.tree.leaves(obs)[0].shape[0]
-        fresh = self.behavior.initial_carry(count)
-        carry = fresh if carry is None else carry
-        shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
-        if shapes != wanted:
-            raise ValueError(
-                f"carry has shapes {shapes}; the carry of {count} observations has shapes {wanted}. Pass the carry that the "
-                "last call returned, or None at the start of an episode"
-            )
+        carry = self.behavior.checked_carry(carry, count)
         actions, carry = self._act(self.member(member), obs, carry, key)
         return (actions[0] if single else actions), carry
 
@@ -314,31 +253,9 @@ class Result:
           ValueError: if the agent has no categorical policy (PPO, A2C, A3C and IMPALA have one for discrete actions, alone or
             for several agents) or is recurrent, or as in `act`.
         """
-        obs, single = self._batch(obs)
+        obs, single = self.behavior.batched(obs)
         probabilities = self._probabilities(self.member(member), obs)
         return probabilities[0] if single else probabilities
-
-    def _batch(self, obs: Any) -> tuple[Any, bool]:
-        """Checks raw observations; returns them with a leading dimension, and whether there was none."""
-        kind = self.behavior.observation_type
-        if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
-            raise ValueError(
-                f"{env_name(self.behavior.env)} names its legal actions; give them with the observation: "
-                "act(msrl_jax.envs.MaskedObservation(obs, action_mask))"
-                if isinstance(kind, MaskedObservation)
-                else f"{env_name(self.behavior.env)} names no legal actions; give the observation without an action_mask"
-            )
-        obs = jax.tree.map(lambda t, x: np.asarray(x, t.dtype), kind, obs)
-        shapes, wanted = ([x.shape for x in jax.tree.leaves(t)] for t in (obs, kind))
-        single = shapes == wanted
-        if not single and [s[1:] for s in shapes] != wanted:
-            raise ValueError(f"obs has shape {shapes}; the environment's observations have shape {wanted}, or [B, ...]")
-        if single:
-            obs = jax.tree.map(lambda x: x[None], obs)
-        if (mask := mask_of(obs)) is not None and not mask.any(-1).all():
-            number = np.argwhere(~mask.any(-1))[0].tolist()
-            raise ValueError(f"observation {number} has no legal action; leave it out, or correct its action_mask")
-        return obs, single
 
     def evaluate(
         self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS
@@ -365,7 +282,7 @@ class Result:
 
         Args:
           path: file for the figure, in the format of its suffix; None writes no file.
-          metrics: names of the columns; panels of an `episode_return` show the evaluations too.
+          metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
 
         Returns:
           The figure; a notebook shows it if it is the value of a cell.
@@ -481,15 +398,3 @@ class Result:
             registers=registers,
             folder=path,
         )
-
-
-def _of_teams(returns: Mapping[str, np.ndarray]) -> str:
-    """The returns of teams as text; empty if there are none."""
-    return f" ({', '.join(f'{team} {_spread(x)}' for team, x in returns.items())})" if returns else ""
-
-
-def _spread(values: np.ndarray) -> str:
-    digits = decimals(values, np.ptp(values))
-    if not values.ndim:
-        return f"{values:.{digits}f}"
-    return f"{np.mean(values):.{digits}f} (seeds: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"

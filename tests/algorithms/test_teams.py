@@ -109,6 +109,19 @@ def test_agents_by_patterns():
     assert entries[0].config.hidden_sizes == (8,) and entries[1].config.batch_size == 8
 
 
+def test_plans_and_plots_name_the_teams():
+    teams = {"red": IPPO, "blue": IPPO}
+    agent = msrl.algorithms.TEAMS.build(Wishes(), msrl.algorithms.TeamsConfig(**SMALL, teams=teams))
+    state = jax.eval_shape(agent.init, jax.random.key(0))
+    plan = msrl.compile(agent.iteration, state, policy=msrl.policies.GPUOnly(), axes=agent.axes).explain()
+    names = [fragment.name for fragment in plan.fragments]
+    assert {"env_step", "choose/red", "choose/blue"} <= set(names) and len(names) == len(set(names))
+    result = msrl.train("teams", Wishes(), total_steps=256, teams=teams, eval_episodes=0, **SMALL)
+    drawn = {line.get_label(): line.get_xydata()[:, 1] for line in result.plot().axes[0].lines}
+    np.testing.assert_array_equal(drawn["team red"], result.history["episode_return/red"])
+    np.testing.assert_array_equal(drawn["team blue"], result.history["episode_return/blue"])
+
+
 def test_a_run_goes_on_with_the_same_teams(tmp_path):
     """In every form of the same teams; the learning rate of a team that falls over another number of steps is told."""
     teams = {"red": IPPO + ",anneal_learning_rate=True", "blue": "random"}

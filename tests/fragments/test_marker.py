@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from msrl_jax._compat import drop_unused
-from msrl_jax.fragments.marker import fragment
+from msrl_jax.fragments.marker import fragment, fragment_scope
 
-from .marking import KEY, PARAMS, XS, X, assert_same, equations, loss, mlp, mlp_fragment
+from .marking import KEY, PARAMS, XS, X, assert_same, equations, fragments_of, loss, mlp, mlp_fragment
 
 
 class Batch(NamedTuple):
@@ -109,6 +109,25 @@ def test_role_and_name_are_on_the_equation():
     assert marks(fragment(role="env")(step)) == ("step", "env")
     assert marks(fragment(name="physics")(step)) == ("physics", "step")
     assert marks(fragment(partial(jnp.add, 1))) == ("partial", "partial")
+
+
+def test_a_scope_is_in_the_names_of_the_calls_inside():
+    @fragment(role="actor")
+    def act(x):
+        return inner(x) + 1
+
+    @fragment
+    def inner(x):
+        return x * 2
+
+    def f(x):
+        with fragment_scope("red"):
+            y = act(x)
+            with fragment_scope("blue"):
+                y = act(y)
+        return inner(y)
+
+    assert fragments_of(f, 1.0) == ["act/red", "inner/red", "act/blue", "inner/blue", "inner"]
 
 
 def test_static_arguments_by_position_keyword_and_default():

@@ -30,6 +30,12 @@ def test_a_pipe_gets_plain_lines_on_stderr(capsys):
     ]
 
 
+def test_returns_of_teams_stand_behind_their_sum(capsys):
+    with choose_display("lines")("teams Tag", 100) as show:
+        show(tick(100, **{"episode_return": 1.5, "episode_return/prey": -2.5, "episode_return/hunter": np.array([3.0, 5.0])}))
+    assert capsys.readouterr().err.splitlines()[-1].endswith("return 1.5 (prey -2.5, hunter 4.0)")
+
+
 def test_a_terminal_gets_a_bar(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

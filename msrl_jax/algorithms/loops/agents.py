@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
-from msrl_jax.fragments import fragment
+from msrl_jax.fragments import fragment, fragment_scope
 
 
 class Experience(NamedTuple):
@@ -148,6 +148,9 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         """The part of a team of `[E, A, ...]`."""
         return x if members[name] == everyone else jax.tree.map(lambda x: x[:, np.array(members[name])], x)
 
+    def scope(name: str):
+        return fragment_scope(name if len(teams) > 1 else "")
+
     def seen(obs: Any, state: jax.Array, is_first: jax.Array) -> dict[str, Now]:
         return {name: Now(of_team(name, obs), state, is_first) for name in teams}
 
@@ -185,7 +188,10 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     def iteration(state: TeamsState) -> tuple[TeamsState, Metrics]:
         def step(before, keys):
             env_state, now, carry = before
-            acted = {n: team.act(acting[n], now[n], carry[n], keys[n]) for n, team in teams.items()}
+            acted = {}
+            for n, team in teams.items():
+                with scope(n):
+                    acted[n] = team.act(acting[n], now[n], carry[n], keys[n])
             env_state, after, outcome = env_step(env_state, {n: action for n, (action, _, _) in acted.items()})
             experience = {
                 n: Experience(**now[n]._asdict(), action=action, extras=extras, **outcome[n])
@@ -193,16 +199,20 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
             }
             return (env_state, after, {n: carry for n, (_, _, carry) in acted.items()}), experience
 
-        begun = {name: team.begin(state.params[name], state.teams[name]) for name, team in teams.items()}
+        begun = {}
+        for name, team in teams.items():
+            with scope(name):
+                begun[name] = team.begin(state.params[name], state.teams[name])
         acting, kept, keys = ({name: x[i] for name, x in begun.items()} for i in range(3))
         start = state.env_state, state.now, state.carry
         (env_state, now, carry), experience = jax.lax.scan(step, start, keys, length=unroll_length)
         env_state, episodes = pop_episodes(env_state)
         params, rest, metrics = {}, {}, {}
         for name, team in teams.items():
-            params[name], rest[name], stats = team.learn(
-                state.params[name], kept[name], experience[name], now[name], state.carry[name]
-            )
+            with scope(name):
+                params[name], rest[name], stats = team.learn(
+                    state.params[name], kept[name], experience[name], now[name], state.carry[name]
+                )
             metrics |= {metric + f"/{name}" * (len(teams) > 1): value for metric, value in stats.items()}
         return TeamsState(params, rest, carry, env_state, now), {**metrics, **episodes}
 

@@ -1,0 +1,117 @@
+"""What a run says of itself: its summary as plain data, and as text."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from msrl_jax.training.acting import Behavior
+from msrl_jax.training.callbacks import short_unit
+from msrl_jax.training.evaluate import Evaluation
+from msrl_jax.training.history import decimals, team_of
+
+
+class _Summarized(Protocol):
+    """The part of a `Result` that its summary needs."""
+
+    @property
+    def history(self) -> Mapping[str, np.ndarray]: ...
+    @property
+    def status(self) -> Any: ...
+    @property
+    def stop_reason(self) -> str: ...
+    @property
+    def compile_seconds(self) -> float: ...
+    @property
+    def wall_seconds(self) -> float: ...
+    @property
+    def timings(self) -> Mapping[str, float]: ...
+    @property
+    def evaluation(self) -> Evaluation | None: ...
+    @property
+    def description(self) -> Mapping[str, Any]: ...
+    @property
+    def behavior(self) -> Behavior: ...
+    @property
+    def folder(self) -> Path | None: ...
+    @property
+    def steps_per_second(self) -> float: ...
+    def final(self, name: str) -> np.ndarray: ...
+
+
+def summarize(result: _Summarized) -> dict[str, Any]:
+    """A run as plain data; see `Result.summary`."""
+    about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
+    returns = {name: result.final(name) for name in result.history if name.partition("/")[0] == "episode_return"}
+    if result.evaluation is not None:
+        means = result.evaluation.means.items()
+        returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
+    per_seed = {f"{name}_per_seed": x.tolist() for name, x in returns.items() if x.ndim}
+    return about | {
+        "devices": result.description["devices"]["count"],
+        "platform": result.description["devices"]["platform"],
+        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
+        "status": result.status,
+        **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
+        **{name: float(np.mean(x)) for name, x in returns.items()},
+        **per_seed,
+        "steps_per_second": result.steps_per_second,
+        "compile_seconds": result.compile_seconds,
+        **result.timings,
+        "wall_seconds": result.wall_seconds,
+    }
+
+
+def describe(result: _Summarized) -> str:
+    """A run in a few lines of text."""
+    s = summarize(result)
+    seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
+    devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
+    why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
+    unit, asked = short_unit(result.behavior.agent.unit), result.description["total_steps"]
+    partly = result.status == "finished" and s["total_steps"] < asked
+    why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
+    steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
+    rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if result.history else ""
+    lines = [
+        f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
+        f"  {steps} in {s['wall_seconds']:.1f} s{rate}",
+        f"  {_parts(result)}",
+    ]
+    if "episode_return" in result.history:
+        lines.append(f"  training return {_by_team(result, 'episode_return')} over the last tenth")
+    if result.evaluation is not None:
+        what = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
+        teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
+        lines.append(f"  {what} {_spread(np.asarray(result.evaluation.mean_return))}{_of_teams(teams)}")
+    if result.folder is not None:
+        lines.append(f"  saved in {result.folder}")
+    return "\n".join(lines)
+
+
+def _by_team(result: _Summarized, name: str) -> str:
+    """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
+    teams = [team for column in result.history if (team := team_of(column, name))]
+    return _spread(result.final(name)) + _of_teams({team: result.final(f"{name}/{team}") for team in teams})
+
+
+def _parts(result: _Summarized) -> str:
+    """The parts of the run's time as text."""
+    parts = {name.removesuffix("_seconds"): seconds for name, seconds in result.timings.items()}
+    parts = {"compiling": result.compile_seconds, **parts}
+    parts["callbacks and metrics"] = max(0.0, result.wall_seconds - sum(parts.values())) if result.timings else 0.0
+    words = {"setup": "setting up", "train": "training"}
+    return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
+
+
+def _of_teams(returns: Mapping[str, np.ndarray]) -> str:
+    """The returns of teams as text; empty if there are none."""
+    return f" ({', '.join(f'{team} {_spread(x)}' for team, x in returns.items())})" if returns else ""
+
+
+def _spread(values: np.ndarray) -> str:
+    digits = decimals(values, np.ptp(values))
+    if not values.ndim:
+        return f"{values:.{digits}f}"
+    return f"{np.mean(values):.{digits}f} (seeds: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
