@@ -112,16 +112,25 @@ class Algorithm:
         config.check_given(overrides)
         return config
 
+    @property
+    def offline(self) -> bool:
+        """Whether it learns from data alone, with no steps of environments to unroll."""
+        return "unroll_length" not in {field.name for field in dataclasses.fields(self.config)}
+
     def check_env(self, env: Any) -> None:
         """Raises TypeError if the environment has several agents and the algorithm trains one, or the reverse."""
         if envs.has_agents(env) == self.many_agents:
             return
-        name, others = env_name(env), [a.name for a in ALGORITHMS.values() if a.many_agents != self.many_agents]
+        name = env_name(env)
+        others = [a.name for a in ALGORITHMS.values() if a.many_agents != self.many_agents and a.offline == self.offline]
         if self.many_agents:
             fact = f"algorithm {self.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
         else:
             fact = f"algorithm {self.name!r} trains one agent, but environment {name!r} has {len(env.agents)}"
-        raise TypeError(f"{fact}; use {', '.join(sorted(others))}, or another environment")
+        remedy = f"use {', '.join(sorted(others))}, or another environment"
+        if not others:
+            remedy = "no algorithm that learns from data alone trains several agents"
+        raise TypeError(f"{fact}; {remedy}")
 
 
 def counting_environment(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:

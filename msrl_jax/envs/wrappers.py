@@ -1,4 +1,6 @@
-"""Wrappers of one environment; environments do not reset themselves, so the end of an episode is no special case."""
+"""Wrappers of one environment, of one agent or several; environments do not reset themselves, so the end of an episode is no
+special case.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
+from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import Environment, PyTree, env_name
+
+_AGENTS = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError in an environment of one agent.")
+
+
+def _each_agent(env: Environment, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A function of what one agent observes, for all agents of an environment."""
+    return jax.vmap(function) if has_agents(env) else function
 
 
 @dataclass(frozen=True)
@@ -24,6 +34,7 @@ class FlattenObservation:
     """
 
     env: Environment
+    agents = _AGENTS
 
     @property
     def name(self) -> str:
@@ -45,15 +56,23 @@ class FlattenObservation:
         """The legal actions of the environment; AttributeError if it does not name them."""
         return self.env.action_mask  # type: ignore[attr-defined]
 
+    @property
+    def global_state(self) -> Callable[[PyTree], jax.Array]:
+        """The global state of an environment of several agents; AttributeError if it has none."""
+        return self.env.global_state  # type: ignore[attr-defined]
+
+    def _flat(self, obs: PyTree) -> jax.Array:
+        return _each_agent(self.env, lambda obs: spaces.flatten(self.env.observation_space, obs))(obs)
+
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode."""
         state, obs = self.env.reset(key)
-        return state, spaces.flatten(self.env.observation_space, obs)
+        return state, self._flat(obs)
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
-        return state, spaces.flatten(self.env.observation_space, obs), reward, terminated, truncated
+        return state, self._flat(obs), reward, terminated, truncated
 
 
 class TimeLimitState(NamedTuple):
@@ -72,7 +91,8 @@ class TimeLimitState(NamedTuple):
 class TimeLimit:
     """Truncates an episode at its `max_steps`-th step.
 
-    A terminated step is not marked as truncated at the limit. A truncation by the environment passes through.
+    A step that terminates (for all agents) is not marked as truncated at the limit. A truncation by the environment passes
+    through.
 
     Attributes:
       env: the environment.
@@ -81,6 +101,7 @@ class TimeLimit:
 
     env: Environment
     max_steps: int
+    agents = _AGENTS
 
     def __post_init__(self):
         if not isinstance(self.max_steps, int) or not 1 <= self.max_steps < 2**31:
@@ -107,6 +128,12 @@ class TimeLimit:
         of_env = self.env.action_mask  # type: ignore[attr-defined]
         return lambda state: of_env(state.env_state)
 
+    @property
+    def global_state(self) -> Callable[[PyTree], jax.Array]:
+        """The global state of an environment of several agents; AttributeError if it has none."""
+        of_env = self.env.global_state  # type: ignore[attr-defined]
+        return lambda state: of_env(state.env_state)
+
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
         """Starts an episode."""
         env_state, obs = self.env.reset(key)
@@ -118,7 +145,7 @@ class TimeLimit:
         """Advances the episode."""
         env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
         steps = state.steps + 1
-        at_limit = (steps >= self.max_steps) & jnp.logical_not(terminated)
+        at_limit = (steps >= self.max_steps) & jnp.logical_not(jnp.all(terminated))
         return TimeLimitState(env_state, steps), obs, reward, terminated, truncated | at_limit
 
 
@@ -148,6 +175,7 @@ class FrameStack:
 
     env: Environment
     num_frames: int
+    agents = _AGENTS
 
     def __post_init__(self):
         space = self.env.observation_space
@@ -180,10 +208,16 @@ class FrameStack:
         of_env = self.env.action_mask  # type: ignore[attr-defined]
         return lambda state: of_env(state.env_state)
 
+    @property
+    def global_state(self) -> Callable[[PyTree], jax.Array]:
+        """The global state of an environment of several agents; AttributeError if it has none."""
+        of_env = self.env.global_state  # type: ignore[attr-defined]
+        return lambda state: of_env(state.env_state)
+
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:
         """Starts an episode."""
         env_state, obs = self.env.reset(key)
-        frames = jnp.concatenate([_frame(obs)] * self.num_frames, axis=-1)
+        frames = jnp.concatenate([_each_agent(self.env, _frame)(obs)] * self.num_frames, axis=-1)
         return FrameStackState(env_state, frames), frames
 
     def step(
@@ -191,7 +225,7 @@ class FrameStack:
     ) -> tuple[FrameStackState, jax.Array, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
-        frame = _frame(obs)
+        frame = _each_agent(self.env, _frame)(obs)
         frames = jnp.concatenate([state.frames[..., frame.shape[-1] :], frame], axis=-1)
         return FrameStackState(env_state, frames), frames, reward, terminated, truncated
 

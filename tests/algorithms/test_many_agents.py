@@ -160,6 +160,8 @@ def test_absent_agents_count_for_nothing():
 def test_wrong_kinds_of_environments_are_refused():
     with pytest.raises(TypeError, match=r"'ppo' trains one agent, but environment 'Homes' has 3; use ippo, maddpg, mappo"):
         msrl.train("ppo", Homes(), total_steps=100)
+    with pytest.raises(TypeError, match=r"'bc' .*; no algorithm that learns from data alone trains several agents"):
+        msrl.algorithms.get("bc").check_env(Homes())
     with pytest.raises(TypeError, match=r"'mappo' trains several agents, but environment 'CartPole-v1' has one"):
         msrl.train("mappo", "CartPole-v1", total_steps=100)
 

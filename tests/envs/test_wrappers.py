@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax import envs
 from tests.envs.corridor import Corridor
 
@@ -135,3 +136,40 @@ def test_wrong_arguments_are_refused():
         envs.FrameStack(Corridor(), 1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cannot stack observations of Dict.*apply FlattenObservation first"):
         envs.FrameStack(Mixed(), 2)
+
+
+def test_wrappers_take_several_agents():
+    """Each agent's observation becomes what that of one agent becomes; the time limit ends the episode of all."""
+
+    class Pair:
+        agents = ("a", "b")
+        observation_space = envs.Dict({"seen": envs.Box(0, 9, (2,)), "turn": envs.Discrete(2)})
+        action_space = envs.Discrete(2)
+
+        def observe(self, state):
+            return {"seen": jnp.stack([jnp.full(2, state), jnp.full(2, 2 * state)]).astype(jnp.float32), "turn": jnp.arange(2)}
+
+        def reset(self, key):
+            return jnp.int32(0), self.observe(jnp.int32(0))
+
+        def step(self, key, state, action):
+            return state + 1, self.observe(state + 1), jnp.ones(2), jnp.array([True, False]), jnp.bool(False)
+
+        def action_mask(self, state):
+            return jnp.full((2, 2), state >= 0)
+
+        def global_state(self, state):
+            return jnp.full(3, state, jnp.float32)
+
+    env = envs.FrameStack(envs.TimeLimit(envs.FlattenObservation(Pair()), 3), 2)
+    assert envs.has_agents(env) and not envs.has_agents(envs.TimeLimit(Corridor(length=5, max_steps=100), 3))
+    state, obs = env.reset(jax.random.key(0))
+    truncations = []
+    for _ in range(3):
+        state, obs, _, _, truncated = env.step(jax.random.key(1), state, jnp.zeros(2, jnp.int32))
+        truncations.append(bool(truncated))
+    assert truncations == [False, False, True]
+    np.testing.assert_array_equal(obs, [[2, 2, 1, 0, 3, 3, 1, 0], [4, 4, 0, 1, 6, 6, 0, 1]])
+    np.testing.assert_array_equal(env.global_state(state), [3, 3, 3])
+    assert env.action_mask(state).shape == (2, 2) and env.observation_space.shape == (8,)
+    assert msrl.train("ippo", env, total_steps=64, num_envs=16, unroll_length=4, eval_episodes=2).evaluation.lengths.max() == 3
