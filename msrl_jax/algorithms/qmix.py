@@ -67,7 +67,7 @@ class QMIXConfig(NetworkConfig, QLearningConfig):
     num_updates: int = 8
     capacity: int = 100_000
     learning_starts: int | None = 4_000
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     exploration_steps: int = 100_000
     discount: float = 0.9
     hidden_sizes: tuple[int, ...] = (64,)

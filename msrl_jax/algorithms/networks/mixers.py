@@ -65,11 +65,12 @@ class _Monotonic(nn.Module):
     def __call__(self, values: jax.Array, state: jax.Array) -> jax.Array:
         """Maps values `[..., A]` and states `[..., S]` to `[...]`."""
 
+        # Small at first: weights of about 1 would multiply the agents' values, and their gradients, by more than ten.
         def hyper(size: int) -> jax.Array:
-            return dense(size, 1.0)(nn.relu(dense(self.hyper_size, math.sqrt(2))(state)))
+            return dense(size, 0.1)(nn.relu(dense(self.hyper_size, math.sqrt(2))(state)))
 
         weights = jnp.abs(hyper(self.num_agents * self.mixing_size))
         weights = weights.reshape(*weights.shape[:-1], self.num_agents, self.mixing_size)
-        bias = dense(self.mixing_size, 1.0)(state)
+        bias = dense(self.mixing_size, 0.1)(state)
         hidden = nn.elu(jnp.sum(values[..., None] * weights, axis=-2) + bias)
         return jnp.sum(hidden * jnp.abs(hyper(self.mixing_size)), axis=-1) + hyper(1)[..., 0]
