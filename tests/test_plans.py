@@ -81,7 +81,7 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
 
 
 ACTING = sorted({a.name for a in msrl.algorithms.ALGORITHMS.values() if not a.many_agents} - {"bc", "cql", "iql"})
-OFTEN = ("a2c", "ppo", "r2d2", "sac")  # one of each kind: `-m slow` runs the rest
+OFTEN = ("ppo", "sac")  # one of each kind: `-m slow` runs the rest
 
 
 @pytest.mark.parametrize("algo", [a if a in OFTEN else pytest.param(a, marks=pytest.mark.slow) for a in ACTING])

@@ -87,9 +87,8 @@ def agent_and_reference(case):
 
 
 OFTEN = [
-    ("mappo-own-gru", "Central"), ("qmix", "GPUOnly"), ("maddpg", "Environments"), ("self_play", "Environments"),
-    ("teams", "Environments"),
-]  # fmt: skip
+    ("mappo-own-gru", "Central"), ("maddpg", "Environments"), ("self_play", "Environments"), ("teams", "Environments"),
+]  # of MAPPO and QMIX  # fmt: skip
 
 
 def matrix():
@@ -118,7 +117,7 @@ def test_equal_under_every_policy(case, devices, policy):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_networks_of_agents_stay_on_their_devices(devices):
     """With three agents on one device or three, only observations, actions, rewards and states cross; no network does."""
     agent, state, _ = agent_and_reference("mappo-own")

@@ -209,7 +209,9 @@ class Image:
         return state, jnp.full((4, 4, 1), obs[0]), *rest
 
 
-@pytest.mark.parametrize("env", [RandomWalk(), RandomWalk(True), Image()], ids=["mlp", "normal", "cnn"])
+@pytest.mark.parametrize(
+    "env", [RandomWalk(), pytest.param(RandomWalk(True), marks=pytest.mark.slow), Image()], ids=["mlp", "normal", "cnn"]
+)
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(env):
     """Compiled on eight devices, the gradient and the losses are summed at once; nothing grows with the batch."""
     agent = build(env)

@@ -110,7 +110,7 @@ def test_the_error_of_a_sequence_is_between_the_mean_and_the_largest():
     np.testing.assert_allclose(sequence_priority(error, 0.0), [2.0, 1.0], rtol=1e-6)
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm", pytest.param("min_gru", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def walk(request):
     """An agent, its config, network and buffer, and its iteration, compiled."""
     config = R2D2Config(**SMALL | OPTIONS[request.param])

@@ -124,7 +124,7 @@ def start(agent, iterations):
     return state
 
 
-@pytest.fixture(scope="module", params=["gru", "lstm", "min_gru"])
+@pytest.fixture(scope="module", params=["gru", "lstm", pytest.param("min_gru", marks=pytest.mark.slow)])
 def walk(request):
     """A recurrent agent after two iterations: episodes have ended within an unroll and go on over its end."""
     over = {"gru": "minibatch", "lstm": "batch", "min_gru": "minibatch"}[request.param]
@@ -259,7 +259,7 @@ def test_the_state_keeps_its_types(walk):
     assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
 
 
-@pytest.mark.parametrize("core", ["gru", "lstm", pytest.param("min_gru", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("core", ["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
     agent = build(RandomWalk(), core=core)

@@ -10,6 +10,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
+from tests.fragments.marking import fragments_of
 
 from .many_agents import Homes
 
@@ -109,17 +110,11 @@ def test_agents_by_patterns():
     assert entries[0].config.hidden_sizes == (8,) and entries[1].config.batch_size == 8
 
 
-def test_plans_and_plots_name_the_teams():
-    teams = {"red": IPPO, "blue": IPPO}
-    agent = msrl.algorithms.TEAMS.build(Wishes(), msrl.algorithms.TeamsConfig(**SMALL, teams=teams))
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    plan = msrl.compile(agent.iteration, state, policy=msrl.policies.GPUOnly(), axes=agent.axes).explain()
-    names = [fragment.name for fragment in plan.fragments]
-    assert {"env_step", "choose/red", "choose/blue"} <= set(names) and len(names) == len(set(names))
-    result = msrl.train("teams", Wishes(), total_steps=256, teams=teams, eval_episodes=0, **SMALL)
-    drawn = {line.get_label(): line.get_xydata()[:, 1] for line in result.plot().axes[0].lines}
-    np.testing.assert_array_equal(drawn["team red"], result.history["episode_return/red"])
-    np.testing.assert_array_equal(drawn["team blue"], result.history["episode_return/blue"])
+def test_fragments_have_the_names_of_their_teams():
+    agent = msrl.algorithms.TEAMS.build(Wishes(), msrl.algorithms.TeamsConfig(**SMALL, teams={"red": IPPO, "blue": IPPO}))
+    names = fragments_of(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
+    assert {"env_step", "choose/red", "choose/blue", "gradients/red", "gradients/blue"} <= set(names)
+    assert len(names) == len(set(names))
 
 
 def test_a_run_goes_on_with_the_same_teams(tmp_path):
@@ -130,6 +125,9 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     with pytest.warns(msrl.training.ResumeWarning, match=r"total_steps changes from 256 to 512, over which the learning rate"):
         result = msrl.train("teams", Wishes(), total_steps=512, teams=teams, resume=True, **run)
     assert result.history["iteration"][-1] == 4
+    drawn = {line.get_label(): line.get_xydata()[:, 1] for line in result.plot().axes[0].lines}
+    np.testing.assert_array_equal(drawn["team red"], result.history["episode_return/red"])
+    np.testing.assert_array_equal(drawn["team blue"], result.history["episode_return/blue"])
     with pytest.raises(ValueError, match=r"cannot go on with teams="):
         msrl.train("teams", Wishes(), total_steps=512, teams=teams | {"blue": IPPO}, resume=True, **run)
 

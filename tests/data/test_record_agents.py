@@ -80,10 +80,10 @@ def test_every_step_of_all_agents_is_recorded(rows):
     data.check_spaces(rows, ENV)  # type: ignore[arg-type]
 
 
-SLOW = [pytest.param(algo, marks=pytest.mark.slow) for algo in ("ippo", "qmix", "teams")]
+SLOW = [pytest.param(algo, marks=pytest.mark.slow) for algo in ("ippo", "qmix", "teams", "vdn")]
 
 
-@pytest.mark.parametrize("algo", ["mappo", "vdn", *SLOW])
+@pytest.mark.parametrize("algo", ["mappo", *SLOW])
 def test_recording_several_agents_changes_no_bit(algo, recorded, tmp_path):
     plain = train(algo)
     result = recorded[0] if algo == "mappo" else train(algo, record=tmp_path / "run.npz")
