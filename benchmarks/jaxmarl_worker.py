@@ -58,7 +58,8 @@ def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop
     module = load(source / "baselines" / FILES[algo, setting["core"]])
     name, _, parameters = env.removeprefix("jaxmarl:").partition(":")
     arguments = {key: int(value) for key, _, value in (part.partition("=") for part in parameters.split(",") if part)}
-    module.jaxmarl = types.SimpleNamespace(make=lambda name, **_: jaxmarl.make(name, **arguments))  # one baseline leaves them out
+    # One of the baselines leaves the arguments of the environment out.
+    module.jaxmarl = types.SimpleNamespace(make=lambda name, **_: jaxmarl.make(name, **arguments))
     replays = algo in ("vdn", "qmix")
     config = FIXED | {"ENV_NAME": name, "ENV_KWARGS": arguments}
     config |= {theirs: setting[ours] for theirs, ours in (Q_LEARNING if replays else PPO).items() if ours in setting}
