@@ -35,3 +35,10 @@ def test_simple_tag(adversary, agent, caught):
     teams = evaluation("teams", TAG, 1_000_000, teams={"adversary": adversary, "agent": agent}).team_returns
     returns = teams["adversary"].mean(-1)
     assert caught[0] < returns.min() and returns.max() < caught[1]
+
+
+def test_three_marines_beat_three():
+    """SMAX pays each of three marines 1 for a win, and up to 1 for damage."""
+    options = {"core": "gru", "num_envs": 64, "unroll_length": 64, "learning_rate": 2e-3}
+    played = evaluation("mappo", "jaxmarl:HeuristicEnemySMAX:scenario=3m", 400_000, **options)
+    assert np.min(played.mean_return) > 4.5
