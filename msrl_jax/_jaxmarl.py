@@ -4,7 +4,6 @@ import ast
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import io
 import sys
@@ -14,12 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from msrl_jax._extras import INSTALL_MARL as INSTALL
+from msrl_jax._extras import check_version
 from msrl_jax._put_off import put_off_packages
 
 PREFIX = "jaxmarl:"
 """What stands before JaxMARL's names in the names of this package."""
 
-INSTALL = "pip install 'msrl-jax[marl]'"
 _OLDEST = (0, 2)
 
 _PACKAGES: dict[str, str] = dict.fromkeys(("ant_4x2", "halfcheetah_6x1", "hopper_3x1", "humanoid_9|8", "walker2d_2x3"), "brax")
@@ -116,13 +116,7 @@ def put_off() -> None:
 
 def check_installed() -> None:
     """Raises ImportError if JaxMARL is not installed, or too old; the message says how to install it."""
-    needed = f"environments named {PREFIX}... need jaxmarl 0.2 or later"
-    try:
-        version = importlib.metadata.version("jaxmarl")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError(f"{needed}, which is not installed; install it with: {INSTALL}") from error
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ImportError(f"{needed}, and {version} is installed; install it with: {INSTALL}")
+    check_version("jaxmarl", _OLDEST, f"environments named {PREFIX}...", INSTALL)
 
 
 def load() -> ModuleType:

@@ -3,17 +3,17 @@
 import ast
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+from msrl_jax._extras import INSTALL_MARL as INSTALL
+from msrl_jax._extras import check_version
 from msrl_jax._put_off import put_off_packages
 
 PREFIX = "pgx:"
 """What stands before pgx's names in the names of this package."""
 
-INSTALL = "pip install 'msrl-jax[marl]'"
 _OLDEST = (2, 6)
 
 
@@ -49,10 +49,4 @@ def make(name: str) -> Any:
 
 def check_installed() -> None:
     """Raises ImportError if pgx is not installed, or too old; the message says how to install it."""
-    needed = f"environments named {PREFIX}... need pgx 2.6 or later"
-    try:
-        version = importlib.metadata.version("pgx")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError(f"{needed}, which is not installed; install it with: {INSTALL}") from error
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        raise ImportError(f"{needed}, and {version} is installed; install it with: {INSTALL}")
+    check_version("pgx", _OLDEST, f"environments named {PREFIX}...", INSTALL)

@@ -148,12 +148,12 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
 
 
 def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
-    from msrl_jax.data.rollout import agents_of
+    from msrl_jax.data.spaces import agents_of
     from msrl_jax.training import Result
 
     result = Result.load(args.run)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps)
-    member = (result.best if args.member is None else args.member) if result.seeds > 1 else None
+    member = result.member(args.member) if result.seeds > 1 else None
     if member is not None:
         chosen = ", the best one" * (args.member is None)
         print(f"member {member} (seed {result.description['seed'] + member}{chosen})")

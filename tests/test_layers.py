@@ -22,7 +22,7 @@ FLOORS = [
         "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
         "_pgx", "_spelling", "counters", "metrics",
     },
-    {"_put_off"},
+    {"_extras", "_put_off"},
 ]  # fmt: skip
 """From the top layer to the bottom; packages of one layer do not import each other."""
 
