@@ -1,6 +1,7 @@
 """Trains with JaxMARL's baselines for `compare_jaxmarl.py`, which starts it with a Python that can import them."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import subprocess
@@ -69,6 +70,9 @@ def training(source: Path, algo: str, env: str, setting: dict[str, Any]) -> Loop
     if replays:  # a buffer of whole unrolls
         config["BUFFER_SIZE"] = setting["capacity"] // setting["unroll_length"]
         config["LEARNING_STARTS"] = 0
+        # The baselines update after `batch_size` iterations; a chunk, which starts anew, has fewer.
+        buffer = functools.partial(module.fbx.make_trajectory_buffer, min_length_time_axis=1)
+        module.fbx = types.SimpleNamespace(make_trajectory_buffer=lambda min_length_time_axis, **fields: buffer(**fields))
 
     def make(iterations: int):
         run = config | {"TOTAL_TIMESTEPS": max(iterations, 0) * steps}

@@ -25,7 +25,7 @@ from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
-from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
+from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys, truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorithm
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members, shuffled_times
@@ -195,14 +195,14 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         """The carry `[E, A, H]` without what agents remember of the last episode, `is_first` `[E]`."""
         return jax.tree.map(lambda x: forget(is_first, (x,))[0], carry)
 
-    def step(params: Any, now: Now, carry: Any) -> tuple[Any, Any]:
+    def step(params: Any, obs: Any, state: jax.Array, carry: Any) -> tuple[Any, Any]:
         """Distributions and values `[E, A]`, and the carry."""
         one = per_network(network.step, in_axes=(0, agents_at(1), 1), out_axes=1)
-        return one(params, inputs_of(now.obs, now.state), carry)
+        return one(params, inputs_of(obs, state), carry)
 
     @fragment(role="actor")
     def choose(params, now, carry, keys):
-        (policy, value), carry = step(params, now, remembered(now.is_first, carry))
+        (policy, value), carry = step(params, now.obs, now.state, remembered(now.is_first, carry))
         action = policy.sample(keys)
         return action, policy.log_prob(action), value, carry
 
@@ -213,10 +213,9 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
 
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
-    def bootstrap(params, version, final_obs, final_state, carries):
-        value = lambda params, inputs, carry: network.step(params, inputs, carry)[0][1]  # noqa: E731
-        one = per_network(value, in_axes=(0, agents_at(2), 2), out_axes=2)
-        return one(params, inputs_of(final_obs, final_state), carries), version
+    def bootstrap(params, version, final_obs, final_state, carries, truncated):
+        value = lambda final: step(params, *final)[0][1]  # noqa: E731
+        return truncated_values(value, (final_obs, final_state, carries), truncated, also_last=recurrent), version
 
     @fragment(role="learner")
     def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
@@ -313,7 +312,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
         t = experience
         value, carries = t.extras[1:] if recurrent else ((), memoryless)
-        bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries)
+        bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries, t.truncated)
         # What only the actors need stays with them.
         t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
         params, opt_state, count, key, scale, metrics = update_networks(
@@ -325,7 +324,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         """Distributions over actions `[E, A]` outside of training, and the carry."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
         state = jnp.zeros((num_envs, venv.state_size))  # only values depend on it
-        (policy, _), carry = step(params, Now(obs, state, jnp.zeros(num_envs, bool)), carry)
+        (policy, _), carry = step(params, obs, state, carry)
         return policy, carry
 
     def choose_action(params: Any, rest: Learner, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:

@@ -18,7 +18,7 @@ from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import RecurrentConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys
+from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys, truncated_values
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
@@ -176,9 +176,9 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not. The
     # actors also read the version of their parameters here, the lower word of the learner's counter.
     @fragment(role="actor")
-    def bootstrap(params, version, final_obs, carries):
-        (_, bootstrap_value), _ = network.step(params, final_obs, carries)
-        return bootstrap_value, version
+    def bootstrap(params, version, final_obs, carries, truncated):
+        value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
+        return truncated_values(value, (final_obs, carries), truncated, also_last=True), version
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -240,7 +240,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         actor_keys, keys = draw_keys(state.actor_keys)
         start = state.env_state, state.obs, state.is_first, state.carry
         (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
-        bootstrap_value, version = bootstrap(state.params, state.iteration.low, final_obs, carries)
+        bootstrap_value, version = bootstrap(state.params, state.iteration.low, final_obs, carries, experience.truncated)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, key, metrics = learn(
             state.params, state.opt_state, state.iteration, state.key, experience, state.carry, bootstrap_value, version

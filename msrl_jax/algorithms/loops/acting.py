@@ -3,6 +3,7 @@
 In the shape descriptions, `T` denotes the length of an unroll and `E` the number of environments.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import chex
@@ -115,6 +116,43 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
     chex.assert_equal_shape([value, bootstrap_value, truncated])
     chex.assert_equal_shape([value[0], last_value])
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
+
+
+def truncated_values(
+    value: Callable[[Any], jax.Array], final: Any, truncated: jax.Array, *, also_last: bool = False
+) -> jax.Array:
+    """The values of the last observations of truncated episodes.
+
+    Few steps truncate an episode. A CPU computes the values of those steps alone; other devices compute all of them at once,
+    since a loop that depends on data would wait for the host.
+
+    Args:
+      value: `final observations of one step [E, ...] -> values [E, ...]`.
+      final: the observations before a reset, with whatever else `value` needs; a pytree of `[T, E, ...]`.
+      truncated: whether the episode was cut short. `[T, E]` bool
+      also_last: whether the values of the last step are also needed, truncated or not.
+
+    Returns:
+      The values; those of steps that truncate no episode have no meaning. `[T, E, ...]`
+    """
+
+    def some(final: Any, truncated: jax.Array) -> jax.Array:
+        needed = truncated.any(axis=1)
+        if also_last:
+            needed = needed.at[-1].set(True)
+        steps = jnp.argsort(~needed, stable=True)
+
+        def fill(i, found):
+            step = steps[i]
+            return found.at[step].set(value(jax.tree.map(lambda x: x[step], final)))
+
+        one = jax.eval_shape(value, jax.tree.map(lambda x: x[0], final))
+        return jax.lax.fori_loop(0, needed.sum(), fill, jnp.zeros((len(truncated), *one.shape), one.dtype))
+
+    def all_at_once(final: Any, truncated: jax.Array) -> jax.Array:
+        return jax.vmap(value)(final)
+
+    return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
 
 
 ArraysT = TypeVar("ArraysT")

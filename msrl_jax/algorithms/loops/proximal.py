@@ -57,7 +57,7 @@ def pick(x: jax.Array, chosen: jax.Array) -> jax.Array:
     groups = len(chosen)
     x = x.reshape(len(x), groups, -1, *x.shape[2:])
     index = chosen.reshape(1, groups, 1, *(1,) * (x.ndim - 3))
-    return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
+    return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")[:, :, 0]
 
 
 def proximal_updates(

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.loops.acting import flatten, unflatten
 from msrl_jax.algorithms.networks.layers import matmul
 from msrl_jax.algorithms.networks.linear_recurrence import linear_recurrence
 
@@ -119,8 +118,7 @@ def _stepwise(cell: Cell, size: int) -> Core:
         return cell.update(gates(params, inputs), _per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
-        x = tuple(unflatten(gate, len(inputs)) for gate in gates(params, flatten(inputs)))
-        return _scan(cell.update, params["recurrent"], x, is_first, carry)
+        return _scan(cell.update, params["recurrent"], gates(params, inputs), is_first, carry)
 
     return Core(init, initial_carry, step, unroll)
 
@@ -147,7 +145,7 @@ def _min_gru(size: int) -> Core:
         return (keep * carry[0] + write,)
 
     def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
-        keep, write = (unflatten(x, len(inputs)) for x in gates(params, flatten(inputs)))
+        keep, write = gates(params, inputs)
         (keep,) = forget(is_first, (keep,))  # what an episode keeps of the one before
         return (linear_recurrence(keep, write, carry[0]),)
 
@@ -225,7 +223,7 @@ def _scan_backward(update, residuals, cotangents):
     start = tuple(map(jnp.zeros_like, carry))
     dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
     du = through_gates(cotangents, by_u)
-    (dkernel,) = jax.vjp(lambda kernel: matmul(flatten(before[0]), kernel), kernel)[1](flatten(du))
+    (dkernel,) = jax.vjp(lambda kernel: matmul(before[0], kernel), kernel)[1](du)
     return dkernel, _chain(cotangents, by_x), None, dcarry
 
 

@@ -92,12 +92,10 @@ def recurrent_network(
         return heads.apply(params["heads"], with_mask_of(obs, carry[0])), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        # Rows in the order [E * T] stay split over devices like the environments; rows in the order [T * E] would not.
-        rows = flatten(obs)
-        inputs = unflatten(features(params, rows), len(is_first))
+        # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
+        inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.convolve else features(params, obs)
         carries = core.unroll(params["core"], inputs, is_first, carry)
-        outputs = heads.apply(params["heads"], with_mask_of(rows, flatten(carries[0])))
-        return jax.tree.map(lambda x: unflatten(x, len(is_first)), outputs), carries
+        return heads.apply(params["heads"], with_mask_of(obs, carries[0])), carries
 
     return RecurrentNetwork(init, core.initial_carry, step, unroll)
 
