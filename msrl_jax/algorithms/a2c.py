@@ -23,7 +23,7 @@ from msrl_jax.algorithms.loops.acting import (
     parameter_age,
     parameter_version,
     split_keys,
-    truncated_values,
+    values,
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
@@ -175,8 +175,8 @@ def build(env: Environment, config: A2CConfig) -> Agent:
 
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
-    def bootstrap(params, final_obs, truncated):
-        return truncated_values(lambda obs: network.value(params, obs), final_obs, truncated)
+    def bootstrap(params, final_obs):
+        return values(network, params, final_obs)
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -223,7 +223,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
         (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        bootstrap_value = bootstrap(state.params, final_obs, trajectory.truncated)
+        bootstrap_value = bootstrap(state.params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, metrics = learn(
             state.params, state.opt_state, state.iteration, trajectory, obs, bootstrap_value, version

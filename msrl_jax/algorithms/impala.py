@@ -27,7 +27,7 @@ from msrl_jax.algorithms.loops.acting import (
     parameter_age,
     parameter_version,
     split_keys,
-    truncated_values,
+    values,
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
@@ -177,8 +177,8 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
-    def bootstrap(params, final_obs, truncated):
-        return truncated_values(lambda obs: network.value(params, obs), final_obs, truncated)
+    def bootstrap(params, final_obs):
+        return values(network, params, final_obs)
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -193,7 +193,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
         (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        batch = Batch(trajectory, obs, bootstrap(state.params, final_obs, trajectory.truncated), version)
+        batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
         env_state, episodes = pop_episodes(env_state)
         return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
 

@@ -214,8 +214,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
     def bootstrap(params, version, final_obs, final_state, carries, truncated):
-        value = lambda final: step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, final_state, carries), truncated, also_last=recurrent), version
+        value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
+        return truncated_values(value, final, truncated, also_last=True) if recurrent else jax.vmap(value)(final), version
 
     @fragment(role="learner")
     def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
@@ -312,7 +312,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
         t = experience
         value, carries = t.extras[1:] if recurrent else ((), memoryless)
-        bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries, t.truncated)
+        truncated = t.truncated if recurrent else ()
+        bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries, truncated)
         # What only the actors need stays with them.
         t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
         params, opt_state, count, key, scale, metrics = update_networks(

@@ -152,13 +152,15 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIXConfig) -> Te
     @fragment(role="learner")
     def gradients(params, target_params, window: Transition, weight):
         after = jax.tree.map(lambda x: x[config.burn_in :], window)
-        _, target_carries = replay_values(network, target_params["agents"], window, config.burn_in)
-        next_values = replay_successors(network, target_params["agents"], after.next_obs, target_carries)
+        target_agents = target_params["agents"]
+        next_values = replay_successors(
+            network, target_agents, after, *replay_values(network, target_agents, window, config.burn_in)
+        )
 
         def loss(params):
             values, carries = replay_values(network, params["agents"], window, config.burn_in)
-            known = jax.lax.stop_gradient((params["agents"], after.next_obs, carries))
-            best = only_legal(replay_successors(network, *known), after.next_obs.obs).argmax(-1)
+            chooser = replay_successors(network, *jax.lax.stop_gradient((params["agents"], after, values, carries)))
+            best = only_legal(chooser, after.next_obs.obs).argmax(-1)
             next_value = mix(target_params, _of_actions(next_values, best), after.next_obs)
             target = sequence_target(next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=None)
             taken = mix(params, _of_actions(values, after.action), after.obs)[: config.trace_length]

@@ -22,7 +22,7 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.network import Activation, RecurrentConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
-from msrl_jax.algorithms.loops.acting import flatten, unflatten
+from msrl_jax.algorithms.loops.acting import truncated_values
 from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
@@ -132,20 +132,26 @@ def replay_values(network: RecurrentNetwork, params: Any, window: Transition, bu
     return network.unroll(params, after, is_first[burn_in:], carry)
 
 
-def replay_successors(network: RecurrentNetwork, params: Any, next_obs: jax.Array, carries: Carry) -> jax.Array:
-    """Computes values of the true successors; at the end of an episode, the true successor is not the next step.
+def replay_successors(
+    network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
+) -> jax.Array:
+    """Computes values of the true successors; where an episode is truncated, the true successor is not the next step.
 
     Args:
       network: the network.
       params: its parameters.
-      next_obs: the successors. `[T, B, ...]`
-      carries: the carries before the successors. `[T, B, H]`
+      window: windows. `[T, B, ...]`
+      values: the values of their steps. `[T, B, A]`
+      carries: the carries after these steps. `[T, B, H]`
 
     Returns:
-      The values. `[T, B, A]`
+      The values; those of terminated steps have no meaning. `[T, B, A]`
     """
-    values, _ = network.step(params, flatten(next_obs), tuple(map(flatten, carries)))
-    return unflatten(values, len(jax.tree.leaves(next_obs)[0]))
+    last = truncated_values(
+        lambda final: network.step(params, *final)[0], (window.next_obs, carries), window.truncated, also_last=True
+    )
+    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
+    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
 
 
 def sequence_target(
@@ -199,12 +205,13 @@ def build(env: Environment, config: R2D2Config) -> Agent:
     @fragment(role="learner")
     def gradients(params, target_params, window: Transition, weight):
         after = jax.tree.map(lambda x: x[config.burn_in :], window)
-        _, target_carries = replay_values(network, target_params, window, config.burn_in)
-        next_target = replay_successors(network, target_params, after.next_obs, target_carries)
+        next_target = replay_successors(
+            network, target_params, after, *replay_values(network, target_params, window, config.burn_in)
+        )
 
         def loss(params):
             values, carries = replay_values(network, params, window, config.burn_in)
-            chooser = replay_successors(network, *jax.lax.stop_gradient((params, after.next_obs, carries)))
+            chooser = replay_successors(network, *jax.lax.stop_gradient((params, after, values, carries)))
             next_value = jax.vmap(jax.vmap(greedy_target))(only_legal(chooser, after.next_obs), next_target)
             target = sequence_target(
                 next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=config.rescale_epsilon

@@ -268,7 +268,8 @@ def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     assert {name for name, _ in found} == {"all-reduce"}
     *scalars, gradient = [size for _, size in found]
     assert num_params <= gradient <= num_params + 5
-    assert len(scalars) <= 3 and sum(scalars) <= 7
+    # One of them is how many values of truncated episodes CPUs compute.
+    assert len(scalars) <= 4 and sum(scalars) <= 8
     assert collectives(build(RandomWalk(), core=core, num_envs=64, unroll_length=16)) == found
 
 

@@ -148,6 +148,12 @@ def window(rng, masked=True):
     ends = rng.uniform(size=(S, B)) < 0.3
     terminated = ends & (rng.uniform(size=(S, B)) < 0.5)
     obs, next_obs = (joint_observation(rng, S, B, masked=masked) for _ in range(2))
+
+    def before_reset(after, begun):  # within an episode, what follows is the next step's
+        ended = ends[:-1].reshape(S - 1, B, *[1] * (begun.ndim - 2))
+        return np.concatenate([np.where(ended, after[:-1], begun[1:]), after[-1:]])
+
+    next_obs = jax.tree.map(before_reset, next_obs, obs)
     reward = np.float32(rng.normal(size=(S, B)))
     return replay.Transition(obs, legal(rng, obs.obs.action_mask), reward, terminated, ends & ~terminated, next_obs)
 

@@ -123,11 +123,11 @@ def truncated_values(
 ) -> jax.Array:
     """The values of the last observations of truncated episodes.
 
-    Few steps truncate an episode. A CPU computes the values of those steps alone; other devices compute all of them at once,
-    since a loop that depends on data would wait for the host.
+    A CPU computes those values alone: of the first truncation of every environment, of the second, and so on. Other devices
+    compute the values of all steps at once, since a loop that depends on data would wait for the host.
 
     Args:
-      value: `final observations of one step [E, ...] -> values [E, ...]`.
+      value: `last observations [N, ...] -> values [N, ...]`, of any number of environments.
       final: the observations before a reset, with whatever else `value` needs; a pytree of `[T, E, ...]`.
       truncated: whether the episode was cut short. `[T, E]` bool
       also_last: whether the values of the last step are also needed, truncated or not.
@@ -137,20 +137,23 @@ def truncated_values(
     """
 
     def some(final: Any, truncated: jax.Array) -> jax.Array:
-        needed = truncated.any(axis=1)
-        if also_last:
-            needed = needed.at[-1].set(True)
-        steps = jnp.argsort(~needed, stable=True)
+        needed = truncated.at[-1].set(True) if also_last else truncated
+        steps = jnp.argsort(~needed, axis=0, stable=True)  # of every environment, those that are needed first
 
-        def fill(i, found):
-            step = steps[i]
-            return found.at[step].set(value(jax.tree.map(lambda x: x[step], final)))
+        def pick(i: jax.Array) -> Any:
+            return jax.tree.map(lambda x: jax.vmap(lambda x, step: x[step], in_axes=(1, 0))(x, steps[i]), final)
 
-        one = jax.eval_shape(value, jax.tree.map(lambda x: x[0], final))
-        return jax.lax.fori_loop(0, needed.sum(), fill, jnp.zeros((len(truncated), *one.shape), one.dtype))
+        def fill(i: jax.Array, found: jax.Array) -> jax.Array:
+            new = value(pick(i))
+            here = jnp.arange(len(truncated))[:, None] == steps[i]
+            return jnp.where(here.reshape(*here.shape, *(1,) * (new.ndim - 1)), new, found)
+
+        one = jax.eval_shape(lambda: value(pick(jnp.int32(0))))
+        found = jnp.zeros((len(truncated), *one.shape), one.dtype)
+        return jax.lax.fori_loop(0, needed.sum(axis=0).max(), fill, found)
 
     def all_at_once(final: Any, truncated: jax.Array) -> jax.Array:
-        return jax.vmap(value)(final)
+        return unflatten(value(flatten(final)), len(truncated))
 
     return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
 

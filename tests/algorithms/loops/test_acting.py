@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.loops.acting import flatten, next_values, parameter_age, parameter_version, split_keys, unflatten
+from msrl_jax.algorithms.loops.acting import (
+    flatten,
+    next_values,
+    parameter_age,
+    parameter_version,
+    split_keys,
+    truncated_values,
+    unflatten,
+)
 from msrl_jax.counters import counter
 
 T, E = 3, 4
@@ -25,6 +33,38 @@ def test_true_successors_are_the_next_observations_unless_an_episode_was_cut():
     truncated = jnp.array([[False, True], [False, False], [True, False]])
     got = next_values(value, jnp.array([7.0, 8.0]), bootstrap_value, truncated)
     np.testing.assert_array_equal(got, [[3.0, -2.0], [5.0, 6.0], [-5.0, 8.0]])
+
+
+@pytest.mark.parametrize("also_last", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_values_of_truncated_steps_are_those_of_all_steps_and_a_cpu_computes_no_others(share, also_last):
+    rng, calls = np.random.default_rng(0), []
+    obs, memory = rng.random((9, E, 2, 3), np.float32), rng.random((9, E, 2), np.float32)
+    truncated = rng.random((9, E)) < share
+
+    def value(final):
+        jax.debug.callback(lambda: calls.append(1))
+        obs, (memory,) = final
+        return jnp.tanh(obs).sum(-1) * memory  # [E, 2]
+
+    got = jax.jit(lambda *final: truncated_values(value, final, truncated, also_last=also_last))(obs, (memory,))
+    jax.effects_barrier()
+    needed = truncated | (also_last & (np.arange(9) == 8)[:, None])
+    assert got.shape == (9, E, 2) and len(calls) == needed.sum(0).max()
+    np.testing.assert_allclose(got[needed], (np.tanh(obs).sum(-1) * memory)[needed], rtol=1e-6)
+
+
+def test_values_of_truncated_steps_of_several_members_and_of_images(monkeypatch):
+    rng = np.random.default_rng(0)
+    images, truncated = rng.integers(0, 255, (2, T, E, 5, 5, 1), np.uint8), rng.random((2, T, E)) < 0.5
+
+    def value(images):
+        return images.astype(jnp.float32).mean((1, 2, 3))
+
+    got = jax.jit(jax.vmap(lambda x, truncated: truncated_values(value, x, truncated)))(images, truncated)
+    np.testing.assert_allclose(got[truncated], images.mean((3, 4, 5))[truncated], rtol=1e-6)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))  # as on other devices
+    np.testing.assert_allclose(truncated_values(value, images[0], truncated[0]), images[0].mean((2, 3, 4)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", range(4))
