@@ -30,6 +30,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     Args:
       name: one of `jaxmarl.registered_envs`.
       **params: arguments of its constructor. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
+        `shaped_reward` of Overcooked is the weight of the shaped rewards, which are added to the others.
 
     Returns:
       The environment, with padded spaces if its agents differ (`stack_agents`).
@@ -47,6 +48,8 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
     if other is not None and importlib.util.find_spec(other) is None:
         remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
         raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not bring; {remedy}")
+    suite = _suite_of(name)
+    weight = _weight(full, params.pop("shaped_reward", 0.0)) if suite.shapes_rewards else 0.0
     with _jaxmarl.quiet():
         params = {key: _named(full, key, value) for key, value in params.items()}
         if other == "brax":
@@ -57,7 +60,7 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
             _refuse_unknown(full, params, _default(name))
             raise ValueError(f"{full} cannot be made with {params}: {error}") from error
         _refuse_unknown(full, params, env)
-        return stack_agents(JaxMARLEnvironment(env, full, _suite_of(name)))
+        return stack_agents(JaxMARLEnvironment(env, full, suite, weight))
 
 
 def _default(name: str) -> Any:
@@ -77,8 +80,16 @@ def _refuse_unknown(full: str, params: dict[str, Any], env: Any) -> None:
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     known = sorted({p.name for s in signatures for p in s.parameters.values() if p.kind == named} - {"self"})
     known += _PHYSICS if hasattr(env, "contact_margin") else ()
+    known += ("shaped_reward",) if _suite_of(full.removeprefix(_jaxmarl.PREFIX)).shapes_rewards else ()
     if unknown := [p for p in params if p not in known]:
         raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; it has {', '.join(known)}")
+
+
+def _weight(full: str, value: Any) -> float:
+    """The weight of shaped rewards."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{full}: shaped_reward={value!r} is not a weight; use a number from 0 up, such as 1.0")
+    return float(value)
 
 
 def _named(full: str, key: str, value: Any) -> Any:
@@ -148,17 +159,19 @@ class _Suite:
       legal: the method that returns the legal actions, if there is one.
       has_world_state: whether `get_world_state` returns one vector for all agents.
       takes_tuples: whether the actions are a tuple rather than a dict.
+      shapes_rewards: whether a step reports shaped rewards beside the others.
     """
 
     ending: Ending
     legal: str = ""
     has_world_state: bool = False
     takes_tuples: bool = False
+    shapes_rewards: bool = False
 
 
 _SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True)
 _SUITES = {
-    "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit), "coin_game": _Suite(_time_limit),
+    "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit, shapes_rewards=True), "coin_game": _Suite(_time_limit),
     "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
     "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
     "jaxnav": _Suite(_navigation),
@@ -178,15 +191,16 @@ class JaxMARLEnvironment:
     The step is JaxMARL's `step_env` with the same key. Rewards are float32. No array has a weak type.
     """
 
-    def __init__(self, env: Any, name: str, suite: _Suite):
+    def __init__(self, env: Any, name: str, suite: _Suite, shaped_reward: float = 0.0):
         """Reads the spaces from an environment.
 
         Args:
           env: the environment of JaxMARL.
           name: its name in messages.
           suite: its suite.
+          shaped_reward: the weight of the shaped rewards that it reports; 0 leaves them out.
         """
-        self.env, self.name, self.suite = env, name, suite
+        self.env, self.name, self.suite, self.shaped_reward = env, name, suite, shaped_reward
         self.agents = tuple(agent if isinstance(agent, str) else f"agent_{agent}" for agent in env.agents)
         _, obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))
         own = dict(zip(self.agents, env.agents, strict=True))
@@ -209,8 +223,11 @@ class JaxMARLEnvironment:
         actions = dict(zip(self.env.agents, (action[agent] for agent in self.agents), strict=True))
         given = tuple(actions.values()) if self.suite.takes_tuples else actions
         with contextlib.redirect_stdout(io.StringIO()):  # JaxNav prints while it is traced
-            obs, new, reward, dones, _ = self.env.step_env(key, state, given)
+            obs, new, reward, dones, info = self.env.step_env(key, state, given)
         rewards = {agent: jnp.float32(x) for agent, x in self._by_agent(reward).items()}
+        if self.shaped_reward:
+            shaped = self._by_agent(info["shaped_reward"])
+            rewards = {agent: reward + jnp.float32(self.shaped_reward * shaped[agent]) for agent, reward in rewards.items()}
         terminated, truncated = self.suite.ending(self.env, state, new, actions, dones)
         flags = jnp.broadcast_to(terminated, (len(self.agents),))
         return strong(new), self._by_agent(strong(obs)), rewards, dict(zip(self.agents, flags, strict=True)), truncated

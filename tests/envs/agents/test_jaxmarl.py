@@ -138,6 +138,27 @@ def test_steps_are_those_of_jaxmarl(name, params, ends):
     assert ends == "either" or terminated.any() == (ends == "task")
 
 
+def test_shaped_rewards_of_overcooked_are_added_with_their_weight():
+    env = envs.make("jaxmarl:overcooked", shaped_reward=0.5)
+    inner = env.env.env
+
+    def step(state, key):
+        action = jax.random.randint(key, (2,), 0, env.action_space.n)
+        own = dict(zip(inner.agents, action, strict=True))
+        _, new, reward, _, info = inner.step_env(key, state, own)
+        theirs = tuple(jnp.stack([x[a] for a in inner.agents]) for x in (reward, info["shaped_reward"]))
+        return new, (env.step(key, state, action)[2], theirs)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        return jax.lax.scan(step, env.reset(key)[0], jax.random.split(key, 60))[1]
+
+    got, (reward, shaped) = jax.tree.map(np.asarray, run(jax.random.split(jax.random.key(0), 64)))
+    np.testing.assert_array_equal(got, reward + 0.5 * shaped)
+    assert shaped.any() and got.dtype == np.float32
+
+
 def test_the_riddle_ends_by_its_answer_or_by_its_length():
     env = envs.make("jaxmarl:switch_riddle")
     state, _ = env.reset(jax.random.key(0))
@@ -223,6 +244,9 @@ def test_specs_of_suites(spec, name, params):
         ("HeuristicEnemySMAX", {"scenaro": "3m"}, r"no parameter 'scenaro' \(did you mean 'scenario'\?\)"),
         ("HeuristicEnemySMAX", {"scenario": "4m"}, r"no scenario '4m'; choose from 3m, 2s3z"),
         ("overcooked", {"layout": "cramped"}, r"no layout 'cramped' \(did you mean 'cramped_room'\?\); choose from"),
+        ("overcooked", {"shaped_reward": -1}, r"jaxmarl:overcooked: shaped_reward=-1 is not a weight; use a number from 0 up"),
+        ("overcooked", {"shaped": 1}, r"no parameter 'shaped' .*shaped_reward"),
+        ("coin_game", {"shaped_reward": 1}, r"no parameter 'shaped_reward'"),
         ("overcooked_v2", {"layout": "cramped"}, r"jaxmarl:overcooked_v2 cannot be made with .*: Invalid layout: cramped"),
         ("switch_riddle", {"num_agents": 2}, r"cannot be made with {'num_agents': 2}: The minimum number of agents"),
         ("LearnedPolicyEnemySMAX", {}, r"cannot be made with {}: .* missing 2 required positional arguments: 'policy'"),
