@@ -63,7 +63,9 @@ def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
     assert gradients == [4] and all(numbers <= 8 for _, numbers in others)
 
 
-@pytest.mark.parametrize("policy", [GPUOnly(), MultiLearner()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(GPUOnly(), marks=pytest.mark.slow), MultiLearner()], ids=lambda p: type(p).__name__
+)
 def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_where_it_lies(policy):
     config = PPOConfig(**test_ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
     agent = msrl.algorithms.PPO.build(RandomWalk(), config)

@@ -111,7 +111,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIXConfig) -> Te
       TypeError: if a space is not supported.
     """
     action_space = check_discrete(type(config).__name__.removesuffix("Config"), venv.action_space)
-    view, recurrent = TeamView(venv, num_agents), config.core != "none"
+    view, recurrent = TeamView(venv, num_agents, central=config.mixer == "monotonic"), config.core != "none"
     network = agent_values(
         view.observation_space,
         action_space,

@@ -124,9 +124,9 @@ def test_skip_gives_the_same_run_under_every_policy():
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
-        ("ppo", "reward", TOGETHER),
+        pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.slow),
         pytest.param("ppo", "observation", APART, marks=pytest.mark.slow),
-        pytest.param("dqn", "reward", TOGETHER, marks=pytest.mark.slow),
+        ("dqn", "reward", TOGETHER),
         pytest.param("sac", "observation", APART, marks=pytest.mark.slow),
         pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
     ],

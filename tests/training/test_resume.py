@@ -122,14 +122,12 @@ def test_a_run_killed_many_times_goes_on_exactly(name, policy, whole, pendulum_d
 def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
     """Each part has the state that the part before left, bit for bit, and the end is that of a run on one device."""
     path = tmp_path / "run"
-    steps = ITERATIONS // 6 * 64
+    steps = ITERATIONS // 4 * 64
     places = [
         ("GPUOnly", 1),
-        ("GPUOnly", 2),
         ("SingleLearnerCoarse", 4),
         ("Central", 8),
-        ("SingleLearnerFine", 4),
-        ("GPUOnly", 1),
+        ("GPUOnly", 2),
     ]
     options = {"anneal_learning_rate": False, "eval_every": None}
     for part, (policy, devices) in enumerate(places, 1):

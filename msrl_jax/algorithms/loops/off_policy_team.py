@@ -14,7 +14,7 @@ from msrl_jax.algorithms.base import Metrics
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team
 from msrl_jax.algorithms.loops.replaying import Explore, Replayer, Rule, replaying
 from msrl_jax.algorithms.networks.cores import forget
-from msrl_jax.envs import JointObservation, TeamView
+from msrl_jax.envs import TeamView
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, Transition
 
@@ -84,10 +84,10 @@ def off_policy_team(
     def learn(params: Any, rest: Replayer, experience: Experience, now: Now, carry: Any) -> tuple[Any, Replayer, Metrics]:
         t = experience
         items = Transition(
-            JointObservation(t.obs, t.state, t.present),
+            view.join(t.obs, t.state, t.present),
             t.action,
             *of_team(t.reward, t.terminated, t.truncated),
-            JointObservation(t.final_obs, t.final_state, ~t.terminated),
+            view.join(t.final_obs, t.final_state, ~t.terminated),
             t.extras,
         )
         done, metrics = replayer.finish(rest._replace(params=params), items)

@@ -22,11 +22,11 @@ class Mixer:
     Attributes:
       init: `(key) -> params`.
       apply: `(params, values [..., A], state [..., S]) -> [...]`; it never falls if one of the values rises, so the best joint
-        action is the best action of every agent.
+        action is the best action of every agent. A sum ignores the state, which may be `()`.
     """
 
     init: Callable[[jax.Array], Any]
-    apply: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    apply: Callable[[Any, jax.Array, Any], jax.Array]
 
 
 def sum_mixer() -> Mixer:

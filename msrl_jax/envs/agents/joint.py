@@ -16,12 +16,12 @@ class JointObservation(NamedTuple):
 
     Attributes:
       obs: the observations of the agents. `[..., A, ...]`
-      state: the global state. `[..., S]` float32
+      state: the global state; `()` if the team learns without it. `[..., S]` float32
       present: which agents are still in the episode. `[..., A]` bool
     """
 
     obs: PyTree
-    state: jax.Array
+    state: jax.Array | tuple[()]
     present: jax.Array
 
 
@@ -32,10 +32,12 @@ class TeamView:
     Attributes:
       env: the environments.
       num_agents: number of agents of the team, `A`.
+      central: whether the team learns from the global state, which can be larger than all that the agents observe.
     """
 
     env: VectorizedAgents
     num_agents: int
+    central: bool = True
 
     @property
     def num_envs(self) -> int:
@@ -63,10 +65,14 @@ class TeamView:
         obs = jax.eval_shape(self.env.reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
         obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
         state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
-        return JointObservation(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
+        return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
+
+    def join(self, obs: PyTree, state: jax.Array, present: jax.Array) -> JointObservation:
+        """Joins the agents' observations `[..., A, ...]`, global states `[..., S]` and who is present `[..., A]`."""
+        return JointObservation(obs, state if self.central else (), present)
 
     def observe(self, obs: PyTree) -> JointObservation:
         """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
         num_envs = jax.tree.leaves(obs)[0].shape[0]
         present = jnp.ones((num_envs, self.num_agents), bool)
-        return JointObservation(obs, jnp.zeros((num_envs, self.state_size)), present)
+        return self.join(obs, jnp.zeros((num_envs, self.state_size)), present)
