@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import platform
 import shutil
 import tempfile
 from importlib.metadata import version
@@ -9,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
+# Nearly all the time of the tests is compiling, half of it in LLVM's passes. Without them only some products and sums become
+# one operation that rounds once, so equal programs would differ in their last bits: AVX has no such operation. What users run
+# is optimised; `XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_max_isa=AVX512" pytest` tests that.
+_X86 = platform.machine().lower() in ("x86_64", "amd64")
+_QUICK_COMPILER = (
+    ["--xla_backend_optimization_level=0", "--xla_cpu_max_isa=AVX"] if _X86 else ["--xla_backend_optimization_level=1"]
+)
+
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
-        # Nearly all the time of the tests is compiling, half of it in LLVM's passes. What users run is optimised: `XLA_FLAGS=
-        # --xla_backend_optimization_level=3 pytest` tests that.
-        "--xla_backend_optimization_level=0",
+        *_QUICK_COMPILER,
         # Eight devices on a busy machine with few cores may meet late; that is no deadlock.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
         "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
