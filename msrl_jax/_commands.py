@@ -189,10 +189,12 @@ class Bench(Where):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class List:
-    """List the algorithms, environments and distribution policies.
+    """List the algorithms, environments, distribution policies, and the suites of environments that can be installed.
 
     Attributes:
-      json: print them as one line of JSON instead.
+      envs: only the environments and their suites.
+      json: print the names as one line of JSON instead.
     """
 
+    envs: bool = False
     json: bool = False

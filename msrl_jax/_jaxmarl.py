@@ -13,17 +13,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from msrl_jax._extras import INSTALL_MARL as INSTALL
-from msrl_jax._extras import check_version
 from msrl_jax._put_off import put_off_packages
 
 PREFIX = "jaxmarl:"
 """What stands before JaxMARL's names in the names of this package."""
 
-_OLDEST = (0, 2)
-
 _PACKAGES: dict[str, str] = dict.fromkeys(("ant_4x2", "halfcheetah_6x1", "hopper_3x1", "humanoid_9|8", "walker2d_2x3"), "brax")
 """Packages that JaxMARL needs for some environments, but does not install."""
+
+
+_NEED_OBJECTS = ("LearnedPolicyEnemySMAX",)
+"""Environments that take objects, here a policy and its parameters, and so can be made from Python alone."""
 
 
 def package_of(name: str) -> str | None:
@@ -56,9 +56,10 @@ def all_names() -> tuple[str, ...]:
     return tuple(load().registered_envs) if importlib.util.find_spec("jaxmarl") else ()
 
 
-def names() -> list[str]:
-    """The names of the environments that can be made here, with `PREFIX`."""
-    return [PREFIX + name for name in all_names() if (p := package_of(name)) is None or importlib.util.find_spec(p)]
+def available() -> tuple[str, ...]:
+    """JaxMARL's own names of the environments that a name suffices to make here."""
+    missing = {name for name in all_names() if (p := package_of(name)) and importlib.util.find_spec(p) is None}
+    return tuple(name for name in all_names() if name not in {*missing, *_NEED_OBJECTS})
 
 
 @functools.cache
@@ -112,11 +113,6 @@ def put_off() -> None:
     """Makes the import of modules of JaxMARL quick, unless JaxMARL is imported already."""
     if "jaxmarl" not in sys.modules:
         put_off_packages(module for module, _ in _table().values())
-
-
-def check_installed() -> None:
-    """Raises ImportError if JaxMARL is not installed, or too old; the message says how to install it."""
-    check_version("jaxmarl", _OLDEST, f"environments named {PREFIX}...", INSTALL)
 
 
 def load() -> ModuleType:

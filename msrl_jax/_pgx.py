@@ -7,14 +7,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from msrl_jax._extras import INSTALL_MARL as INSTALL
-from msrl_jax._extras import check_version
 from msrl_jax._put_off import put_off_packages
 
 PREFIX = "pgx:"
 """What stands before pgx's names in the names of this package."""
-
-_OLDEST = (2, 6)
 
 
 @functools.cache
@@ -30,23 +26,13 @@ def all_names() -> tuple[str, ...]:
     return ()
 
 
-def games() -> list[str]:
+def games() -> tuple[str, ...]:
     """Pgx's names of its games of two players."""
     others = ("2048", "bridge_bidding", "sparrow_mahjong")
-    return [name for name in all_names() if name not in others and not name.startswith("minatar-")]
-
-
-def names() -> list[str]:
-    """The names of the games of two players, with `PREFIX`."""
-    return [PREFIX + name for name in games()]
+    return tuple(name for name in all_names() if name not in others and not name.startswith("minatar-"))
 
 
 def make(name: str) -> Any:
     """Builds a game of pgx; imports only its module, unless pgx is imported already."""
     put_off_packages(["pgx.core"])
     return importlib.import_module("pgx.core").make(name)
-
-
-def check_installed() -> None:
-    """Raises ImportError if pgx is not installed, or too old; the message says how to install it."""
-    check_version("pgx", _OLDEST, f"environments named {PREFIX}...", INSTALL)

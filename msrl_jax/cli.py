@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _flags, _gymnax, _jaxmarl, _launch, _names, _pgx, _streams
+from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
 from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -249,17 +249,24 @@ def _list(args: List, config: dict[str, Any]) -> int:
 
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_jaxmarl.names(), *_pgx.names()])
+        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
         names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
+    if args.envs:
+        names = {"environments": names["environments"]}
     if args.json:
         print(json.dumps(names))
-    else:
-        print("\n\n".join(f"{kind}\n" + "\n".join(f"  {name}" for name in found) for kind, found in names.items()))
-        if not _jaxmarl.all_names():
-            print(f"\nenvironments with several agents: {_jaxmarl.INSTALL} brings those of JaxMARL, {_jaxmarl.PREFIX}...")
-        if not _pgx.all_names():
-            print(f"\ngames of two players: {_pgx.INSTALL} brings those of pgx, {_pgx.PREFIX}...")
+        return 0
+    suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in _suites.SUITES.items()]}
+    for kind, lines in (names | suites).items():
+        print(f"{kind}\n" + "".join(f"  {line}\n" for line in lines))
     return 0
+
+
+def _state(suite: _suites.Suite) -> str:
+    """Whether a suite of environments is installed, or how to install it."""
+    if (version := suite.version()) is None:
+        return f"not installed: {suite.install} brings the environments of {suite.title}"
+    return f"{suite.package} {version}, {len(suite.read())} environments"
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {

@@ -17,12 +17,12 @@ FLOORS = [
     {"policies", "replay"},
     {"fragments", "envs"},
     {"codecs"},
-    {"_checks", "_registry", "_spec", "_streams", "_tables", "_threefry"},
+    {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
         "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
         "_pgx", "_spelling", "counters", "metrics",
     },
-    {"_extras", "_put_off"},
+    {"_put_off"},
 ]  # fmt: skip
 """From the top layer to the bottom; packages of one layer do not import each other."""
 

@@ -16,6 +16,7 @@ from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.suites import common
 
 _KNOWN = {
     "reset": {"gymnax.environments.environment.Environment.reset"},
@@ -103,7 +104,7 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
         )
     if chosen := {p: value for p, value in params.items() if p in arguments}:
         env, defaults = _construct(name, chosen)
-    values = {p: _like(f"{name}: {p}", value, getattr(defaults, p)) for p, value in params.items() if p in fields}
+    values = {p: common.fit(f"{name}: {p}", value, getattr(defaults, p)) for p, value in params.items() if p in fields}
     if "max_steps_in_episode" in values:
         whole(f"{name}: max_steps_in_episode", values["max_steps_in_episode"])
     return GymnaxEnvironment(env, dataclasses.replace(defaults, **values), name)
@@ -117,20 +118,6 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
             f"{name} could not load its data ({error}); gymnax downloads it at first use, so connect to the internet, "
             "or put the four MNIST files of https://storage.googleapis.com/cvdf-datasets/mnist/ into /tmp/mnist"
         ) from error
-
-
-def _like(what: str, value: Any, default: Any) -> Any:
-    """Converts the value to the type of the default, because gymnax's `lax.select`s need equal types."""
-    scalar = isinstance(default, bool | int | float)
-    try:
-        converted = type(default)(value) if scalar else jnp.asarray(value, default.dtype)
-        fits = bool(np.all(np.asarray(converted) == np.asarray(value)))
-    except (TypeError, ValueError, OverflowError):
-        fits, converted = False, None
-    if not fits:
-        kind = type(default).__name__ if scalar else f"array {default.dtype}{list(default.shape)}"
-        raise ValueError(f"{what}={value!r} does not fit; its default is {default} ({kind})")
-    return converted
 
 
 def _convert(space: gymnax_spaces.Space) -> spaces.Space:

@@ -1,9 +1,13 @@
 """Environments by name: `make`, `register`, `names`."""
 
+import importlib
+import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from msrl_jax import _gymnax, _jaxmarl, _pgx, _registry
+from msrl_jax import _gymnax, _registry, _suites
+from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.base import Environment
@@ -11,9 +15,6 @@ from msrl_jax.envs.base import Environment
 _factories: dict[str, Callable[..., Environment]] = {
     "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors,
 }  # fmt: skip
-
-SUITES = (_jaxmarl.PREFIX, _pgx.PREFIX)
-"""The beginnings of names that belong to suites of environments."""
 
 
 def register(name: str, factory: Callable[..., Environment]) -> None:
@@ -37,31 +38,33 @@ def make(name: str, **params: Any) -> Environment:
     """Builds an environment.
 
     Args:
-      name: a registered name, or one of gymnax's (`"CartPole-v1"`, `"Breakout-MinAtar"`), or one of JaxMARL's behind
-        `jaxmarl:` (`"jaxmarl:MPE_simple_spread_v3"`), or one of pgx's behind `pgx:` (`"pgx:tic_tac_toe"`); `names` lists all.
-      **params: arguments of the registered factory; of a gymnax environment, fields of its `EnvParams`
-        (`max_steps_in_episode=100`) and arguments of its constructor; of a JaxMARL environment, arguments of its constructor.
+      name: a registered name, or one of gymnax's (`"CartPole-v1"`, `"Breakout-MinAtar"`), or one of a suite behind its prefix
+        (`"brax:halfcheetah"`, `"jaxmarl:MPE_simple_spread_v3"`), or a class or function behind its module
+        (`"my_module:MyEnv"`), which is also looked for in the working directory; `names` lists all but the last. Parameters
+        may follow: `"CartPole-v1:max_steps_in_episode=100"`.
+      **params: arguments of the registered factory, class or function; of a gymnax environment, fields of its `EnvParams`
+        (`max_steps_in_episode=100`) and arguments of its constructor; of a suite, see its adapter's `make`.
 
     Returns:
       The environment; a `MultiAgentEnvironment` if it has several agents.
 
     Raises:
       TypeError: if the name is no text.
-      ImportError: if JaxMARL or pgx is needed and not installed; the message says how to install it.
+      ImportError: if a suite is needed and not installed, or a module is not found; the message says what to do.
       ValueError: if there is no environment with that name, or it has no such parameter.
     """
     if not isinstance(name, str):
         raise TypeError(f"the name of the environment is {name!r}; write one such as 'CartPole-v1', envs.names() lists all")
+    if name not in _factories:
+        name, in_name = parse_spec(name, prefixes=True)
+        params = in_name | params
     if name in _factories:
         return _factories[name](**params)
-    if name.startswith(_jaxmarl.PREFIX):
-        from msrl_jax.envs.agents import jaxmarl_env
-
-        return jaxmarl_env.make(name.removeprefix(_jaxmarl.PREFIX), **params)
-    if name.startswith(_pgx.PREFIX):
-        from msrl_jax.envs.agents import pgx_env
-
-        return pgx_env.make(name.removeprefix(_pgx.PREFIX), **params)
+    if suite := _suites.suite_of(name):
+        suite.check_installed()
+        return importlib.import_module(f"msrl_jax.envs.{suite.adapter}").make(name.partition(":")[2], **params)
+    if ":" in name:
+        return _from_module(name, params)
     if name not in names():
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
@@ -72,6 +75,31 @@ def make(name: str, **params: Any) -> Environment:
     return gymnax_env.make(name, **params)
 
 
+def _from_module(name: str, params: dict[str, Any]) -> Environment:
+    """Makes an environment by a class or a function of a module, `MODULE:NAME`."""
+    module, _, attribute = name.partition(":")
+    if module in names():
+        raise ValueError(f"cannot read {attribute!r} in {name!r}; parameters are written {module}:key=value,key=value")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ImportError(
+            f"environment {name!r}: there is no suite or module {module!r}{suggestion(module, _suites.SUITES)}; modules are "
+            f"looked for in {here} and where Python looks"
+        ) from None
+    finally:
+        sys.path.remove(here)
+    known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
+    factory = getattr(found, attribute, None)
+    if not callable(factory):
+        raise ValueError(f"module {module!r} has no class or function {attribute!r}{suggestion(attribute, known)}")
+    return cast(Environment, factory(**params))
+
+
 def names() -> list[str]:
-    """The names of all environments: the registered ones, gymnax's, and those of JaxMARL and pgx if they are installed."""
-    return [*_factories, *_gymnax.names(), *_jaxmarl.names(), *_pgx.names()]
+    """The names of all environments: the registered ones, gymnax's, and those of suites that are installed."""
+    return [*_factories, *_gymnax.names(), *_suites.names()]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from msrl_jax import codecs
 from msrl_jax._compat import ShapedArray
@@ -110,6 +111,10 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
         chosen = storage[found[-1]] if found else None
         c = None if chosen is None else codecs.get(chosen)
         if c and (c.name.startswith("frame_stack") or not c.takes(x)):
+            if c.name == np.dtype(x.dtype).name:
+                raise ValueError(
+                    f"storage={{{found[-1]!r}: {c.name!r}}}: item{jax.tree_util.keystr(path)} is {c.name} already; leave it out"
+                )
             raise ValueError(
                 f"storage={{{found[-1]!r}: {c.name!r}}}: the codec cannot pack item{jax.tree_util.keystr(path)}, which is "
                 f"{x.dtype}{list(x.shape)}; leave it out, or use another of {', '.join(codecs.CODECS)}"

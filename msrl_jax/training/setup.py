@@ -14,7 +14,6 @@ from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
-from msrl_jax.envs.registry import SUITES
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -177,8 +176,7 @@ def resolve(
     config = algorithm.make_config(config, overrides or {})
     env_spec = env if isinstance(env, str) else None
     if isinstance(env, str):
-        name, params = parse_spec(env, SUITES)
-        env = envs.make(name, **params)
+        env = envs.make(env)
     algorithm.check_env(env)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
     behavior = Behavior(_build(algorithm, env, config, dataset), env)

@@ -1,5 +1,7 @@
 """Environments by name."""
 
+import sys
+
 import gymnax
 import pytest
 
@@ -46,3 +48,33 @@ def test_an_unknown_name_suggests_the_nearest(name, near):
 def test_a_name_like_no_other_suggests_none():
     with pytest.raises(ValueError, match=r"unknown environment 'qqq'; envs.names\(\) lists all"):
         envs.make("qqq")
+
+
+def test_parameters_may_stand_in_the_name():
+    assert envs.make("CartPole-v1:max_steps_in_episode=9").params.max_steps_in_episode == 9
+    assert envs.make("CartPole-v1:gravity=1", max_steps_in_episode=9).params.gravity == 1.0
+    with pytest.raises(ValueError, match="gives 'gravity' twice; give it once"):
+        envs.make("CartPole-v1:gravity=1,gravity=2")
+
+
+def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch):
+    code = "from tests.envs.corridor import Corridor\n\n\ndef walk(length):\n    return Corridor(2 * length)\n\n\nlimit = 3\n"
+    (tmp_path / "my_walks.py").write_text(code)
+    (tmp_path / "my_broken_walks.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert envs.make("my_walks:Corridor:length=9").length == 9
+    assert envs.make("my_walks:walk", length=9).length == 18
+    assert sys.path == before
+    with pytest.raises(ValueError, match=r"module 'my_walks' has no class or function 'Coridor' \(did you mean 'Corridor'\?\)"):
+        envs.make("my_walks:Coridor")
+    with pytest.raises(ValueError, match="module 'my_walks' has no class or function 'limit'"):
+        envs.make("my_walks:limit")
+    with pytest.raises(ImportError, match="there is no suite or module 'your_walks'; modules are looked for in"):
+        envs.make("your_walks:Corridor")
+    with pytest.raises(ImportError, match="no suite or module 'bra' \\(did you mean 'brax'"):
+        envs.make("bra:halfcheetah")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        envs.make("my_broken_walks:Corridor")
+    with pytest.raises(ValueError, match="cannot read 'length' in 'CartPole-v1:length'; parameters are written"):
+        envs.make("CartPole-v1:length")

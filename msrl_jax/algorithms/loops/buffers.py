@@ -1,5 +1,6 @@
 """Makes the replay buffer of a config."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -91,7 +92,18 @@ def sequence_buffer(
     Raises:
       ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
-    return _buffer(obs, action, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
+    buffer = _buffer(obs, action, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
+    return buffer if length > 1 else _of_one_step(buffer)
+
+
+def _of_one_step(buffer: Replay) -> Replay:
+    """A buffer whose sequences of one step have the dimension of time, `[1, B, ...]`, which windows of one step lack."""
+
+    def sample(state: Any, key: jax.Array, data: Any = ()) -> replay.Sample:
+        drawn = buffer.sample(state, key, data)
+        return drawn._replace(experience=jax.tree.map(lambda x: x[None], drawn.experience))
+
+    return dataclasses.replace(buffer, sample=sample)
 
 
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:

@@ -39,7 +39,6 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
       ImportError: if JaxMARL is missing, or a package that it needs for this environment.
       ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
     """
-    _jaxmarl.check_installed()
     _jaxmarl.put_off()
     full, known = _jaxmarl.PREFIX + name, _jaxmarl.all_names()
     if name not in known:
@@ -87,8 +86,9 @@ def _refuse_unknown(full: str, params: dict[str, Any], env: Any) -> None:
 
 def _weight(full: str, value: Any) -> float:
     """The weight of shaped rewards."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{full}: shaped_reward={value!r} is not a weight; use a number from 0 up, such as 1.0")
+    number = not isinstance(value, bool) and isinstance(value, int | float | np.integer | np.floating)
+    if not number or not 0 <= float(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"{full}: shaped_reward={value!r} is not a weight; use a number of float32 from 0 up, such as 1.0")
     return float(value)
 
 

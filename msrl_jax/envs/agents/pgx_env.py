@@ -29,7 +29,6 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
       ImportError: if pgx is missing; the message says how to install it.
       ValueError: on an unknown name, on a parameter, or if the game has not two players.
     """
-    _pgx.check_installed()
     full, known = _pgx.PREFIX + name, _pgx.games()
     if name not in _pgx.all_names():
         raise ValueError(f"pgx has no game {name!r}{suggestion(name, known)}; those of two players are {', '.join(known)}")

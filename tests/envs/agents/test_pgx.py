@@ -118,8 +118,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         missing.setattr(metadata, "version", version)
         with pytest.raises(ImportError, match=r"need pgx 2\.6 or later, which is not installed; .*msrl-jax\[marl\]'"):
             envs.make("pgx:hex")
+        assert cli.main(["list", "--envs"]) == 0
+        assert "pgx         not installed: pip install 'msrl-jax[marl]' brings" in capsys.readouterr().out
     monkeypatch.setattr(metadata, "version", lambda package: "1.4.2")
     with pytest.raises(ImportError, match=r"and 1\.4\.2 is installed; install it with: pip install 'msrl-jax\[marl\]'"):
         envs.make("pgx:hex")
-    assert cli.main(["list"]) == 0
-    assert "games of two players: pip install 'msrl-jax[marl]' brings those of pgx, pgx:..." in capsys.readouterr().out

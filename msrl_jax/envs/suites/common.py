@@ -1,0 +1,128 @@
+"""What adapters of suites share: quiet imports, parameters of dataclasses, spaces of what environments emit."""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._spelling import suggestion
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import PyTree
+
+Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
+"""What a step returns: the state, the observation, the reward, `terminated` and `truncated`."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suites use what is deprecated in other packages; that is not the concern of those who use the suites."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def load(module: str) -> Any:
+    """Imports a module of a suite."""
+    with quiet():
+        return importlib.import_module(module)
+
+
+def check_name(title: str, name: str, known: Iterable[str]) -> None:
+    """Raises ValueError unless a suite has an environment of that name."""
+    if name not in (known := sorted(known)):
+        raise ValueError(f"{title} has no environment {name!r}{suggestion(name, known)}; it has {', '.join(known)}")
+
+
+def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ValueError on a parameter that an environment does not have."""
+    known = sorted(known)
+    if unknown := [p for p in params if p not in known]:
+        has = f"it has {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; {has}")
+
+
+def arguments_of(constructor: Callable[..., Any]) -> set[str]:
+    """The names of the arguments of a class, or of the classes it inherits from, but not `*args` and `**kwargs`."""
+    kinds = constructor.__mro__ if inspect.isclass(constructor) else [constructor]
+    signatures = [
+        inspect.signature(kind.__init__ if inspect.isclass(kind) else kind)
+        for kind in kinds if kind is not object and (not inspect.isclass(kind) or "__init__" in vars(kind))
+    ]  # fmt: skip
+    kinds_of_parameters = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for s in signatures for p in s.parameters.values() if p.kind in kinds_of_parameters} - {"self"}
+
+
+def build(full: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Any:
+    """Calls a constructor; what it refuses becomes ValueError."""
+    try:
+        with quiet():
+            return make(**params)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{full} cannot be made with {dict(params)}: {error}") from error
+
+
+def replace(full: str, defaults: Any, values: Mapping[str, Any]) -> Any:
+    """The parameters of an environment with some values replaced, of the types that they had.
+
+    Args:
+      full: name of the environment in messages.
+      defaults: a dataclass.
+      values: new values of its fields.
+
+    Returns:
+      The dataclass with the values.
+
+    Raises:
+      ValueError: if a value does not fit the default.
+    """
+    return dataclasses.replace(defaults, **{key: fit(f"{full}: {key}", x, getattr(defaults, key)) for key, x in values.items()})
+
+
+def fit(what: str, value: Any, default: Any) -> Any:
+    """Converts a value to the type of the default; raises ValueError if that changes the value."""
+    scalar = isinstance(default, bool | int | float)
+    if not scalar and not hasattr(default, "dtype"):
+        return value  # such as None, names and tuples: what they may be, the environment knows
+    try:
+        converted = type(default)(value) if scalar else jnp.asarray(value, default.dtype)
+        fits = bool(np.all(np.asarray(converted) == np.asarray(value)))
+    except (TypeError, ValueError, OverflowError):
+        fits, converted = False, None
+    if not fits:
+        kind = type(default).__name__ if scalar else f"array {default.dtype}{list(default.shape)}"
+        raise ValueError(f"{what}={value!r} does not fit; its default is {default} ({kind})")
+    return converted
+
+
+def emitted(function: Callable[[jax.Array], PyTree]) -> PyTree:
+    """The shapes and dtypes that a function of a typed key returns, without computing anything."""
+    return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def unbounded(obs: PyTree) -> spaces.Space:
+    """The space of observations of which shapes and dtypes are all that is known.
+
+    Args:
+      obs: arrays, or dicts of them, or what stands for their shapes.
+
+    Returns:
+      A `Box`, or a `Dict` of them.
+    """
+    if isinstance(obs, Mapping):
+        return spaces.Dict({name: unbounded(part) for name, part in obs.items()})
+    dtype = np.dtype(obs.dtype)
+    if np.issubdtype(dtype, np.bool_):
+        low, high = False, True
+    elif np.issubdtype(dtype, np.integer):
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+    else:
+        low, high = -np.inf, np.inf
+    return spaces.Box(low, high, obs.shape, dtype)

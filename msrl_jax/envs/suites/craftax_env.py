@@ -1,0 +1,76 @@
+"""Environments of Craftax (https://github.com/MichaelTMatthews/Craftax; Matthews et al. 2024, arXiv 2402.16801)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._suites import SUITES
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.suites import common
+
+
+def make(name: str, **params: Any) -> "CraftaxEnvironment":
+    """Builds an environment of Craftax.
+
+    Args:
+      name: one of its names, such as "Craftax-Classic-Symbolic-v1".
+      **params: fields of its `EnvParams`, such as `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
+
+    Returns:
+      The environment.
+
+    Raises:
+      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
+    """
+    common.check_name("Craftax", name, SUITES["craftax"].read())
+    full = f"craftax:{name}"
+    env = common.load("craftax.craftax_env").make_craftax_env_from_name(name, auto_reset=False)
+    fields, static = ({f.name for f in dataclasses.fields(x)} for x in (env.default_params, env.default_static_params()))
+    common.check_params(full, params, fields | static)
+    if chosen := {key: value for key, value in params.items() if key in static}:
+        env = common.build(full, type(env), {"static_env_params": common.replace(full, env.default_static_params(), chosen)})
+    values = {key: value for key, value in params.items() if key in fields}
+    return CraftaxEnvironment(env, common.replace(full, env.default_params, values), full)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CraftaxEnvironment:
+    """An environment of Craftax without its automatic reset.
+
+    Death, lava and the defeat of the last boss terminate an episode; `max_timesteps` truncates it.
+
+    Attributes:
+      env: the environment of the suite.
+      params: its `EnvParams`.
+      name: its name in messages.
+    """
+
+    env: Any
+    params: Any
+    name: str
+    observation_space: spaces.Box = dataclasses.field(init=False)
+    action_space: spaces.Discrete = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        _, obs = common.emitted(self.reset)
+        declared = self.env.observation_space(self.params)
+        space = spaces.Box(np.asarray(declared.low), np.asarray(declared.high), obs.shape, obs.dtype)
+        object.__setattr__(self, "observation_space", space)
+        object.__setattr__(self, "action_space", spaces.Discrete(self.env.action_space(self.params).n))
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
+        """Starts an episode in a new world."""
+        obs, state = self.env.reset_env(key, self.params)
+        return strong(state), strong(obs)
+
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> common.Stepped:
+        """Advances the episode."""
+        obs, state, reward, _, _ = self.env.step_env(key, state, action, self.params)
+        endless = dataclasses.replace(self.params, max_timesteps=np.iinfo(np.int32).max)
+        terminated = jnp.bool_(self.env.is_terminal(state, endless))
+        truncated = (state.timestep >= self.params.max_timesteps) & ~terminated
+        return strong(state), strong(obs), jnp.float32(reward), terminated, truncated

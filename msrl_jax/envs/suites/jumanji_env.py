@@ -1,0 +1,237 @@
+"""Environments of Jumanji (https://github.com/instadeepai/jumanji; Bonnet et al. 2023, arXiv 2306.09884)."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.envs import spaces
+from msrl_jax.envs.base import Environment, PyTree, strong
+from msrl_jax.envs.suites import common
+
+_OWN = {
+    "LevelBasedForaging": ("agents_view",), "RobotWarehouse": ("agents_view",),
+    "SearchAndRescue": ("searcher_views", "positions"), "Cleaner": (), "Connector": (), "JobShop": (), "MMST": (),
+    "MultiCVRP": (),
+}  # fmt: skip
+"""The environments that several agents act in, and the fields of their observations that have one entry for each agent."""
+
+
+def make(name: str, **params: Any) -> Environment:
+    """Builds an environment of Jumanji.
+
+    Args:
+      name: one of its names, such as "Snake-v1".
+      **params: arguments of the environment's constructor, such as `time_limit`.
+
+    Returns:
+      The environment; a `MultiAgentEnvironment` if several agents act in it.
+
+    Raises:
+      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
+      RuntimeError: if the environment needs data that cannot be loaded.
+    """
+    registration = common.load("jumanji").registration
+    common.check_name("Jumanji", name, registration._REGISTRY)
+    full = f"jumanji:{name}"
+    with common.quiet():
+        kind = registration.load(registration._REGISTRY[name].entry_point)
+    common.check_params(full, params, common.arguments_of(kind) - {"viewer"})
+    try:
+        env = common.build(full, lambda **values: registration.make(name, **values), params)
+    except OSError as error:
+        raise RuntimeError(f"{full} could not load its data ({error}); Jumanji downloads it, so connect to the net") from error
+    own = next((fields for start, fields in _OWN.items() if name.startswith(f"{start}-")), None)
+    return JumanjiEnvironment(env, full) if own is None else JumanjiTeam(env, full, own)  # type: ignore[return-value]
+
+
+class JumanjiState(NamedTuple):
+    """A state of an environment of Jumanji.
+
+    Attributes:
+      env_state: the state of the suite.
+      mask: the legal actions, `[n]` or, of several agents, `[A, n]` bool; `()` if all are legal.
+    """
+
+    env_state: PyTree
+    mask: PyTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class JumanjiEnvironment:
+    """An environment of Jumanji with one agent, without automatic reset.
+
+    Several discrete actions become one, whose number counts their combinations in row-major order. Observations are dicts of
+    the suite's fields; legal actions are no part of them. An end with the suite's discount of 0 is a termination; in many of
+    its environments the end of the time is one.
+
+    Attributes:
+      env: the environment of the suite.
+      name: its name in messages.
+    """
+
+    env: Any
+    name: str
+    observation_space: spaces.Space = dataclasses.field(init=False)
+    action_space: spaces.Space = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        _, obs = common.emitted(self.reset)
+        object.__setattr__(self, "observation_space", _space(self.env.observation_spec, obs))
+        spec = self.env.action_spec
+        action_space = spaces.Discrete(math.prod(_sizes(spec))) if _sizes(spec) else _space(spec, spec)
+        object.__setattr__(self, "action_space", action_space)
+
+    @property
+    def action_mask(self) -> Callable[[JumanjiState], jax.Array]:
+        """The legal actions; AttributeError if the environment does not name them."""
+        if not self._masked:
+            raise AttributeError(f"{self.name} does not name its legal actions", name="action_mask", obj=self)
+        return lambda state: state.mask
+
+    @functools.cached_property
+    def _masked(self) -> bool:
+        mask = getattr(common.emitted(self.env.reset)[1].observation, "action_mask", None)
+        return mask is not None and mask.shape == _sizes(self.env.action_spec)
+
+    def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
+        """Starts an episode."""
+        with common.quiet():
+            state, first = strong(self.env.reset(key))
+        return self._state(state, first), self._observe(first)
+
+    def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> common.Stepped:
+        """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
+        spec = self.env.action_spec
+        if len(_sizes(spec)) > 1:
+            action = jnp.stack(jnp.unravel_index(action, _sizes(spec)))
+        with common.quiet():
+            env_state, after = strong(self.env.step(state.env_state, action.astype(spec.dtype)))
+        terminated = after.last() & (after.discount == 0)
+        return self._state(env_state, after), self._observe(after), after.reward, terminated, after.last() & ~terminated
+
+    def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
+        return JumanjiState(env_state, _legal(after.observation.action_mask.ravel()) if self._masked else ())
+
+    def _observe(self, after: Any) -> PyTree:
+        fields = _fields(after.observation)
+        return {name: part for name, part in fields.items() if not (self._masked and name == "action_mask")}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class JumanjiTeam:
+    """An environment of Jumanji in which several agents act, without automatic reset.
+
+    Every agent sees what is common to all, its own entries of what is not, and its number. A reward or an end that the suite
+    gives to all together, every agent gets.
+
+    Attributes:
+      env: the environment of the suite.
+      name: its name in messages.
+      own: the fields of observations that have one entry for each agent.
+    """
+
+    env: Any
+    name: str
+    own: tuple[str, ...]
+    agents: tuple[str, ...] = dataclasses.field(init=False)
+    observation_space: spaces.Dict = dataclasses.field(init=False)
+    action_space: spaces.Space = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        spec, first = self.env.action_spec, common.emitted(self.env.reset)[1]
+        object.__setattr__(self, "agents", tuple(f"agent_{i}" for i in range(spec.shape[0])))
+        mask = getattr(first.observation, "action_mask", None)
+        space = _of_one(_space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        object.__setattr__(self, "action_space", space)
+        declared = _space(self.env.observation_spec, _fields(first.observation))
+        assert isinstance(declared, spaces.Dict)
+        parts = {name: _of_one(part) if name in self.own else part for name, part in declared.spaces.items()}
+        parts.pop("action_mask", None)
+        object.__setattr__(self, "observation_space", spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))}))
+
+    @property
+    def action_mask(self) -> Callable[[JumanjiState], jax.Array]:
+        """The legal actions of every agent; AttributeError if the environment does not name them."""
+        if not isinstance(self.action_space, spaces.Discrete):
+            raise AttributeError(f"{self.name} does not name its legal actions", name="action_mask", obj=self)
+        return lambda state: state.mask
+
+    def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
+        """Starts an episode."""
+        with common.quiet():
+            state, first = strong(self.env.reset(key))
+        return self._state(state, first), self._observe(first)
+
+    def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> common.Stepped:
+        """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
+        with common.quiet():
+            env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
+        each = (len(self.agents),)
+        reward, terminated = jnp.broadcast_to(after.reward, each), jnp.broadcast_to(after.discount == 0, each)
+        return self._state(env_state, after), self._observe(after), reward, terminated, after.last() & ~terminated.all()
+
+    def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
+        mask = getattr(after.observation, "action_mask", None)
+        return JumanjiState(env_state, () if mask is None else _legal(mask))
+
+    def _observe(self, after: Any) -> PyTree:
+        fields, count = _fields(after.observation), len(self.agents)
+        fields.pop("action_mask", None)
+        for_all = {name: part for name, part in fields.items() if name not in self.own}
+        for_all = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), for_all)
+        return {**for_all, **{name: fields[name] for name in self.own}, "agent": jnp.arange(count)}
+
+
+def _legal(mask: jax.Array) -> jax.Array:
+    """The legal actions `[..., n]`; all where the suite names none, because it then takes any and heeds none."""
+    return mask | ~mask.any(-1, keepdims=True)
+
+
+def _sizes(spec: Any) -> tuple[int, ...]:
+    """The numbers of values of discrete actions, one for each; `()` of other actions."""
+    return tuple(int(n) for n in np.ravel(spec.num_values)) if hasattr(spec, "num_values") else ()
+
+
+def _fields(value: Any) -> Any:
+    """A value with its dataclasses and named tuples as dicts."""
+    if isinstance(value, Mapping):
+        return {name: _fields(part) for name, part in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _fields(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: _fields(part) for name, part in value._asdict().items()}
+    return value
+
+
+def _space(spec: Any, emitted: Any) -> spaces.Space:
+    """The space of what an environment emits, with the bounds that its specification declares, if they fit.
+
+    Args:
+      spec: the specification of the suite.
+      emitted: arrays, or dicts of them, or what stands for their shapes.
+
+    Returns:
+      The space.
+    """
+    if isinstance(emitted, Mapping):
+        parts = vars(spec).get("_specs", {}) if spec is not None else {}
+        return spaces.Dict({name: _space(parts.get(name), part) for name, part in emitted.items()})
+    if emitted.dtype == bool or not hasattr(spec, "minimum") or spec.shape != emitted.shape:
+        return common.unbounded(emitted)
+    if isinstance(getattr(spec, "num_values", None), int) and emitted.shape == ():
+        return spaces.Discrete(spec.num_values, emitted.dtype)
+    return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), emitted.shape, emitted.dtype)
+
+
+def _of_one(space: spaces.Space) -> spaces.Space:
+    """The space of one entry of a space whose arrays have one for each agent."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _of_one(part) for name, part in space.spaces.items()})
+    assert isinstance(space, spaces.Box)
+    return spaces.Box(space.low[0], space.high[0], space.shape[1:], space.dtype)

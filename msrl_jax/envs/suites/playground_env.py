@@ -1,0 +1,41 @@
+"""Environments of MuJoCo Playground (https://playground.mujoco.org; Zakka et al. 2025, arXiv 2502.08844)."""
+
+import subprocess
+from typing import Any
+
+from msrl_jax.envs.base import Environment
+from msrl_jax.envs.suites import common
+from msrl_jax.envs.suites.brax_env import BraxEnvironment, limited
+
+
+def make(name: str, **params: Any) -> Environment:
+    """Builds an environment of MuJoCo Playground.
+
+    Args:
+      name: one of its names, such as "CheetahRun".
+      **params: values of the environment's config, such as `ctrl_dt`, `episode_length` and `action_repeat`. The physics is
+        `impl="jax"`, the same on all platforms, unless it is given.
+
+    Returns:
+      The environment.
+
+    Raises:
+      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
+      RuntimeError: if the environment needs meshes that cannot be fetched.
+    """
+    registry = common.load("mujoco_playground").registry
+    common.check_name("MuJoCo Playground", name, registry.ALL_ENVS)
+    full = f"playground:{name}"
+    config = registry.get_default_config(name)
+    common.check_params(full, params, config)
+    config.update({"impl": "jax"} if "impl" in config else {})
+    values = {key: common.fit(f"{full}: {key}", x, config[key]) for key, x in params.items()}
+    try:
+        env = common.build(full, lambda **values: registry.load(name, config, values), values)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(
+            f"{full} needs the meshes of MuJoCo Menagerie, which Playground fetches with git at first use, and that failed "
+            f"({error}); connect to the internet, or take one of the DeepMind Control Suite, such as playground:CheetahRun"
+        ) from error
+    config.update(values)
+    return limited(BraxEnvironment(env, full), config.episode_length, config.get("action_repeat", 1))
