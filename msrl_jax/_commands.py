@@ -198,3 +198,22 @@ class List:
 
     envs: bool = False
     json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckEnv(Where):
+    """Try an environment out with random actions, and say where it breaks the protocol.
+
+    Attributes:
+      env: NAME or NAME:param=value,...; one of your own is MODULE:CLASS.
+      steps: steps of each copy.
+      num_envs: number of copies.
+      seed: seed of keys and actions.
+      json: print the report as one line of JSON, the last on stdout.
+    """
+
+    env: tyro.conf.Positional[str]
+    steps: int = 200
+    num_envs: int = 4
+    seed: int = 0
+    json: bool = False

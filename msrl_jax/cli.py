@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | evaluate | record | replay | explain | bench | list`.
+"""The command line: `msrl-jax train | evaluate | record | replay | explain | bench | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Slow imports are inside
@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
-from msrl_jax._commands import Bench, Evaluate, Explain, List, Record, Replay, Train
+from msrl_jax._commands import Bench, CheckEnv, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
 PROG = "msrl-jax"
-DIVERGED, BAD_INPUT, NOT_SAVED, OUT_OF_TIME, INTERRUPTED = 1, 2, 3, 75, 130
+DIVERGED = DOES_NOT_CONFORM = 1
+BAD_INPUT, NOT_SAVED, OUT_OF_TIME, INTERRUPTED = 2, 3, 75, 130
 
 
 def _overview() -> str:
@@ -269,6 +270,14 @@ def _state(suite: _suites.Suite) -> str:
     return f"{suite.package} {version}, {len(suite.read())} environments"
 
 
+def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
+    from msrl_jax.envs import check
+
+    report = check(args.env, steps=args.steps, num_envs=args.num_envs, seed=args.seed)
+    _show(args, dataclasses.asdict(report) | {"ok": report.ok}, report)
+    return 0 if report.ok else DOES_NOT_CONFORM
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
     "evaluate": (Evaluate, _evaluate),
@@ -277,6 +286,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "explain": (Explain, _explain),
     "bench": (Bench, _bench),
     "list": (List, _list),
+    "check-env": (CheckEnv, _check_env),
 }
 
 
@@ -295,10 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments without the program's name; those of the process if None.
 
     Returns:
-      The exit code. 0 is success; 1, a run diverged; 2, bad input, with one line on stderr, or a command that only prints
-      cannot write its output; 3, the run could not be saved in its folder; 75, the time limit ended the run; 76, another
-      process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP), the signal
-      ended it.
+      The exit code. 0 is success; 1, a run diverged, or an environment does not conform; 2, bad input, with one line on stderr,
+      or a command that only prints cannot write its output; 3, the run could not be saved in its folder; 75, the time limit
+      ended the run; 76, another process of the run ended; 128 and the number of a signal (130 for Ctrl-C, 143 for SIGTERM, 129
+      for SIGHUP), the signal ended it.
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -214,7 +214,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
         next_q = pessimistic_value(critics.apply(target_critic, e.next_obs, next_action))
         target = e.reward + e.discount * soft_value(next_q, next_log_prob, temperature)
         others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
-        obs_of_others = jnp.broadcast_to(e.obs[:, None], (*others.shape[:2], *e.obs.shape[1:]))
+        obs_of_others = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*others.shape[:2], *x.shape[1:])), e.obs)
 
         # Gradients flow through `trained` only; the loss treats `params` as constants.
         def loss(trained):

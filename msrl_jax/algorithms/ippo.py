@@ -169,7 +169,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     def inputs_of(obs: Any, state: jax.Array) -> Any:
         """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
         if identify and config.agent_ids:
-            obs = with_ids(obs, num_agents)
+            obs = with_ids(obs, num_agents, venv.observation_space)
         if not config.central_critic:
             return obs
         if identify:  # a row of the one critic for every agent

@@ -51,6 +51,7 @@ from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.counters import Counter, at_least
 from msrl_jax.envs import Box, Discrete, JointObservation, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 
 
@@ -133,7 +134,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> 
         def networks(key: jax.Array) -> dict[str, Any]:
             actor_key, critic_key = jax.random.split(key)
             inputs = jnp.zeros((1, *states.shape)), jnp.zeros((1, num_agents * size))
-            one = actor.init(actor_key, jnp.zeros((1, *obs_space.shape)))
+            one = actor.init(actor_key, zeros(obs_space))
             return {"actor": one, "critic": critic.init(critic_key, *inputs)}
 
         # One after another: a batched QR decomposition of orthogonal initializers is slow.
@@ -144,7 +145,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> 
     def outputs(actors: Any, obs: Any) -> jax.Array:
         """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
         if shared:
-            return actor.apply(actors, with_ids(obs, num_agents) if identify and config.agent_ids else obs)
+            numbered = identify and config.agent_ids
+            return actor.apply(actors, with_ids(obs, num_agents, view.observation_space) if numbered else obs)
         return jax.vmap(actor.apply, in_axes=(0, 1), out_axes=1)(actors, obs)
 
     def actions(output: jax.Array, obs: Any, key: jax.Array) -> jax.Array:

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-Space: TypeAlias = "Discrete | Box | Tuple | Dict"
-
 
 @dataclass(frozen=True)
 class Discrete:
@@ -196,9 +194,17 @@ class Dict:
         return jnp.all(jnp.stack([space.contains(x[name]) for name, space in self.spaces.items()]))
 
 
+Space: TypeAlias = Discrete | Box | Tuple | Dict
+
+
 def struct(space: Space) -> Any:
     """The shapes and dtypes of a space's values, as a pytree of `jax.ShapeDtypeStruct`."""
     return jax.eval_shape(space.sample, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def zeros(space: Space) -> Any:
+    """A batch of one value of a space, all zeros; the arrays that a network is initialized with. `[1, ...]`"""
+    return jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), struct(space))
 
 
 def flat_space(space: Space) -> Box:
@@ -214,21 +220,22 @@ def flat_space(space: Space) -> Box:
 
 
 def flatten(space: Space, x: Any) -> jax.Array:
-    """Flattens a value of a space to one vector: ravels arrays, one-hot encodes integers, and concatenates parts.
+    """Flattens values of a space to vectors: ravels arrays, one-hot encodes integers, and concatenates parts.
 
     Args:
-      space: the space of the value.
-      x: the value.
+      space: the space of the values.
+      x: the values; arrays `[..., *shape]`.
 
     Returns:
-      float32 `[D]`, an element of `flat_space(space)`.
+      float32 `[..., D]`, elements of `flat_space(space)`.
     """
     if isinstance(space, Discrete):
         return jax.nn.one_hot(x, space.n, dtype=jnp.float32)
     if isinstance(space, Box):
-        return jnp.ravel(x).astype(jnp.float32)
+        x = jnp.asarray(x)
+        return x.reshape(*x.shape[: x.ndim - len(space.shape)], -1).astype(jnp.float32)
     values = x if isinstance(space, Tuple) else [x[name] for name in space.spaces]
-    return jnp.concatenate([flatten(part, value) for part, value in zip(_parts(space), values, strict=True)])
+    return jnp.concatenate([flatten(part, value) for part, value in zip(_parts(space), values, strict=True)], axis=-1)
 
 
 def _parts(space: Tuple | Dict) -> list[Space]:

@@ -16,6 +16,7 @@ from msrl_jax.algorithms.networks.distributions import Categorical, Distribution
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import only_legal, unmasked
+from msrl_jax.envs.spaces import flatten
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": nn.tanh,
@@ -30,13 +31,13 @@ class Torso(nn.Module):
     """Features of an observation: an optional convolution of 16 3x3 filters (MinAtar's), then dense layers.
 
     Attributes:
-      observation_shape: shape of one observation; `[H, W, C]` if `convolve`.
+      observation_space: the space of one observation; of images `[H, W, C]` if `convolve`.
       hidden_sizes: widths of the dense layers.
       activation: a key of `ACTIVATIONS`.
       convolve: whether the convolution comes first.
     """
 
-    observation_shape: tuple[int, ...]
+    observation_space: Space
     hidden_sizes: tuple[int, ...]
     activation: str
     convolve: bool
@@ -46,11 +47,11 @@ class Torso(nn.Module):
         """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
         obs = unmasked(obs)
         activation = ACTIVATIONS[self.activation]
-        batch_shape = obs.shape[: obs.ndim - len(self.observation_shape)]
-        x = obs.astype(jnp.float32)
         if self.convolve:
-            x = activation(convolution(16, 3)(x))
-        x = x.reshape(*batch_shape, -1)
+            x = activation(convolution(16, 3)(obs.astype(jnp.float32)))
+            x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
+        else:
+            x = flatten(self.observation_space, obs)
         if action is not None:
             x = jnp.concatenate([x, action], axis=-1)
         for size in self.hidden_sizes:
@@ -62,7 +63,7 @@ def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activ
     """Makes the torso for a space of observations.
 
     Args:
-      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      observation_space: any space, which is flattened to vectors, or a `Box` of images `[H, W, C]` if the network convolves.
       hidden_sizes: widths of the dense layers.
       activation: a key of `ACTIVATIONS`.
       network: "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
@@ -71,25 +72,22 @@ def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activ
       The torso.
 
     Raises:
-      TypeError: if the space is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    if not isinstance(observation_space, Box):
-        raise TypeError(
-            f"no network for observations in {observation_space}; flatten them to vectors: "
-            "msrl.train(..., msrl.envs.FlattenObservation(env)) in Python"
-        )
-    shape = observation_space.shape
+    shape = observation_space.shape if isinstance(observation_space, Box) else ()
     convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
     if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
-        raise ValueError(f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape}; use network='mlp'")
-    return Torso(shape, hidden_sizes, activation, convolve)
+        raise ValueError(
+            f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
+            "use network='mlp'"
+        )
+    return Torso(observation_space, hidden_sizes, activation, convolve)
 
 
 class _Module(nn.Module):
     """The network of `actor_critic`."""
 
-    observation_shape: tuple[int, ...]
+    observation_space: Space
     action_space: Discrete | Box
     hidden_sizes: tuple[int, ...]
     activation: str
@@ -98,7 +96,7 @@ class _Module(nn.Module):
 
     def setup(self):
         """Makes the parts."""
-        make_torso = lambda: Torso(self.observation_shape, self.hidden_sizes, self.activation, self.convolve)  # noqa: E731
+        make_torso = lambda: Torso(self.observation_space, self.hidden_sizes, self.activation, self.convolve)  # noqa: E731
         self.actor_torso = make_torso()
         self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
         num_outputs = self.action_space.n if isinstance(self.action_space, Discrete) else math.prod(self.action_space.shape)
@@ -154,7 +152,7 @@ def actor_critic(
     """Makes the network for a pair of spaces.
 
     Args:
-      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      observation_space: any space; of images `[H, W, C]` if the network convolves.
       action_space: `Discrete`, or a `Box` of floats.
       config: layers of a torso.
       shared_torso: whether policy and value share a torso.
@@ -165,7 +163,7 @@ def actor_critic(
       for a `Box`, before `action_transform`; its log-scale starts at 0 and does not depend on the observation.
 
     Raises:
-      TypeError: if a space is of another kind.
+      TypeError: if the space of actions is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
@@ -187,7 +185,7 @@ def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
     Raises:
       TypeError: if the space of actions is of another kind.
     """
-    return _actor_critic(Torso(features.shape, (), "tanh", convolve=False), action_space, shared_torso=True)
+    return _actor_critic(Torso(features, (), "tanh", convolve=False), action_space, shared_torso=True)
 
 
 def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCritic:
@@ -195,7 +193,7 @@ def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> Acto
         isinstance(action_space, Box) and jnp.issubdtype(action_space.dtype, jnp.floating)
     ):
         module = _Module(
-            torso.observation_shape, action_space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso
+            torso.observation_space, action_space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso
         )
         policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
         return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))

@@ -24,8 +24,9 @@ from msrl_jax.algorithms.networks.recurrent import (
     recurrent_network,
     recurrent_q_network,
 )
-from msrl_jax.envs import Box, Discrete, MaskedObservation, Space
-from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.masks import only_legal, unmasked, with_mask_of
+from msrl_jax.envs.spaces import flat_space, flatten, zeros
 
 Core = Literal["none", "gru", "lstm", "min_gru"]
 """The kind of recurrent layer; "none" makes a feed-forward network."""
@@ -37,7 +38,7 @@ def independent_network(
     """Makes a policy and a critic that both see observations: the networks of PPO and of recurrent PPO.
 
     Args:
-      observation_space: a `Box`.
+      observation_space: any space.
       action_space: `Discrete`, or a `Box` of floats.
       config: the layers.
       core: the kind of recurrent layer.
@@ -48,7 +49,7 @@ def independent_network(
       The network; its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
 
     Raises:
-      TypeError: if a space is of another kind.
+      TypeError: if the space of actions is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     if core != "none":
@@ -63,7 +64,7 @@ def centralized_network(
     """Makes a policy that sees observations, and a critic that sees global states.
 
     Args:
-      observation_space: a `Box`.
+      observation_space: any space.
       action_space: `Discrete`, or a `Box` of floats.
       state_size: length of what the critic sees, `S`.
       config: the layers of both.
@@ -75,7 +76,7 @@ def centralized_network(
       `actor_critic`, and values `[...]`.
 
     Raises:
-      TypeError: if a space is of another kind.
+      TypeError: if the space of actions is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     if not isinstance(action_space, Discrete) and not (
@@ -149,7 +150,7 @@ def _network(
         return _feed_forward(space, module.init, module.apply)
 
     def heads(features: Box) -> Network:
-        module = make(Torso(features.shape, (), "tanh", convolve=False))
+        module = make(Torso(features, (), "tanh", convolve=False))
         return Network(module.init, module.apply)  # type: ignore[arg-type]
 
     return recurrent_network(space, heads, _recurrent(config, core, memory_size))
@@ -168,7 +169,7 @@ def _recurrent(config: NetworkConfig, core: Any, memory_size: int) -> RecurrentC
 def _feed_forward(space: Any, init: Callable[..., Any], apply: Callable[..., Any]) -> RecurrentNetwork:
     """Gives a network the interface of a recurrent one, with an empty carry."""
     return RecurrentNetwork(
-        init=lambda key: init(key, jnp.zeros((1, *space.shape), space.dtype)),
+        init=lambda key: init(key, zeros(space)),
         initial_carry=lambda batch_shape: (),
         step=lambda params, obs, carry: (apply(params, obs), carry),
         unroll=lambda params, obs, is_first, carry: (apply(params, obs), carry),
@@ -204,7 +205,6 @@ def agent_values(
       The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
 
     Raises:
-      TypeError: if the space of observations is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     identify = shared and agent_ids and num_agents > 1
@@ -220,7 +220,7 @@ def agent_values(
         return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
 
     def seen(joint: Any) -> Any:
-        return with_ids(joint.obs, num_agents) if identify else joint.obs
+        return with_ids(joint.obs, num_agents, observation_space) if identify else joint.obs
 
     def step(params: Any, joint: Any, carry: Any) -> tuple[jax.Array, Any]:
         obs = seen(joint)
@@ -243,19 +243,28 @@ def agent_values(
     return RecurrentNetwork(init, lambda batch_shape: one.initial_carry((*batch_shape, num_agents)), step, unroll)
 
 
-def with_ids(obs: Any, num_agents: int) -> Any:
-    """Appends the number of the agent, one-hot, to vectors `[..., A, D]`; a mask stays as it is."""
-    if isinstance(obs, MaskedObservation):
-        return MaskedObservation(with_ids(obs.obs, num_agents), obs.action_mask)
-    ids = jnp.broadcast_to(jnp.eye(num_agents), (*obs.shape[:-1], num_agents))
-    return jnp.concatenate([obs.astype(jnp.float32), ids], axis=-1)
+def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
+    """Appends the number of the agent, one-hot, to observations `[..., A, *shape]`, flattened; a mask stays as it is.
+
+    Args:
+      obs: observations of a space, or vectors if none is given.
+      num_agents: number of agents, `A`.
+      space: the space of one agent's observations.
+
+    Returns:
+      Vectors. `[..., A, D + A]` float32
+    """
+    plain = unmasked(obs)
+    vectors = plain if space is None else flatten(space, plain)
+    ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
+    return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
 
 
 def with_ids_space(space: Space, num_agents: int) -> Box:
-    """The space of the results of `with_ids`; raises TypeError unless observations are vectors."""
-    if not isinstance(space, Box) or len(space.shape) != 1:
+    """The space of the results of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
+    if isinstance(space, Box) and len(space.shape) > 1:
         raise TypeError(
             f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
             "agent_ids=False"
         )
-    return Box(-np.inf, np.inf, (space.shape[0] + num_agents,))
+    return Box(-np.inf, np.inf, (flat_space(space).shape[0] + num_agents,))

@@ -19,7 +19,7 @@ def make_critics(observation_space: Space, action_space: Discrete | Box, num_cri
     """Makes critics with different initial parameters; one batched product computes a layer of all critics.
 
     Args:
-      observation_space: a `Box`.
+      observation_space: any space.
       action_space: `Discrete`, or a `Box`.
       num_critics: number of critics, `C`.
       config: the layers.
@@ -29,7 +29,6 @@ def make_critics(observation_space: Space, action_space: Discrete | Box, num_cri
       values [C, B]` for continuous ones.
 
     Raises:
-      TypeError: if the space of observations is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     discrete = isinstance(action_space, Discrete)
@@ -49,7 +48,8 @@ def init_critics(critics: Network, key: jax.Array, action_space: Discrete | Box,
     """Initializes critics for observations `[B, ...]` and the actions of a space."""
     if isinstance(action_space, Discrete):
         return critics.init(key, obs)
-    return critics.init(key, obs, jnp.zeros((len(obs), math.prod(action_space.shape))))
+    batch = len(jax.tree.leaves(obs)[0])
+    return critics.init(key, obs, jnp.zeros((batch, math.prod(action_space.shape))))
 
 
 def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
@@ -63,14 +63,13 @@ def make_value(observation_space: Space, config: NetworkConfig) -> Network:
     """Makes the network of a value function.
 
     Args:
-      observation_space: a `Box`.
+      observation_space: any space.
       config: the layers.
 
     Returns:
       The network: `(params, obs [..., *observation_shape]) -> values [...]`.
 
     Raises:
-      TypeError: if the space is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     network = linear_network(observation_space, config, num_outputs=1, scale=1.0)

@@ -51,7 +51,7 @@ def linear_network(observation_space: Space, config: NetworkConfig, *, num_outpu
     """Makes a network of a torso and a linear layer.
 
     Args:
-      observation_space: a `Box`.
+      observation_space: any space.
       config: the layers.
       num_outputs: number of outputs.
       scale: scale of the linear layer's initial weights.
@@ -60,7 +60,6 @@ def linear_network(observation_space: Space, config: NetworkConfig, *, num_outpu
       The network: `(params, obs [..., *observation_shape]) -> [..., num_outputs]`; actions `[..., D]` may follow `obs`.
 
     Raises:
-      TypeError: if the space is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
@@ -96,7 +95,7 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
     """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a scale that depends on the observation.
 
     Args:
-      observation_space: a `Box`.
+      observation_space: any space.
       action_space: `Discrete`, or a `Box`.
       config: the layers.
 
@@ -104,7 +103,6 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
       The policy.
 
     Raises:
-      TypeError: if the space of observations is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     if isinstance(action_space, Discrete):

@@ -17,7 +17,7 @@ from msrl_jax.envs import Box, Discrete, Space
 class _Module(nn.Module):
     """The network of `q_network`."""
 
-    observation_shape: tuple[int, ...]
+    observation_space: Space
     num_actions: int
     num_atoms: int
     hidden_sizes: tuple[int, ...]
@@ -29,7 +29,7 @@ class _Module(nn.Module):
     def __call__(self, obs: jax.Array) -> jax.Array:
         """Maps observations `[..., *observation_shape]` to outputs `[..., A, N]`."""
         shared = self.hidden_sizes[:-1] if self.dueling else self.hidden_sizes
-        features = Torso(self.observation_shape, shared, self.activation, self.convolve, name="torso")(obs)
+        features = Torso(self.observation_space, shared, self.activation, self.convolve, name="torso")(obs)
         if not self.dueling:
             return self._head("head", features, self.num_actions)
         value = self._head("value_head", self._stream("value_stream", features), 1)
@@ -63,7 +63,7 @@ def q_network(
     """Makes the network for a pair of spaces.
 
     Args:
-      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      observation_space: any space; of images `[H, W, C]` if the network convolves.
       action_space: the space of `A` actions.
       config: the layers.
       dueling: whether the last dense layer is split into two streams, one for the value of the observation and one for the
@@ -75,7 +75,6 @@ def q_network(
       The network: a torso and a head, orthogonal initialization, outputs close to 0.
 
     Raises:
-      TypeError: if the observation space is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
@@ -99,11 +98,11 @@ def q_network_on_features(
     Returns:
       The network, with one output for each action.
     """
-    return _q_network(Torso(features.shape, hidden_sizes, activation, convolve=False), action_space.n, 1, dueling)
+    return _q_network(Torso(features, hidden_sizes, activation, convolve=False), action_space.n, 1, dueling)
 
 
 def _q_network(torso: Torso, num_actions: int, num_atoms: int, dueling: bool) -> QNetwork:
     module = _Module(
-        torso.observation_shape, num_actions, num_atoms, torso.hidden_sizes, torso.activation, torso.convolve, dueling
+        torso.observation_space, num_actions, num_atoms, torso.hidden_sizes, torso.activation, torso.convolve, dueling
     )
     return QNetwork(module.init, cast(Any, module.apply))

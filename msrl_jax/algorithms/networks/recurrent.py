@@ -19,6 +19,7 @@ from msrl_jax.algorithms.networks.cores import Carry, recurrent_core
 from msrl_jax.algorithms.networks.q_network import q_network_on_features
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import with_mask_of
+from msrl_jax.envs.spaces import zeros
 
 
 class Heads(Protocol):
@@ -59,7 +60,7 @@ def recurrent_network(
     """Makes a network of a torso, a recurrent core, and heads.
 
     Args:
-      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      observation_space: any space; of images `[H, W, C]` if the network convolves.
       make_heads: makes the heads for the space of the core's outputs.
       config: sizes of the torso and the core.
 
@@ -67,7 +68,6 @@ def recurrent_network(
       The network.
 
     Raises:
-      TypeError: if the space is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(
@@ -79,7 +79,7 @@ def recurrent_network(
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
         return {
-            "torso": torso.init(torso_key, jnp.zeros(torso.observation_shape)[None]),
+            "torso": torso.init(torso_key, zeros(observation_space)),
             "core": core.init(core_key, config.hidden_sizes[-1]),
             "heads": heads.init(heads_key, jnp.zeros((1, config.memory_size))),
         }
@@ -104,7 +104,7 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
     """Makes a recurrent policy and value function: linear heads on a recurrent core.
 
     Args:
-      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      observation_space: any space; of images `[H, W, C]` if the network convolves.
       action_space: `Discrete`, or a `Box` of floats.
       config: sizes of the torso and the core.
 
@@ -112,7 +112,7 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
       The network. Its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
 
     Raises:
-      TypeError: if a space is of another kind.
+      TypeError: if the space of actions is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     return recurrent_network(observation_space, lambda features: linear_actor_critic(features, action_space), config)
@@ -124,7 +124,7 @@ def recurrent_q_network(
     """Makes recurrent action values: a linear head on a recurrent core, or two streams of one dense layer each.
 
     Args:
-      observation_space: a `Box`; of images `[H, W, C]` if the network convolves.
+      observation_space: any space; of images `[H, W, C]` if the network convolves.
       action_space: its size is `A`.
       config: sizes of the torso and the core; streams are as wide as the last dense layer.
       dueling: whether there are separate streams for values and for advantages.
@@ -133,7 +133,6 @@ def recurrent_q_network(
       The network: its outputs are values `[..., A]`.
 
     Raises:
-      TypeError: if the space of observations is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
 

@@ -67,14 +67,16 @@ class BraxEnvironment:
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
-        state = strong(self.env.reset(key))
+        with common.quiet():
+            state = strong(self.env.reset(key))
         return state, state.obs
 
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> common.Stepped:
         """Advances the episode."""
 
         def once(state, _):
-            state = strong(self.env.step(state, action))
+            with common.quiet():
+                state = strong(self.env.step(state, action))
             return state, state.reward
 
         if self.action_repeat == 1:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -22,10 +23,11 @@ Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suites use what is deprecated in other packages; that is not the concern of those who use the suites."""
-    with warnings.catch_warnings():
+    """Suites print, and use what is deprecated in other packages; neither concerns those who use the suites."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "Brax System", UserWarning)  # which advises every user to take another suite
         yield
 
 

@@ -17,7 +17,7 @@ def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGri
 
     Args:
       name: one of its names, such as "MiniGrid-DoorKey-5x5" or "XLand-MiniGrid-R1-9x9".
-      benchmark: a benchmark of XLand-MiniGrid, such as "trivial-1m", which is downloaded at first use; every episode of an
+      benchmark: a benchmark of XLand-MiniGrid, such as "small-1m", which is downloaded at first use; every episode of an
         XLand environment then has a task drawn from it. Without one, the task is `ruleset`, by default the empty one, which
         gives no reward.
       **params: fields of its `EnvParams`, such as `view_size` and `max_steps`.

@@ -1,0 +1,250 @@
+"""`check`: tries an environment out, and says in words where it breaks the protocol."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.tree_util import keystr
+
+from msrl_jax._checks import whole
+from msrl_jax.envs import spaces
+from msrl_jax.envs.agents.base import has_agents
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, strong
+from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
+from msrl_jax.envs.registry import make
+from msrl_jax.envs.vector import Vectorized, vectorize
+
+_CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+"""How near one step of the same environment comes to itself in another program; XLA fuses, and so rounds, in its way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+      name: the name of the environment.
+      steps: steps that were taken, over all copies.
+      episodes: episodes that ended.
+      problems: where the environment breaks the protocol, and what to do; empty if it does not.
+      notes: what is allowed, but seldom meant.
+    """
+
+    name: str
+    steps: int
+    episodes: int
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no problems."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        outcome = "conforms" if self.ok else f"has {len(self.problems)} problem{'s' * (len(self.problems) > 1)}"
+        head = f"{self.name} {outcome}; {self.steps:,} random steps, {self.episodes:,} episodes ended"
+        lines = [f"problem: {text}" for text in self.problems] + [f"note: {text}" for text in self.notes]
+        return "\n".join([head, *lines])
+
+
+def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: int = 0) -> Report:
+    """Takes random legal actions in an environment, and compares what it returns with what it promises.
+
+    It looks at shapes and dtypes, at bounds, at values that are no numbers, at observations after the end of an episode, at
+    legal actions, at randomness that does not come from keys, at side effects, and at whether `jit`, `vmap` and `shard_map`
+    change results. All compiles a few times, so it takes seconds; more for simulators.
+
+    Args:
+      env: the environment, or its name for `make`.
+      steps: steps of each copy.
+      num_envs: number of copies, `E`.
+      seed: seed of keys and actions.
+
+    Returns:
+      The report; `report.ok` says whether all is well, and `print(report)` what is not.
+    """
+    steps, num_envs = whole("steps", steps), whole("num_envs", num_envs)
+    if isinstance(env, str):
+        env = make(env)
+    name = env_name(env)
+    try:
+        venv = vectorize(env, num_envs)
+    except (TypeError, ValueError) as error:
+        return Report(name, 0, 0, (str(error),), ())
+    key = jax.random.key(seed)
+    first, played = jax.device_get(jax.jit(lambda key: _play(env, venv, key, steps))(key))
+    again = jax.device_get(jax.jit(lambda key: _play(env, venv, key, steps))(key))
+    problems = [*_effects(venv, name), *_values(env, name, first, played), *_ends(name, played)]
+    random = list(_same(name, (first, played), again))
+    problems += random or [*_alone(name, played), *_split(venv, key)]  # these compare two programs
+    return Report(name, steps * num_envs, int(played["ended"].sum()), tuple(problems), tuple(_notes(env, name, first, played)))
+
+
+def _act(env: Any, key: jax.Array, obs: PyTree, batch: tuple[int, ...]) -> PyTree:
+    """Random legal actions. `[*batch, ...]`"""
+    keys, mask = jax.random.split(key, batch), mask_of(obs)
+    if mask is None:
+        sample = env.action_space.sample
+        for _ in batch:
+            sample = jax.vmap(sample)
+        return sample(keys)
+    sample = sample_legal
+    for _ in batch:
+        sample = jax.vmap(sample)
+    return sample(keys, mask)
+
+
+def _batch(env: Any, num_envs: int) -> tuple[int, ...]:
+    """The dimensions of an action of all environments, before those of its space."""
+    return (num_envs, len(env.agents)) if has_agents(env) else (num_envs,)
+
+
+def _play(env: Any, venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]]:
+    """The first observations, and what happens in each step `[T, E, ...]`; `alone` is a step of the first copy without vmap."""
+    reset_key, key = jax.random.split(key)
+    plain = isinstance(venv, Vectorized)
+
+    def step(carry: tuple[Any, PyTree], key: jax.Array) -> tuple[Any, dict[str, Any]]:
+        state, obs = carry
+        action = _act(env, key, obs, _batch(env, venv.num_envs))
+        after, t = venv.step(state, action)
+        happened = t._asdict() | {"ended": t.ended, "mask": mask_of(t.obs), "had_mask": mask_of(obs)}
+        happened |= {"obs": unmasked(t.obs), "final_obs": unmasked(t.final_obs)}
+        if plain:
+            step_key, _ = jax.random.split(jax.random.split(state.key[0])[1])
+            one, action = jax.tree.map(lambda x: x[0], (state.env_state, action))
+            _, *stepped = strong(venv.env.step(step_key, one, action))
+            happened["alone"] = (unmasked(stepped[0]), stepped[1].astype(jnp.float32), *stepped[2:])
+        return (after, t.obs), happened
+
+    state, obs = venv.reset(reset_key)
+    _, played = jax.lax.scan(step, (state, obs), jax.random.split(key, steps))
+    return obs, played
+
+
+def _effects(venv: Any, name: str) -> Iterator[str]:
+    def once(key: jax.Array) -> Any:
+        state, obs = venv.reset(key)
+        return venv.step(state, _act(venv, key, obs, _batch(venv, venv.num_envs)))
+
+    if effects := jax.make_jaxpr(once)(jax.random.key(0)).effects:
+        yield (
+            f"{name} has side effects ({', '.join(sorted(map(str, effects)))}); a program may run them in any order, or more "
+            "than once: return what you want to know in the state or the observation"
+        )
+
+
+def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
+    """Bounds, finite numbers, legal actions."""
+    for what, obs in {"reset": unmasked(first), "step": played["final_obs"]}.items():
+        yield from _outside(env.observation_space, obs, f"the observation of {name}.{what}")
+    reward, mask, had_mask = (played[field] for field in ("reward", "mask", "had_mask"))
+    if mask is not None:
+        present = played.get("present", np.ones(had_mask.shape[:-1], bool))
+        if (present & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
+            yield f"{name}.action_mask allows no action in a state from which the episode goes on; allow at least one"
+            return
+    if bad := int((~np.isfinite(reward)).sum()):
+        yield f"the reward of {name}.step is {reward[~np.isfinite(reward)].flat[0]} in {bad} of {reward.size} steps"
+
+
+def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Iterator[str]:
+    """What is not in a space: arrays of many values `[..., *shape]`."""
+    if isinstance(space, spaces.Tuple | spaces.Dict):
+        parts = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+        for key, part in parts:
+            yield from _outside(part, x[key], what, f"{path}[{key!r}]")
+        return
+    x = np.asarray(x)
+    low, high = (0, space.n - 1) if isinstance(space, spaces.Discrete) else (space.low, space.high)
+    if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all():
+        yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations have to be finite"
+        return
+    inexact = np.issubdtype(x.dtype, np.inexact)
+    slack = 1e-5 * np.maximum(np.abs(np.where(np.isfinite(low), low, 0)), 1) if inexact else 0  # rounding is no fault
+    for side, bad in {"below": x < low - slack, "above": x > high + slack}.items():
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0][x.ndim - len(space.shape) :])
+            at = f" at index {where}" if where else ""
+            yield (
+                f"{what}{path} is {x[bad].flat[0]}{at}, {side} the bounds of its observation_space, {space}; widen the space, "
+                "or clip the observation"
+            )
+
+
+def _ends(name: str, played: dict[str, Any]) -> Iterator[str]:
+    """The final observation is that of the next step too, unless the episode ended."""
+    going_on = ~played["ended"]
+    for (path, obs), final in zip(
+        jax.tree.leaves_with_path(played["obs"]), jax.tree.leaves(played["final_obs"]), strict=True
+    ):
+        if not np.array_equal(obs[going_on], final[going_on], equal_nan=obs.dtype.kind == "f"):
+            yield (
+                f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that end no episode; final_obs "
+                "is the observation before any reset"
+            )
+
+
+def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
+    for (path, one), other in zip(jax.tree.leaves_with_path(once), jax.tree.leaves(again), strict=True):
+        if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
+            yield (
+                f"{name} returned another {_label(path)} in a second run with the same keys and actions; draw all that is "
+                "random from the keys of reset and step, never from NumPy or the clock"
+            )
+            return
+
+
+def _label(path: Any) -> str:
+    """The name of a leaf of the result of `_play`."""
+    keys = [str(getattr(part, "key", getattr(part, "idx", part))) for part in path]
+    return "first observation" if keys[0] == "0" else "step" if keys[1] == "alone" else keys[1]
+
+
+def _alone(name: str, played: dict[str, Any]) -> Iterator[str]:
+    if "alone" not in played:
+        return
+    together = (played["final_obs"], played["reward"], played["terminated"], played["truncated"])
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(played["alone"]), jax.tree.leaves(jax.tree.map(lambda x: x[:, 0], together)), strict=True
+    ):
+        if not np.allclose(one.astype(np.float64), other.astype(np.float64), equal_nan=True, **_CLOSE):
+            part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
+            yield f"the {part}{keystr(path[1:])} of {name}.step under jax.vmap differs from that without it"
+
+
+def _split(venv: Any, key: jax.Array) -> Iterator[str]:
+    """Whether the copies can be split over devices without changing results, one step from the first states."""
+    if not isinstance(venv, Vectorized):
+        return
+    state, obs = jax.jit(venv.reset)(key)
+    action = jax.jit(lambda key, obs: _act(venv, key, obs, (venv.num_envs,)))(key, obs)
+    count = max(n for n in range(1, len(jax.local_devices()) + 1) if venv.num_envs % n == 0)
+    mesh = Mesh(np.array(jax.local_devices()[:count]), ("env",))
+    try:
+        split = jax.shard_map(venv.step, mesh=mesh, in_specs=ENV_AXIS, out_specs=ENV_AXIS, check_vma=False)
+        one, other = jax.device_get((jax.jit(venv.step)(state, action)[1], jax.jit(split)(state, action)[1]))
+    except Exception as error:  # whatever a user's code may raise there is what has to be told
+        yield f"{venv.name}.step fails under jax.shard_map: {type(error).__name__}: {error}"
+        return
+    for (path, x), y in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        if not np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), equal_nan=True, **_CLOSE):
+            yield f"{venv.name}.step under jax.shard_map over {count} devices returns another {keystr(path).lstrip('.')}"
+
+
+def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:
+    if not played["ended"].any():
+        yield f"no episode of {name} ended in {len(played['ended'])} steps; episodes that never end have no returns to report"
+    ends = played["terminated"].all(-1) if has_agents(env) else played["terminated"]
+    if (ends & played["truncated"]).any():
+        yield f"some steps of {name} terminate and truncate at once; terminated takes precedence: no value follows"
+    leaves = jax.tree.leaves(unmasked(first))
+    if len(played["ended"][0]) > 1 and all((x == x[:1]).all() for x in leaves):
+        yield f"all first observations of {name} are equal; if episodes should begin differently, use the key of reset"
+    if (mask := played["mask"]) is not None and has_masks(env) and mask.all():
+        yield f"{name}.action_mask allowed all actions in all states"

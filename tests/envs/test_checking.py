@@ -1,0 +1,141 @@
+"""`check`: what is wrong with an environment, in words; and nothing about one that conforms."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax import cli, envs
+from tests.envs.agents.leaving import Leaving
+from tests.envs.corridor import Corridor
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A walk on a line; the steps of a subclass break one rule each."""
+
+    observation_space = envs.Box(-20, 20, (1,))
+    action_space = envs.Discrete(2)
+
+    def reset(self, key):
+        place = jax.random.uniform(key)
+        return place, place[None]
+
+    def step(self, key, state, action):
+        place = state + action - 0.5 + 0.1 * jax.random.normal(key)
+        return place, place[None], place, jnp.abs(place) > 3, jnp.asarray(False)
+
+
+class TooFar(Walk):
+    observation_space = envs.Box(-2, 2, (1,))
+
+
+class NotANumber(Walk):
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, jnp.log(obs - 1), reward, *ends
+
+
+class NoReward(Walk):
+    def step(self, key, state, action):
+        state, obs, _, *ends = super().step(key, state, action)
+        return state, obs, jnp.inf * jnp.sign(state), *ends
+
+
+class OwnDice(Walk):
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, obs, reward + np.random.default_rng().normal(), *ends
+
+
+class Talking(Walk):
+    def step(self, key, state, action):
+        jax.debug.print("at {}", state)
+        return super().step(key, state, action)
+
+
+class Rounding(Walk):
+    """The batch has an axis of its own, which a step should know nothing of."""
+
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, obs, within_batch(reward), *ends
+
+
+@jax.custom_batching.custom_vmap
+def within_batch(reward):
+    return reward
+
+
+@within_batch.def_vmap
+def _(size, batched, reward):
+    return reward - reward.mean(), True
+
+
+class Stuck(Walk):
+    def action_mask(self, state):
+        return jnp.array([True, True]) & (state < 1)
+
+
+class Own(Walk):
+    """Its own copies forget the final observations."""
+
+    def vectorize(self, num_envs):
+        copies = envs.Vectorized(Walk(), num_envs)  # pyright: ignore
+
+        class Forgetful(type(copies)):
+            def step(self, state, action):
+                state, t = super().step(state, action)
+                return state, t._replace(final_obs=t.obs + 1)
+
+        return Forgetful(copies.env, num_envs)
+
+
+BROKEN = {
+    TooFar: r"the observation of TooFar.step is -?\d.* at index \(0,\), (below|above) the bounds of its observation_space, Box",
+    NotANumber: "the observation of NotANumber.step has nan; observations have to be finite",
+    NoReward: "the reward of NoReward.step is -?inf in 80 of 80 steps",
+    OwnDice: "OwnDice returned another (step|reward) in a second run with the same keys and actions; draw all that is",
+    Talking: "Talking has side effects .* return what you want to know in the state",
+    Rounding: "the reward of Rounding.step under jax.vmap differs from that without it",
+    Stuck: "Stuck.action_mask allows no action in a state from which the episode goes on; allow at least one",
+    Own: "obs and final_obs of Own.vectorize.*differ in steps that end no episode",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_is_named(kind, capfd):
+    report = envs.check(kind(), steps=40, num_envs=2)
+    assert not report.ok and str(report).startswith(f"{kind.__name__} has ")
+    assert any(re.match(BROKEN[kind], problem) for problem in report.problems), report
+    capfd.readouterr()
+
+
+def test_shapes_that_do_not_fit_are_the_only_problem():
+    class Wide(Walk):
+        observation_space = envs.Box(-20, 20, (2,))
+
+    (problem,) = envs.check(Wide()).problems
+    assert problem.startswith("the observation of Wide.reset has a value of float32[1], but its observation_space has ")
+
+
+@pytest.mark.parametrize("env", [Walk(), Corridor(), Leaving(), "RockPaperScissors"], ids=str)
+def test_an_environment_that_conforms_has_no_problems(env):
+    report = envs.check(env, steps=40)
+    assert report.ok and report.steps == 160 and report.episodes > 0
+    assert str(report).splitlines()[0] == f"{report.name} conforms; 160 random steps, {report.episodes} episodes ended"
+
+
+def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_walks.py").write_text("from tests.envs.test_checking import TooFar, Walk\n")
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps", "20", "--num-envs", "2"]
+    assert cli.main(["check-env", "my_walks:Walk", *small]) == 0
+    assert capsys.readouterr().out.startswith("Walk conforms; 40 random steps, ")
+    assert cli.main(["check-env", "my_walks:TooFar", *small]) == 1
+    assert "problem: the observation of TooFar.step is " in capsys.readouterr().out
+    assert cli.main(["check-env", "my_walks:Wlk", *small]) == 2
+    assert "(did you mean 'Walk'?)" in capsys.readouterr().err
