@@ -132,6 +132,7 @@ def quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", "Brax System", UserWarning)
             yield
     finally:
         (sys.stdout, sys.stderr), sys.__stdout__ = streams, began_with  # type: ignore[misc]

@@ -93,7 +93,6 @@ MISTAKES = [
     (["train", "--num-env", "4"], "did you mean '--num-envs'?"),
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
-    (["train", "--env", "FrozenLake-misc"], "FlattenObservation"),
     (["train", "--policy", "GPUonli"], "'GPUOnly'"),
     (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices'"),
     (["train", "--policy", "SingleLearnerFine:staleness=1"], "'staleness' (a parameter of SingleLearnerCoarse)"),

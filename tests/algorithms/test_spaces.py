@@ -110,8 +110,14 @@ class Wandering(Still):
         return state + 1, obs, reward, state % 4 == 3, state % 6 == 5
 
 
-@pytest.mark.parametrize("kind", OBSERVED)
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("bc", "cql", "iql")])
+# One of each kind of loop and network: `-m slow` runs the rest.
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if kind == "parts" and name in ("ppo", "r2d2", "td3") else pytest.mark.slow)
+        for name in ALGORITHMS if name not in ("bc", "cql", "iql") for kind in OBSERVED
+    ],
+)  # fmt: skip
 def test_observations_of_any_space_train_as_the_vectors_that_they_flatten_to(name, kind):
     env = Wandering(OBSERVED[kind], MOTION if REFUSED.get(name) == CHOICE else CHOICE)
     algorithm = msrl.algorithms.get(name)

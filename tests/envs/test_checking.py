@@ -122,7 +122,7 @@ def test_shapes_that_do_not_fit_are_the_only_problem():
     assert problem.startswith("the observation of Wide.reset has a value of float32[1], but its observation_space has ")
 
 
-@pytest.mark.parametrize("env", [Walk(), Corridor(), Leaving(), "RockPaperScissors"], ids=str)
+@pytest.mark.parametrize("env", [Walk(), Corridor(), Leaving(), "RockPaperScissors"], ids=["one", "ends", "agents", "name"])
 def test_an_environment_that_conforms_has_no_problems(env):
     report = envs.check(env, steps=40)
     assert report.ok and report.steps == 160 and report.episodes > 0
@@ -130,12 +130,12 @@ def test_an_environment_that_conforms_has_no_problems(env):
 
 
 def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_walks.py").write_text("from tests.envs.test_checking import TooFar, Walk\n")
+    (tmp_path / "my_checked_walks.py").write_text("from tests.envs.test_checking import TooFar, Walk\n")
     monkeypatch.chdir(tmp_path)
     small = ["--steps", "20", "--num-envs", "2"]
-    assert cli.main(["check-env", "my_walks:Walk", *small]) == 0
+    assert cli.main(["check-env", "my_checked_walks:Walk", *small]) == 0
     assert capsys.readouterr().out.startswith("Walk conforms; 40 random steps, ")
-    assert cli.main(["check-env", "my_walks:TooFar", *small]) == 1
+    assert cli.main(["check-env", "my_checked_walks:TooFar", *small]) == 1
     assert "problem: the observation of TooFar.step is " in capsys.readouterr().out
-    assert cli.main(["check-env", "my_walks:Wlk", *small]) == 2
+    assert cli.main(["check-env", "my_checked_walks:Wlk", *small]) == 2
     assert "(did you mean 'Walk'?)" in capsys.readouterr().err

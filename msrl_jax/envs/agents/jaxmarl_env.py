@@ -1,10 +1,8 @@
 """JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
 
-import contextlib
 import dataclasses
 import importlib.util
 import inspect
-import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.agents.stacked import stack_agents
 from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.suites import common
 
 _PHYSICS = ("accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
             "silent", "u_noise")  # fmt: skip
@@ -213,7 +212,8 @@ class JaxMARLEnvironment:
 
     def reset(self, key: jax.Array) -> tuple[PyTree, dict[str, PyTree]]:
         """Starts an episode."""
-        obs, state = self.env.reset(key)
+        with common.quiet():
+            obs, state = self.env.reset(key)
         return strong(state), self._by_agent(strong(obs))
 
     def step(
@@ -222,7 +222,7 @@ class JaxMARLEnvironment:
         """Advances the episode by JaxMARL's `step_env`."""
         actions = dict(zip(self.env.agents, (action[agent] for agent in self.agents), strict=True))
         given = tuple(actions.values()) if self.suite.takes_tuples else actions
-        with contextlib.redirect_stdout(io.StringIO()):  # JaxNav prints while it is traced
+        with common.quiet():
             obs, new, reward, dones, info = self.env.step_env(key, state, given)
         rewards = {agent: jnp.float32(x) for agent, x in self._by_agent(reward).items()}
         if self.shaped_reward:

@@ -129,7 +129,7 @@ def test_steps_are_those_of_the_suite(prefix, name):
         np.testing.assert_allclose(np.float64(one), np.float64(other), rtol=1e-3, atol=1e-4, err_msg=str(path))
 
 
-@pytest.mark.parametrize(("prefix", "name"), [*every_environment("brax", "jumanji")])
+@pytest.mark.parametrize(("prefix", "name"), [*every_environment("jumanji")])
 def test_environments_conform(prefix, name):
     report = envs.check(f"{prefix}:{name}", steps=60, num_envs=2)
     assert report.ok, report
