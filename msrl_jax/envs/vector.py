@@ -13,6 +13,7 @@ from msrl_jax.envs.agents.vector import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
+from msrl_jax.envs.reset_pool import pooled, ratio_of
 from msrl_jax.metrics import Mean
 
 
@@ -35,7 +36,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     devices, and the split needs no communication.
 
     If the environment has a method `vectorize(num_envs)`, that method makes the copies. An environment of several agents
-    becomes `VectorizedAgents`. With a method `action_mask(state)`, observations are `MaskedObservation`s.
+    becomes `VectorizedAgents`, and one with a `ResetPool` around it `PooledVectorized`. With a method `action_mask(state)`,
+    observations are `MaskedObservation`s.
 
     Args:
       env: the environment.
@@ -58,7 +60,8 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     _check(env)
     if has_masks(env):
         check_masks(env)
-    return Vectorized(with_masks(env), num_envs)
+    ratio, env = ratio_of(env), with_masks(env)
+    return Vectorized(env, num_envs) if ratio == 1 else pooled(env, num_envs, ratio)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ import numpy as np
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
 
 
-def make(name: str, **params: Any) -> "CraftaxEnvironment":
+def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     """Builds an environment of Craftax.
 
     Args:
       name: one of its names, such as "Craftax-Classic-Symbolic-v1".
+      reset_ratio: steps between two resets of a copy (`ResetPool`), because making a world costs as much as hundreds of steps.
       **params: fields of its `EnvParams`, such as `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
 
     Returns:
@@ -30,11 +32,11 @@ def make(name: str, **params: Any) -> "CraftaxEnvironment":
     full = f"craftax:{name}"
     env = common.load("craftax.craftax_env").make_craftax_env_from_name(name, auto_reset=False)
     fields, static = ({f.name for f in dataclasses.fields(x)} for x in (env.default_params, env.default_static_params()))
-    common.check_params(full, params, fields | static)
+    common.check_params(full, params, fields | static | {"reset_ratio"})
     if chosen := {key: value for key, value in params.items() if key in static}:
         env = common.build(full, type(env), {"static_env_params": common.replace(full, env.default_static_params(), chosen)})
     values = {key: value for key, value in params.items() if key in fields}
-    return CraftaxEnvironment(env, common.replace(full, env.default_params, values), full)
+    return ResetPool(CraftaxEnvironment(env, common.replace(full, env.default_params, values), full), reset_ratio)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

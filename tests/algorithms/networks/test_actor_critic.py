@@ -57,7 +57,7 @@ def test_images_may_be_flattened_instead():
 @pytest.mark.parametrize(
     ("observation_space", "action_space", "network", "error", "remedy"),
     [
-        (Dict({"a": VECTOR}), Discrete(2), "auto", TypeError, "FlattenObservation"),
+        (Dict({"a": VECTOR}), Discrete(2), "cnn", ValueError, r"got Dict.*use network='mlp'"),
         (VECTOR, Dict({"a": VECTOR}), "auto", TypeError, "Discrete space or a Box of floats"),
         (VECTOR, Box(0, 5, (2,), "int32"), "auto", TypeError, "Discrete space or a Box of floats"),
         (VECTOR, Discrete(2), "cnn", ValueError, "network='mlp'"),

@@ -59,8 +59,9 @@ def redo_brax(env, state, action, key):
 
 
 def redo_craftax(env, state, action, key):
-    obs, after, reward, done, _ = env.env.step(key, state, action, env.params)
-    return obs, reward, done, done & (after.timestep >= env.params.max_timesteps) & (after.player_health > 0)
+    params = env.env.params
+    obs, after, reward, done, _ = env.env.env.step(key, state, action, params)
+    return obs, reward, done, done & (after.timestep >= params.max_timesteps) & (after.player_health > 0)
 
 
 def redo_xminigrid(env, state, action, key):
@@ -196,7 +197,8 @@ def test_parameters_reach_the_suite():
     assert envs.make("jumanji:Maze-v0", time_limit=7).env.time_limit == 7
     assert envs.make("xminigrid:MiniGrid-Empty-5x5", max_steps=7, view_size=3).observation_space.shape == (3, 3, 2)
     craftax = envs.make("craftax:Craftax-Classic-Symbolic-v1", max_timesteps=7, map_size=(32, 32))
-    assert craftax.params.max_timesteps == 7 and craftax.env.static_env_params.map_size == (32, 32)
+    assert craftax.env.params.max_timesteps == 7 and craftax.env.env.static_env_params.map_size == (32, 32)
+    assert craftax.ratio == 16 and envs.make("craftax:Craftax-Classic-Symbolic-v1:reset_ratio=1").ratio == 1
     assert envs.make("playground:CartpoleBalance", episode_length=10, action_repeat=2).max_steps == 5
 
 
