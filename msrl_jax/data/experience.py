@@ -21,9 +21,8 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.data.dataset import FIELDS, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
+from msrl_jax.data.spaces import check_arrays
 from msrl_jax.envs import (
-    Box,
-    Discrete,
     Environment,
     MultiAgentTimeStep,
     Space,
@@ -99,13 +98,7 @@ class RecordedEnvironment:
     steps: int
 
     def __post_init__(self):
-        for kind in ("observation_space", "action_space"):
-            space = getattr(self.env, kind)
-            if not isinstance(space, Box | Discrete):
-                raise TypeError(
-                    f"data sets hold arrays, but the {kind} of {env_name(self.env)} is {space}; wrap it in "
-                    "envs.FlattenObservation to record it"
-                )
+        check_arrays(self.env)
 
     @property
     def name(self) -> str:

@@ -120,8 +120,19 @@ def _rows(bad: np.ndarray) -> str:
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
 
 
+def check_arrays(env: Environment) -> None:
+    """Raises TypeError unless the observations and the actions of an environment are arrays, as data sets hold them."""
+    for kind in ("observation_space", "action_space"):
+        if not isinstance(space := getattr(env, kind), Box | Discrete):
+            raise TypeError(
+                f"data sets hold arrays, but the {kind} of {env_name(env)} is {space}; wrap it in envs.FlattenObservation to "
+                "record it"
+            )
+
+
 def bytes_per_step(env: Environment) -> int:
-    """Bytes of a step of an environment in a data set."""
+    """Bytes of a step of an environment in a data set; raises TypeError as `check_arrays` does."""
+    check_arrays(env)
     obs, action = struct(env.observation_space), struct(env.action_space)
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
     row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 1 + masks  # the reward, and whether the agent has terminated
@@ -136,12 +147,15 @@ def agents_of(env: Any) -> dict[str, list[str]]:
 
 
 def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
-    """Raises ValueError if a data set of an environment's steps takes more memory than there is; it is joined in memory.
+    """Raises ValueError if a data set of an environment's steps takes more memory than there is, as it is joined there.
 
     Args:
-      env: the environment, whose observations and actions are arrays.
+      env: the environment.
       rows: number of steps.
       remedy: how to need less, for the message.
+
+    Raises:
+      TypeError: if the observations or actions of the environment are not arrays.
     """
     row = bytes_per_step(env)
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

@@ -202,6 +202,19 @@ def test_a_file_that_cannot_be_is_refused_before_anything_compiles(record, messa
     assert (tmp_path / "there.npz").stat().st_size == 0
 
 
+class Parted:
+    """Observations of one named part."""
+
+    observation_space = envs.Dict({"x": envs.Box(0, 1, (2,))})
+    action_space = envs.Discrete(2)
+
+    def reset(self, key):
+        return jnp.int32(0), {"x": jnp.zeros(2)}
+
+    def step(self, key, state, action):
+        return state, {"x": jnp.zeros(2)}, jnp.float32(0), jnp.asarray(True), jnp.asarray(False)
+
+
 def test_what_cannot_be_recorded_is_refused_before_anything_compiles(tmp_path):
     where = str(tmp_path / "run.npz")
     pair = {"observation_space": envs.Tuple((envs.Discrete(2),)), "action_space": envs.Discrete(2)}
@@ -211,6 +224,8 @@ def test_what_cannot_be_recorded_is_refused_before_anything_compiles(tmp_path):
         msrl.train("bc", "CartPole-v1", data=standing, record=where)
     with pytest.raises(TypeError, match=r"the observation_space of Pair is Tuple.*FlattenObservation"):
         RecordedEnvironment(type("Pair", (), pair)(), 3)
+    with pytest.raises(TypeError, match=r"data sets hold arrays, but the observation_space of Parted is Dict.*FlattenObs"):
+        msrl.train("ppo", Parted(), record=where)
     too_large = r"a data set of [\d,]+ rows of 42 bytes, .* takes at least [\d,]+ bytes of memory.* Record a shorter run"
     with pytest.raises(ValueError, match=too_large):
         train(record=where, iterations=10**9, chunk=10**8)
