@@ -255,7 +255,8 @@ def _list(args: List, config: dict[str, Any]) -> int:
     if args.envs:
         names = {"environments": names["environments"]}
     if args.json:
-        print(json.dumps(names))
+        known = _suites.SUITES.items()
+        print(json.dumps(names | {"suites": {x: {"version": s.version(), "install": s.install} for x, s in known}}))
         return 0
     suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in _suites.SUITES.items()]}
     for kind, lines in (names | suites).items():
