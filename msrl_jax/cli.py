@@ -391,10 +391,12 @@ def _run(argv: list[str]) -> int:
         _complain("interrupted")
         return INTERRUPTED
     except RuntimeError as error:
-        if type(error).__name__ != "ProcessError":
+        if type(error).__name__ == "ProcessError":
+            _complain(error)
+            return _launch.LOST
+        if not _is_ours(error):
             raise
-        _complain(error)
-        return _launch.LOST
+        return _complain(error)
     except FloatingPointError as error:
         _complain(error)
         return DIVERGED

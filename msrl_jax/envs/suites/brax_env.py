@@ -76,7 +76,13 @@ class BraxEnvironment:
 
         def once(state, _):
             with common.quiet():
-                state = strong(self.env.step(state, action))
+                try:
+                    state = strong(self.env.step(state, action))
+                except TypeError as error:  # of an action of the right type
+                    raise RuntimeError(
+                        f"{self.name} fails in a step of its own, as its package does not fit JAX {jax.__version__}: {error}; "
+                        "use another environment, or other versions of the two"
+                    ) from error
             return state, state.reward
 
         if self.action_repeat == 1:
