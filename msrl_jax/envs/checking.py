@@ -56,8 +56,8 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
     """Takes random legal actions in an environment, and compares what it returns with what it promises.
 
     It looks at shapes and dtypes, at bounds, at values that are no numbers, at observations after the end of an episode, at
-    legal actions, at randomness that does not come from keys, at side effects, and at whether `jit`, `vmap` and `shard_map`
-    change results. All compiles a few times, so it takes seconds; more for simulators.
+    legal actions, at randomness that does not come from keys, at side effects, and, unless resets are pooled, at whether `vmap`
+    and `shard_map` change results. All compiles a few times, so it takes seconds; more for simulators.
 
     Args:
       env: the environment, or its name for `make`.
@@ -162,12 +162,12 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
         return
     x = np.asarray(x)
     low, high = (0, space.n - 1) if isinstance(space, spaces.Discrete) else (space.low, space.high)
-    if np.issubdtype(x.dtype, np.inexact) and not np.isfinite(x).all():
+    inexact = np.issubdtype(x.dtype, np.inexact)
+    if inexact and not np.isfinite(x).all():
         yield f"{what}{path} has {x[~np.isfinite(x)].flat[0]}; observations have to be finite"
         return
-    inexact = np.issubdtype(x.dtype, np.inexact)
-    slack = 1e-5 * np.maximum(np.abs(np.where(np.isfinite(low), low, 0)), 1) if inexact else 0  # rounding is no fault
-    for side, bad in {"below": x < low - slack, "above": x > high + slack}.items():
+    below, above = (1e-5 * np.maximum(np.abs(bound), 1) if inexact else 0 for bound in (low, high))  # rounding is no fault
+    for side, bad in {"below": x < low - below, "above": x > high + above}.items():
         if bad.any():
             where = tuple(int(i) for i in np.argwhere(bad)[0][x.ndim - len(space.shape) :])
             at = f" at index {where}" if where else ""

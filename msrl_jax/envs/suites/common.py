@@ -51,15 +51,12 @@ def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None
         raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; {has}")
 
 
-def arguments_of(constructor: Callable[..., Any]) -> set[str]:
-    """The names of the arguments of a class, or of the classes it inherits from, but not `*args` and `**kwargs`."""
-    kinds = constructor.__mro__ if inspect.isclass(constructor) else [constructor]
-    signatures = [
-        inspect.signature(kind.__init__ if inspect.isclass(kind) else kind)
-        for kind in kinds if kind is not object and (not inspect.isclass(kind) or "__init__" in vars(kind))
-    ]  # fmt: skip
-    kinds_of_parameters = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {p.name for s in signatures for p in s.parameters.values() if p.kind in kinds_of_parameters} - {"self"}
+def arguments_of(kind: type) -> set[str]:
+    """The names of the arguments of a class and of those it inherits from, but not `*args` and `**kwargs`."""
+    bases = [base for base in kind.__mro__ if base is not object and "__init__" in vars(base)]
+    own = [inspect.signature(vars(base)["__init__"]) for base in bases]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for signature in own for p in signature.parameters.values() if p.kind in named} - {"self"}
 
 
 def build(full: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Any:
