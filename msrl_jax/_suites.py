@@ -105,6 +105,11 @@ def _craftax() -> tuple[str, ...]:
 
 
 @functools.cache
+def _gymnasium() -> tuple[str, ...]:
+    return _registered("gymnasium.envs")
+
+
+@functools.cache
 def _xminigrid() -> tuple[str, ...]:
     return _registered("xminigrid")
 
@@ -119,6 +124,8 @@ SUITES: dict[str, Suite] = {
     for suite in (
         Suite("brax", "brax", (0, 14), "brax", "suites.brax_env", _brax, "Brax"),
         Suite("craftax", "craftax", (1, 5), "craftax", "suites.craftax_env", _craftax, "Craftax"),
+        Suite("envpool", "envpool", (1, 2), "envpool", "suites.envpool_env", tuple, "EnvPool"),  # names need its import
+        Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "suites.gymnasium_env", _gymnasium, "Gymnasium"),
         Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "agents.jaxmarl_env", _jaxmarl.available, "JaxMARL"),
         Suite("jumanji", "jumanji", (1, 1), "jumanji", "suites.jumanji_env", _jumanji, "Jumanji"),
         Suite("pgx", "pgx", (2, 6), "marl", "agents.pgx_env", _pgx.games, "Pgx"),

@@ -268,6 +268,8 @@ def _state(suite: _suites.Suite) -> str:
     """Whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"
+    if suite.read is tuple:
+        return f"{suite.package} {version}; {suite.package}.list_all_envs() lists its environments"
     return f"{suite.package} {version}, {len(suite.read())} environments"
 
 

@@ -15,12 +15,13 @@ FLOORS = [
     {"algorithms"},
     {"data"},
     {"policies", "replay"},
-    {"fragments", "envs"},
+    {"envs"},
+    {"fragments"},
     {"codecs"},
     {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
         "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
-        "_pgx", "_spelling", "counters", "metrics",
+        "_pgx", "_simulate", "_spelling", "counters", "metrics",
     },
     {"_put_off"},
 ]  # fmt: skip
@@ -77,6 +78,11 @@ def test_imports_point_down(name):
 def test_no_module_imports_itself_by_way_of_others():
     graph = {name: {m for target in IMPORTS[name] if (m := resolved(target)) and m != name} for name in NAMES}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_environments_know_of_fragments_only_how_the_host_is_called():
+    used = {module for n in NAMES if n.startswith("msrl_jax.envs.") for t in IMPORTS[n] if (module := resolved(t))}
+    assert {module for module in used if module.startswith("msrl_jax.fragments")} == {"msrl_jax.fragments.host"}
 
 
 def test_algorithms_know_no_distribution_policy():

@@ -26,10 +26,12 @@ from msrl_jax.algorithms.loops.acting import (
     values,
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.loops.unrolling import unroll
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -108,14 +110,16 @@ def advantage_loss(
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(network.value(params, last_obs))
     next_value = next_values(now, last_value, bootstrap_value, t.truncated)
-    advantage = gae(t.reward, now, next_value, t.terminated, t.truncated, discount=discount, gae_lambda=gae_lambda)
+    advantage = gae(
+        t.reward, now, next_value, t.terminated, t.truncated, t.present, discount=discount, gae_lambda=gae_lambda
+    )
     target = now + advantage
     if normalize:
-        advantage = standardize(advantage)
+        advantage = standardize(advantage, t.present)
     stats = {
-        "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
-        "value_loss": value_loss(value, target).mean(),
-        "entropy": entropy.mean(),
+        "policy_loss": mean(policy_gradient_loss(log_prob, advantage), t.present),
+        "value_loss": mean(value_loss(value, target), t.present),
+        "entropy": mean(entropy, t.present),
     }
     return stats["policy_loss"] + value_coef * stats["value_loss"] - entropy_coef * stats["entropy"], stats
 
@@ -217,12 +221,14 @@ def build(env: Environment, config: A2CConfig) -> Agent:
             env_state, obs = carry
             action, log_prob = act(state.params, obs, keys)
             env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
         version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        (env_state, obs), (trajectory, final_obs) = unroll(
+            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
+        )
         bootstrap_value = bootstrap(state.params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, metrics = learn(
@@ -244,6 +250,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=1,
         env=venv,
+        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 

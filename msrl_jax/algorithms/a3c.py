@@ -29,6 +29,7 @@ from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.loops.unrolling import unroll
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.counters import Counter, advance, counter
@@ -68,6 +69,11 @@ class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLo
             raise ValueError(
                 f"{type(self).__name__}.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
                 f"num_envs={above}, or a num_workers that divides it"
+            )
+        if self.num_envs // self.num_workers % self.env_groups:
+            raise ValueError(
+                f"{type(self).__name__}.env_groups={self.env_groups} does not divide the {self.num_envs // self.num_workers} "
+                f"environments of each of num_workers={self.num_workers}; use one that does"
             )
 
 
@@ -223,12 +229,14 @@ def build(env: Environment, config: A3CConfig) -> Agent:
             env_state, obs = carry
             action, log_prob = act(state.worker_params, obs, keys)
             env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
         version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        (env_state, obs), (trajectory, final_obs) = unroll(
+            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
+        )
         bootstrap_value = bootstrap(state.worker_params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
@@ -258,6 +266,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=num_workers,
         env=venv,
+        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 

@@ -19,6 +19,7 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
 from msrl_jax.algorithms.configs.replay import MixingConfig
+from msrl_jax.algorithms.configs.rollout import EnvGroupsConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
@@ -37,7 +38,7 @@ from msrl_jax.replay import NStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig):
+class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig, EnvGroupsConfig):
     """What DQN computes; a distribution policy decides where it runs.
 
     The defaults are for small tasks on a CPU: many environments, large batches, Adam and a target network that follows
@@ -174,6 +175,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
         refresh_period=config.actor_period,
+        env_groups=config.env_groups,
     )
 
 

@@ -27,6 +27,8 @@ from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend
 from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment, NormalizeObservation
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.fragments import fragment
 
 
@@ -101,9 +103,14 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
     Raises:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
+      TypeError: if a space is not supported, or if the environment is simulated on the host.
     """
     config.check_annealing()
+    if is_on_host(env):
+        raise TypeError(
+            f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
+            "episode ends; use ppo, a2c, impala, or an environment on devices"
+        )
     venv = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
     # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv

@@ -30,10 +30,12 @@ from msrl_jax.algorithms.loops.acting import (
     values,
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+from msrl_jax.algorithms.loops.unrolling import unroll
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import standardize, vtrace
+from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -182,24 +184,26 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
-    def unroll(state: IMPALAState) -> tuple[IMPALAState, Batch, Metrics]:
+    def play(state: IMPALAState) -> tuple[IMPALAState, Batch, Metrics]:
         def step(carry, keys):
             env_state, obs = carry
             action, log_prob = act(state.params, obs, keys)
             env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
         version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        (env_state, obs), (trajectory, final_obs) = unroll(
+            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
+        )
         batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
         env_state, episodes = pop_episodes(env_state)
         return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
 
     queue = None
     if config.replay_batches:
-        example = jax.eval_shape(lambda key: unroll(begin(key))[1], jax.random.key(0))
+        example = jax.eval_shape(lambda key: play(begin(key))[1], jax.random.key(0))
         batch_axes = logical_axes(
             Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
         )
@@ -237,6 +241,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
                 next_values(now, last_value, bootstrap_value, t.truncated),
                 t.terminated,
                 t.truncated,
+                t.present,
                 discount=config.discount,
                 lambda_=config.vtrace_lambda,
                 clip_rho=config.clip_rho,
@@ -244,13 +249,14 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
                 clip_pg_rho=config.clip_pg_rho,
             )
             if config.normalize_advantage == "batch":
-                advantage = standardize(advantage)
+                advantage = standardize(advantage, t.present)
             stats = {
-                "policy_loss": policy_gradient_loss(log_prob, advantage).mean(),
-                "value_loss": value_loss(value, target).mean(),
-                "entropy": entropy.mean(),
-                "approx_kl": approximate_kl(log_ratio).mean(),
+                "policy_loss": policy_gradient_loss(log_prob, advantage),
+                "value_loss": value_loss(value, target),
+                "entropy": entropy,
+                "approx_kl": approximate_kl(log_ratio),
             }
+            stats = {name: mean(x, t.present) for name, x in stats.items()}
             total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
             return total - config.entropy_coef * stats["entropy"], stats
 
@@ -280,7 +286,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         return params, opt_state, advance(iteration), {**metrics, "learning_rate": learning_rate}
 
     def iteration(state: IMPALAState) -> tuple[IMPALAState, Metrics]:
-        after, batches, episodes = unroll(state)
+        after, batches, episodes = play(state)
         if queue is not None:  # draw K of the kept batches
             replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
             after = after._replace(replay=replay, replay_key=replay_key)
@@ -298,6 +304,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_updates,
         env=venv,
+        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 

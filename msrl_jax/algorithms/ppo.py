@@ -27,6 +27,7 @@ from msrl_jax.algorithms.loops.acting import (
 )
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.proximal import proximal_updates, shuffled_times
+from msrl_jax.algorithms.loops.unrolling import unroll
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
@@ -162,18 +163,19 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         value = values(network, params, t.obs)
         next_value = next_values(value, network.value(params, last_obs), bootstrap_value, t.truncated)
         advantage = gae(
-            t.reward, value, next_value, t.terminated, t.truncated, discount=config.discount, gae_lambda=config.gae_lambda
-        )
+            t.reward, value, next_value, t.terminated, t.truncated, t.present,
+            discount=config.discount, gae_lambda=config.gae_lambda,
+        )  # fmt: skip
         target = value + advantage
         if config.normalize_advantage == "batch":
-            advantage = standardize(advantage)
+            advantage = standardize(advantage, t.present)
         return Batch(trajectory, advantage, value, target)
 
     @fragment(role="learner")
     def gradients(params, batch, times):
         minibatch, advantage, old_value, target = jax.tree.map(lambda x: flatten(x[times]), batch)
         if config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage)
+            advantage = standardize(advantage, minibatch.present)
 
         def loss(params):
             policy, value = network.apply(params, minibatch.obs)
@@ -186,6 +188,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
                 old_value=old_value,
                 target=target,
                 config=config,
+                counts=minibatch.present,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -211,12 +214,14 @@ def build(env: Environment, config: PPOConfig) -> Agent:
             env_state, obs = carry
             action, log_prob = act(state.params, obs, keys)
             env_state, t = env_step(env_state, action)
-            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated)
+            experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
         version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        (env_state, obs), (trajectory, final_obs) = unroll(
+            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
+        )
         bootstrap_value = bootstrap(state.params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, key, metrics = learn(
@@ -238,6 +243,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         steps_per_iteration=config.steps_per_iteration,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
+        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 

@@ -21,6 +21,7 @@ from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.network import Activation, RecurrentConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
+from msrl_jax.algorithms.configs.rollout import EnvGroupsConfig
 from msrl_jax.algorithms.configs.spaces import check_discrete
 from msrl_jax.algorithms.loops.acting import truncated_values
 from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
@@ -35,13 +36,14 @@ from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_q
 from msrl_jax.algorithms.returns import n_step_return
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, Transition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class R2D2Config(RecurrentConfig, QLearningConfig):
+class R2D2Config(RecurrentConfig, QLearningConfig, EnvGroupsConfig):
     """What R2D2 computes; a distribution policy decides where it runs.
 
     The defaults are for small tasks on a CPU. There are other differences from the paper. Windows may span several episodes;
@@ -105,6 +107,7 @@ def make_buffer(env: Environment, carry: Any, config: R2D2Config) -> Replay:
         length_is="burn_in + trace_length + n_step - 1 are",
         stride=max(config.trace_length // 2, 1),
         carry=carry,
+        may_be_absent=is_on_host(env),
     )
 
 
@@ -250,6 +253,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
         refresh_period=config.actor_period,
+        env_groups=config.env_groups,
     )
 
 

@@ -6,6 +6,7 @@ group of `M` adjacent ones. So a shuffle stays within groups, and moves nothing 
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys, truncated_values
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members
+from msrl_jax.algorithms.loops.unrolling import unroll
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
@@ -98,6 +100,7 @@ class Sequences(NamedTuple):
       reward: rewards.
       terminated: whether the episode ended in a terminal state.
       truncated: whether the episode was cut short.
+      present: which steps count; all if None.
     """
 
     obs: jax.Array
@@ -108,6 +111,7 @@ class Sequences(NamedTuple):
     reward: jax.Array
     terminated: jax.Array
     truncated: jax.Array
+    present: jax.Array | None
 
 
 def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
@@ -187,11 +191,12 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         t = experience
         next_value = next_values(t.value, bootstrap_value[-1], bootstrap_value, t.truncated)
         advantage = gae(
-            t.reward, t.value, next_value, t.terminated, t.truncated, discount=config.discount, gae_lambda=config.gae_lambda
-        )
+            t.reward, t.value, next_value, t.terminated, t.truncated, t.present,
+            discount=config.discount, gae_lambda=config.gae_lambda,
+        )  # fmt: skip
         target = t.value + advantage
         if config.normalize_advantage == "batch":
-            advantage = standardize(advantage)
+            advantage = standardize(advantage, t.present)
         return advantage, target
 
     @fragment(role="learner")
@@ -199,7 +204,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         minibatch, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
         carry = tuple(pick(array[None], chosen)[0] for array in carry)
         if config.normalize_advantage == "minibatch":
-            advantage = standardize(advantage)
+            advantage = standardize(advantage, minibatch.present)
 
         def loss(params):
             (policy, value), _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
@@ -212,6 +217,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
                 old_value=minibatch.value,
                 target=target,
                 config=config,
+                counts=minibatch.present,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -234,12 +240,14 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
             env_state, obs, is_first, carry = before
             action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
             env_state, t = env_step(env_state, action)
-            experience = Sequences(obs, is_first, action, log_prob, value, t.reward, t.terminated, t.truncated)
+            experience = Sequences(obs, is_first, action, log_prob, value, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
 
         actor_keys, keys = draw_keys(state.actor_keys)
         start = state.env_state, state.obs, state.is_first, state.carry
-        (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
+        (env_state, obs, is_first, carry), (experience, final_obs, carries) = unroll(
+            step, start, keys, axes=(venv.axes, *[P("env")] * 3), groups=config.env_groups
+        )
         bootstrap_value, version = bootstrap(state.params, state.iteration.low, final_obs, carries, experience.truncated)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, key, metrics = learn(
@@ -271,7 +279,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
         initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
-        env_group=config.num_minibatches,
+        env_group=math.lcm(config.num_minibatches, config.env_groups),
     )
 
 

@@ -159,6 +159,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
         explore,
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
+        env_groups=config.env_groups,
     )
 
 

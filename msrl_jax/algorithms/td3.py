@@ -147,6 +147,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
         explore,
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
+        env_groups=config.env_groups,
     )
 
 

@@ -242,7 +242,7 @@ def columns(rows: Any) -> dict[str, Any]:
     for name, mask in MASKS.items():
         if isinstance(found[name], MaskedObservation):
             found[name], found[mask] = found[name]
-    if hasattr(rows, PRESENT):
+    if getattr(rows, PRESENT, None) is not None:
         found[PRESENT] = getattr(rows, PRESENT)
     return found
 

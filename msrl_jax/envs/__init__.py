@@ -28,6 +28,7 @@ from msrl_jax.envs.spaces import Dict as Dict
 from msrl_jax.envs.spaces import Discrete as Discrete
 from msrl_jax.envs.spaces import Space as Space
 from msrl_jax.envs.spaces import Tuple as Tuple
+from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment
 from msrl_jax.envs.vector import Vectorized as Vectorized
 from msrl_jax.envs.vector import VectorState as VectorState
 from msrl_jax.envs.vector import vectorize as vectorize

@@ -86,6 +86,8 @@ class TimeStep(NamedTuple):
       terminated: whether the episode reached a terminal state. `[E]`, bool
       truncated: whether the episode was cut short; its return bootstraps from the value of `final_obs`. `[E]`, bool
       final_obs: the true next observation, before any reset. `[E, ...]`
+      present: whether the environment answered; None if all always do. Nothing is learned from a step without an answer, and
+        `truncated` then says that the episode is lost. `[E]` bool
     """
 
     obs: PyTree
@@ -93,6 +95,7 @@ class TimeStep(NamedTuple):
     terminated: jax.Array
     truncated: jax.Array
     final_obs: PyTree
+    present: jax.Array | None = None
 
     @property
     def ended(self) -> jax.Array:

@@ -14,6 +14,7 @@ from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, strong
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.registry import make
 from msrl_jax.envs.vector import Vectorized, vectorize
@@ -132,6 +133,9 @@ def _effects(venv: Any, name: str) -> Iterator[str]:
         state, obs = venv.reset(key)
         return venv.step(state, _act(venv, key, obs, _batch(venv, venv.num_envs)))
 
+    if is_on_host(venv):
+        return  # its calls of the host are what it is
+
     if effects := jax.make_jaxpr(once)(jax.random.key(0)).effects:
         yield (
             f"{name} has side effects ({', '.join(sorted(map(str, effects)))}); a program may run them in any order, or more "
@@ -145,7 +149,7 @@ def _values(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Itera
         yield from _outside(env.observation_space, obs, f"the observation of {name}.{what}")
     reward, mask, had_mask = (played[field] for field in ("reward", "mask", "had_mask"))
     if mask is not None:
-        present = played.get("present", np.ones(had_mask.shape[:-1], bool))
+        present = np.ones(had_mask.shape[:-1], bool) if (present := played.get("present")) is None else present
         if (present & ~had_mask.any(-1)).any() or (~mask.any(-1) & ~played["terminated"]).any():
             yield f"{name}.action_mask allows no action in a state from which the episode goes on; allow at least one"
             return

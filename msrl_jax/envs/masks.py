@@ -13,11 +13,19 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, env_name
+from msrl_jax.envs.host.base import is_on_host
 
 
 def has_masks(env: Any) -> bool:
     """Whether an environment names its legal actions."""
     return getattr(env, "action_mask", None) is not None
+
+
+def observation_type(env: Any) -> PyTree:
+    """Shapes and dtypes of one observation, with its mask if it has one."""
+    if is_on_host(env):
+        return spaces.struct(env.observation_space)
+    return jax.eval_shape(with_masks(env).reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
 
 
 def with_masks(env: Environment) -> Environment:

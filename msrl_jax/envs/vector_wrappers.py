@@ -89,13 +89,15 @@ class EpisodeStatistics:
     def step(self, state: EpisodeStatisticsState, action: PyTree) -> tuple[EpisodeStatisticsState, TimeStep]:
         """Advances all environments."""
         env_state, time_step = self.env.step(state.env_state, action)
-        done = time_step.terminated | time_step.truncated
+        ended, present = time_step.ended, time_step.present
+        # An episode that is lost, truncated without an answer, is none.
+        done = ended if present is None else ended & (present | time_step.terminated)
         episode_return = state.episode_return + time_step.reward
-        episode_length = state.episode_length + 1
+        episode_length = state.episode_length + (1 if present is None else present)
         state = EpisodeStatisticsState(
             env_state,
-            episode_return=jnp.where(done, 0, episode_return),
-            episode_length=jnp.where(done, 0, episode_length),
+            episode_return=jnp.where(ended, 0, episode_return),
+            episode_length=jnp.where(ended, 0, episode_length),
             return_sum=state.return_sum + jnp.where(done, episode_return, 0),
             length_sum=state.length_sum + jnp.where(done, episode_length, 0),
             num_episodes=state.num_episodes + done,

@@ -30,6 +30,7 @@ origin.py (the first operation whose result is nan).
 
 from msrl_jax import _threefry as _threefry
 from msrl_jax.fragments.compiler import compile as compile
+from msrl_jax.fragments.host import host_fragment as host_fragment
 from msrl_jax.fragments.marker import fragment as fragment
 from msrl_jax.fragments.marker import fragment_scope as fragment_scope
 from msrl_jax.fragments.plan import Plan as Plan

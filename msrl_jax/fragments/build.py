@@ -24,8 +24,8 @@ from msrl_jax._compat import (
     while_p,
 )
 from msrl_jax.fragments.graph import Graph, Node, Region, fragments_in
-from msrl_jax.fragments.marker import is_fragment
-from msrl_jax.fragments.placement import Layout, Placement
+from msrl_jax.fragments.marker import is_fragment, is_host_call
+from msrl_jax.fragments.placement import HOST, Layout, Placement
 
 
 def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Graph:
@@ -124,7 +124,8 @@ class _Builder:
             if eqn.primitive is scan_p and scan_parts(eqn).length == 0:
                 env.update(zip(eqn.outvars, self.never(eqn, ins, home, out), strict=True))
                 continue
-            if len(found) > 1:
+            opened = not is_host_call(eqn) and (len(found) > 1 or any(p.name == HOST for p in found))
+            if opened:
                 body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
                 if body is not None:
                     own, its = home, role
@@ -140,7 +141,7 @@ class _Builder:
             names, roles = fragments_in(eqn)
             if role is not None and len(found) != 1:
                 roles |= {role}
-            if len(found) > 1:
+            if opened:
                 node = Node(placed, None, names, roles, self.open(placed, found, home, role))
             else:
                 node = Node(placed, next(iter(found), home), names, roles)

@@ -10,6 +10,7 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.build import build
 from msrl_jax.fragments.cost import fragment_costs
 from msrl_jax.fragments.divisibility import Fit, check_devices, dealt
+from msrl_jax.fragments.host_calls import check_host_calls
 from msrl_jax.fragments.lifetimes import settle
 from msrl_jax.fragments.own_meshes import check_meshes
 from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack
@@ -67,6 +68,7 @@ def compile(
     check_effects(closed.effects)
     _, paths = state_avals(state)
     graph = build(closed, layout, paths, specs)
+    check_host_calls(graph.host_calls, layout)
     check_owners(graph)
     if layout.staleness:
         delay(graph, layout.staleness, layout)
@@ -80,7 +82,8 @@ def compile(
     instructions = settle(schedule(parts, graph, default))
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
-    fused = jaxpr_as_fun(closed) if len(used) <= 1 and not layout.staleness else None
+    fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
+    fused = jaxpr_as_fun(closed) if fuses else None
     costs = tuple(fragment_costs(closed.jaxpr))
     tree = jax.tree.structure(state)
     return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)

@@ -11,10 +11,10 @@ from msrl_jax.fragments.collectives import Found, collectives
 from msrl_jax.fragments.cost import FragmentCost
 from msrl_jax.fragments.divisibility import Fit
 from msrl_jax.fragments.idle_devices import warn_of_idle
-from msrl_jax.fragments.instructions import Instruction, Loop, Move, Packed, Run, Value, walk
+from msrl_jax.fragments.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.memory import sharing_memory
 from msrl_jax.fragments.placement import Device, Edge, Layout
-from msrl_jax.fragments.plan import Crossing, FragmentPlan, LoopPlan, Plan, ProgramPlan, size
+from msrl_jax.fragments.plan import Crossing, FragmentPlan, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
 
 
 def explain(
@@ -49,6 +49,9 @@ def explain(
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
     crossings = tuple(c for i, times in moves for c in _crossings(i, shardings, times))
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
+    calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
+    host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
+    placements = {p.name: _names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
     warnings = advise(layout, instructions, programs, shardings, unused)
     warnings += _memory_warnings(steps, programs)
     if idle := warn_of_idle(fit):
@@ -64,8 +67,8 @@ def explain(
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
         layout.policy,
-        {p.name: _names(p.devices) for p in layout.placements}, _names(fit.idle),
-        layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
+        placements, _names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
+        host_calls,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import Atom, JaxprEqn, Var, sub_jaxprs
 from msrl_jax.fragments.instructions import Check, Packed
-from msrl_jax.fragments.marker import is_fragment
+from msrl_jax.fragments.marker import is_fragment, is_host_call
 from msrl_jax.fragments.placement import Placement
 
 
@@ -39,6 +39,11 @@ class Node:
     def has_effects(self) -> bool:
         """Whether it has side effects, such as a call of the host. It then runs exactly once, in order."""
         return bool(self.eqn.effects)
+
+    @property
+    def is_host_call(self) -> bool:
+        """Whether this is a Python function that the host calls. It is no part of any program."""
+        return is_host_call(self.eqn)
 
     @property
     def kinds(self) -> set[str]:
@@ -143,6 +148,19 @@ class Graph:
     def placements(self) -> set[Placement]:
         """The placements that the fragments use."""
         return {p for node in self.region.nodes for p in node.placements}
+
+    @property
+    def host_calls(self) -> list[str]:
+        """The names of the Python functions that the host calls."""
+
+        def names(region: Region) -> Iterator[str]:
+            for node in region:
+                if node.is_host_call:
+                    yield node.title
+                if node.loop is not None:
+                    yield from names(node.loop)
+
+        return list(dict.fromkeys(names(self.region)))
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.region)

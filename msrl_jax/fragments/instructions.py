@@ -8,6 +8,7 @@ import numpy as np
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
 from msrl_jax.codecs import Codec
+from msrl_jax.fragments.host import HostFunction
 from msrl_jax.fragments.placement import Edge, Placement
 
 
@@ -137,6 +138,36 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
+class HostCall:
+    """Calls a Python function with NumPy arrays.
+
+    Attributes:
+      name: the name of its fragment.
+      placement: the CPU device of its arguments and results.
+      function: the function.
+      inputs: arguments.
+      outputs: results.
+    """
+
+    name: str
+    placement: Placement
+    function: HostFunction
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return list(dict.fromkeys(self.inputs))
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return list(self.outputs)
+
+    def __str__(self) -> str:
+        return f"call {self.name}({', '.join(map(str, self.inputs))}) -> {', '.join(map(str, self.outputs))}"
+
+
+@dataclass(frozen=True, eq=False)
 class Move:
     """Transfers values to another placement together, or copies them if the placement is the same.
 
@@ -263,7 +294,7 @@ class Loop:
         return f"loop x{self.length}{' reversed' if self.reverse else ''} ({carried})\n{body}"
 
 
-Instruction: TypeAlias = Run | Move | Alloc | Free | Loop
+Instruction: TypeAlias = Run | HostCall | Move | Alloc | Free | Loop
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.bundles import bundle
 from msrl_jax.fragments.executables import Executables, understood, whole
-from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.program_key import program_key
 
 
@@ -76,6 +76,8 @@ class _Lowering:
                 self.run(i, fixed, returns_to)
             elif isinstance(i, Move):
                 self.move(i, fixed, returns_to)
+            elif isinstance(i, HostCall):
+                self.known.update({v: whole(v) for v in (*i.inputs, *i.outputs)})
             elif isinstance(i, Alloc):
                 self.known.update(dict.fromkeys(i.results))
             elif isinstance(i, Loop):

@@ -44,19 +44,24 @@ class _FragmentPrimitive(Primitive):
             return super().bind(*args, **params)
         (fn,) = subfuns
         closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
-        body = _as_inputs(closed, params["name"], _paths(shapes))
+        body = as_inputs(closed, params["name"], _paths(shapes))
         return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
 
 
 fragment_p = _FragmentPrimitive("fragment")
 
 
-def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, name: str, role: str) -> Sequence[Any]:
-    del name, role
+def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, **marks: Any) -> Sequence[Any]:
+    del marks
     return jaxpr_as_fun(call_jaxpr)(*xs)
 
 
-def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: str) -> tuple[Any, Any]:
+def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: Any) -> tuple[Any, Any]:
+    if "host" in marks:
+        raise ValueError(
+            f"fragment {marks['name']!r} runs on the host, which jax.vmap cannot batch; run one member at a time (seeds=1), or "
+            "give the function the whole batch"
+        )
     mapped: list[bool] = []
 
     def batched(*xs: Any) -> list[Any]:
@@ -77,12 +82,12 @@ def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Clo
         return [next(own if is_mapped else rest) for is_mapped in mapped]
 
     closed = jax.make_jaxpr(batched)(*[jax.typeof(x) for x in xs])
-    body = _as_inputs(closed, marks["name"], call_jaxpr.jaxpr.debug_info.result_paths)
+    body = as_inputs(closed, marks["name"], call_jaxpr.jaxpr.debug_info.result_paths)
     results = fragment_p.bind(*closed.consts, *xs, call_jaxpr=body, **marks)
     return results, [0 if is_mapped else None for is_mapped in mapped]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **_: str) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
     # Arguments and results without a tangent stay without one: a tangent of zeros would make 0 * inf = nan downstream.
     moving = [not isinstance(t, ad.Zero) for t in tangents]
     moved: list[bool] = []
@@ -102,7 +107,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJ
     return ys, [dy if m else zero for dy, zero, m in zip(dys, zeros, moved, strict=True)]
 
 
-def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_: str) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
     linear = [ad.is_undefined_primal(x) for x in xs]
 
     def of_linear(*ys: Any) -> Sequence[Any]:
@@ -114,18 +119,28 @@ def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_
     return [next(grads) if lin else None for lin in linear]
 
 
+def _drop_unused(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """Keeps a call of the host whole: its function takes all arguments and makes all results."""
+    return ([True] * len(eqn.invars), eqn) if is_host_call(eqn) else pe.dce_jaxpr_closed_call_rule(used, eqn)
+
+
 fragment_p.def_impl(_evaluate)
 fragment_p.def_effectful_abstract_eval(lambda *_, call_jaxpr, **__: (call_jaxpr.out_avals, call_jaxpr.effects))
 mlir.register_lowering(fragment_p, mlir.lower_fun(_evaluate, multiple_results=True))
 batching.fancy_primitive_batchers[fragment_p] = _batch
 ad.primitive_jvps[fragment_p] = _jvp
 ad.primitive_transposes[fragment_p] = _transpose
-pe.dce_rules[fragment_p] = pe.dce_jaxpr_closed_call_rule
+pe.dce_rules[fragment_p] = _drop_unused
 
 
 def is_fragment(eqn: JaxprEqn) -> bool:
     """Whether a jaxpr equation is a marked fragment."""
     return eqn.primitive is fragment_p
+
+
+def is_host_call(eqn: JaxprEqn) -> bool:
+    """Whether a jaxpr equation is a fragment that the host calls."""
+    return is_fragment(eqn) and "host" in eqn.params
 
 
 _scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="")
@@ -234,7 +249,7 @@ def _mark(
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
         scoped = f"{name}/{_scope.get()}" if _scope.get() else name
-        body = _as_inputs(closed, scoped, _paths(shapes))
+        body = as_inputs(closed, scoped, _paths(shapes))
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=scoped, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -297,10 +312,16 @@ def _paths(result: Any) -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
 
 
-def _as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
-    """The same body with its captured values (arrays and tracers of an outer trace) turned into leading inputs.
+def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
+    """Turns the captured values of a fragment's body (arrays and tracers of an outer trace) into leading inputs.
 
-    `paths` are the pytree paths of its results, if they are known.
+    Args:
+      closed: the body.
+      name: the fragment's name.
+      paths: the pytree paths of its results, if they are known.
+
+    Returns:
+      The body without captured values.
     """
     jaxpr = closed.jaxpr
     names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)

@@ -28,6 +28,11 @@ class Group:
     waits_for: set["Group"] = field(default_factory=set)
 
     @property
+    def is_host_call(self) -> bool:
+        """Whether this is one Python function that the host calls."""
+        return self.nodes[0].is_host_call
+
+    @property
     def is_pure_glue(self) -> bool:
         """Whether no node is a fragment or has effects."""
         return not any(n.fragments or n.has_effects for n in self.nodes)
@@ -270,6 +275,7 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     groups: list[Group] = []
     made_in: dict[tuple[Var, Placement | None], Group] = {}
     last_effect: set[Group] = set()
+    before = _host_calls_before(region)
 
     def sources(node: Node, at: Placement | None) -> set[Group]:
         found: set[Group] = set()
@@ -278,15 +284,16 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
                 local = made_in.get((atom, at)) or made_in.get((atom, None))
                 if local is not None:
                     found.add(local)
+                found |= before.get(atom, set())
         return found
 
     for node in region.nodes:
         for at in [None] if node.loop is not None else places[node]:
             direct = sources(node, at) | (last_effect if node.has_effects else set())
             waits_for = direct.union(*(g.waits_for for g in direct))
-            group = next(
-                (g for g in groups if at is not None and g.placement == at and waits_for - {g} <= g.waits_for), None
-            )
+            alone = at is None or node.is_host_call
+            open_groups = [] if alone else [g for g in groups if g.placement == at and not g.is_host_call]
+            group = next((g for g in open_groups if waits_for - {g} <= g.waits_for), None)
             if group is None:
                 group = Group(at, [], waits_for)
                 groups.append(group)
@@ -299,6 +306,22 @@ def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:
     return groups
 
 
+def _host_calls_before(region: Region) -> dict[Var, set[Group]]:
+    """For each carried variable, the host's calls of the previous repetition that its value comes from.
+
+    They count as something to wait for, so that what waits for one call is no program with what waits for another.
+    """
+    found: dict[Var, set[Group]] = {}
+    for node in region.nodes:
+        sources = set().union(*(found.get(a, set()) for a in node.eqn.invars if isinstance(a, Var)))
+        if node.is_host_call:
+            sources = {Group(node.placement, [node])}
+        if sources:
+            found.update(dict.fromkeys(node.eqn.outvars, sources))
+    pairs = zip(region.carry, region.next_carry, strict=True)
+    return {var: found[out] for var, out in pairs if isinstance(out, Var) and out in found}
+
+
 def _sink(groups: list[Group]) -> list[Group]:
     """Merges a glue program into a later program of its placement if no other program reads it.
 
@@ -309,7 +332,7 @@ def _sink(groups: list[Group]) -> list[Group]:
             continue
         made = {v for n in group.nodes for v in n.eqn.outvars}
         readers = [g for g in groups if g is not group and _reads(g, made, [o for o in groups if o is not group])]
-        if len(readers) == 1 and readers[0].placement == group.placement:
+        if len(readers) == 1 and readers[0].placement == group.placement and not readers[0].is_host_call:
             into = readers[0]
             into.nodes[:0] = group.nodes
             into.waits_for |= group.waits_for

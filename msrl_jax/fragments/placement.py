@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -38,6 +39,9 @@ AXES = ("env", "worker", "shard", "agent", "member")
 SEPARATE = ("worker", "shard")
 """Those that stand in separate arrays: every worker has its networks, every shard its rows, whatever else is split."""
 
+
+HOST = "host"
+"""The role of Python functions that the host calls between programs. A policy need not list it."""
 
 # A role that a layout does not list takes the placement of a role that feeds or reads it.
 _FALLBACK = {
@@ -195,7 +199,8 @@ class Layout:
     Attributes:
       roles: role -> placement. A role that is not listed takes the placement of its neighbor: "env" and "actor" of each
         other, "server" and "buffer" of "learner", "evaluator" of "actor". A role may have a suffix, such as
-        "learner:critic": it takes the placement listed for it, else that of "learner".
+        "learner:critic": it takes the placement listed for it, else that of "learner". The role "host" is on a CPU device of
+        this process if it is not listed.
       staleness: how many iterations the parameters of actors lag behind those of a synchronous run.
       codecs: codecs for values that cross placements; the first that fits an array is used.
       policy: the policy's name in plans and errors.
@@ -227,6 +232,8 @@ class Layout:
         for candidate in (role, general, *neighbors):
             if candidate in self.roles:
                 return self.roles[candidate]
+        if general == HOST:
+            return host_placement()
         raise ValueError(
             f"fragment {fragment!r} has role {role!r}, for which policy {self.policy or 'layout'} has no placement; "
             f"it places {sorted(self.roles)}. Mark the fragment with one of these, or add {role!r} to the policy's layout"
@@ -241,6 +248,22 @@ class Layout:
     def devices(self) -> tuple[Device, ...]:
         """All devices in use, each once."""
         return tuple(dict.fromkeys(d for p in self.placements for d in p.devices))
+
+
+def host_placement() -> Placement:
+    """Where functions that the host calls have their arguments and results: a CPU device of this process.
+
+    Raises:
+      RuntimeError: if JAX has no CPU device.
+    """
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"functions that the host calls need a CPU device for their arrays ({error}); "
+            "add it to JAX_PLATFORMS, as in 'cuda,cpu'"
+        ) from None
+    return Placement.over(HOST, [device], split=())
 
 
 @runtime_checkable

@@ -79,6 +79,15 @@ class Crossing:
 
 
 @dataclass(frozen=True)
+class HostCallPlan:
+    """A Python function that the host calls between programs: `calls` per iteration, with its results in bytes."""
+
+    name: str
+    calls: int
+    result_bytes: int
+
+
+@dataclass(frozen=True)
 class LoopPlan:
     """A loop that the host drives: dispatched programs and transfers per training iteration."""
 
@@ -103,6 +112,7 @@ class Plan:
       crossings: the values that cross placements, one entry for each array.
       loops: the loops that the host drives.
       warnings: warnings about expensive or fragile parts, with remedies.
+      host_calls: the Python functions that the host calls.
     """
 
     policy: str
@@ -115,6 +125,7 @@ class Plan:
     crossings: tuple[Crossing, ...]
     loops: tuple[LoopPlan, ...]
     warnings: tuple[str, ...]
+    host_calls: tuple[HostCallPlan, ...] = ()
 
     @property
     def bytes_crossing(self) -> int:
@@ -266,6 +277,11 @@ def _table(plan: Plan) -> str:
         ],
     ) if found else ["  none"] if not unclear else []  # fmt: skip
     lines += [f"  {title[p.name]}: unknown, see the warnings" for p in unclear]
+    if plan.host_calls:
+        lines += ["", "called by the host"]
+        lines += _columns(
+            ("name", "calls/iteration", "results"), [(c.name, str(c.calls), size(c.result_bytes)) for c in plan.host_calls]
+        )
     if plan.loops:
         lines += ["", "loops driven by the host"]
         lines += _columns(

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax.fragments.executables import Bundles, Executables
-from msrl_jax.fragments.instructions import Alloc, Free, Instruction, Loop, Move, Run, Schedule, Value
+from msrl_jax.fragments.host_calls import HostQueue, there
+from msrl_jax.fragments.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.processes import absent, crossing, must_wait, transfer
 
 Slots = list[Any]
@@ -47,6 +48,7 @@ class Executor:
         )
         self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
         self._launched: dict[Mesh, list[int]] = {}
+        self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
         constants = transfer(list(schedule.constants.values()), [executables.shardings[v] for v in schedule.constants])
         self._constants = [(v.index, array) for v, array in zip(schedule.constants, constants, strict=True)]
         self._steps = [self._step(i) for i in schedule.body]
@@ -68,14 +70,28 @@ class Executor:
         for values, copies in zip(self._schedule.inputs, state, strict=True):
             for v, x in zip(values, copies, strict=True):
                 slots[v.index] = x
-        for step in self._steps:
-            step(slots)
+        if self._queue is None:
+            for step in self._steps:
+                step(slots)
+        else:
+            slots = self._with_host(self._queue, slots)
         after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
         measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
         return after, [slots[v.index] for v in self._schedule.metrics], measured
 
+    def _with_host(self, queue: HostQueue, slots: Slots) -> Slots:
+        try:
+            for step in self._steps:
+                step(slots)
+            queue.drain()
+        finally:
+            queue.clear()  # after an error in a call of the host, or an interrupt
+        return [there(x) for x in slots]
+
     def _step(self, i: Instruction) -> Step:
         match i:
+            case HostCall():
+                return self._host_call(i)
             case Run():
                 return self._run(i)
             case Move():
@@ -88,10 +104,27 @@ class Executor:
                 return self._loop(i)
 
     def _run(self, i: Run) -> Step:
-        return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes())
+        first, count = int(i.index is not None), len(i.inputs)
+        consumed = [first + k for k in (*i.donated, *range(count, count + len(i.writes)))]
+        return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes(), consumed)
 
-    def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value]) -> Step:
-        return _step(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes))
+    def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value], consumed: Sequence[int] = ()) -> Step:
+        return self._assigned(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes), consumed)
+
+    def _assigned(self, call: Call, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
+        """Calls a function with slots, and puts its results in others; if arguments wait for the host, it waits too."""
+        queue, count = self._queue, len(outs)
+        if queue is None:
+            return _step(call, ins, outs)
+        return _step(lambda *args: queue.call(call, args, consumed, count), ins, outs)
+
+    def _host_call(self, i: HostCall) -> Step:
+        queue, count = self._queue, len(i.outputs)
+        assert queue is not None
+        shardings = [self._executables.shardings[v] for v in i.outputs]
+        put = self._around(_put)
+        ins, outs = _slots(i.inputs), _slots(i.outputs)
+        return _step(lambda *args: queue.start(i.function, lambda made: put(made, shardings), args, count), ins, outs)
 
     def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
         """The function that runs a program, at the pace of its devices."""
@@ -117,14 +150,14 @@ class Executor:
             return self._call(i, i.sources, i.results)
         ins, outs = _slots(i.sources), _slots(i.results)
         if len(i.processes) > 1:
-            return _step(self._cross(i), ins, outs)
+            return self._assigned(self._cross(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
             elsewhere = [absent(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
             return _set(outs, elsewhere)
         if bundles := self._executables.bundles.get(i):
             order = (*bundles.alone, *bundles.joined)
-            return _step(self._send_bundles(i, bundles), [ins[k] for k in order], [outs[k] for k in order])
+            return self._assigned(self._send_bundles(i, bundles), [ins[k] for k in order], [outs[k] for k in order])
         put, copied = self._transfer(i), self._executables.compiled.get(i)
         copy = self._program(copied, i.results) if copied else None
 
@@ -132,7 +165,7 @@ class Executor:
             arrived = put(arrays, shardings)
             return copy(*arrived) if copy else arrived
 
-        return _step(send, ins, outs)
+        return self._assigned(send, ins, outs)
 
     def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1

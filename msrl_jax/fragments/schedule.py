@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
 from msrl_jax.fragments.graph import Graph, Node
-from msrl_jax.fragments.instructions import Alloc, Carry, Instruction, Loop, Move, Packed, Run, Schedule, Value
+from msrl_jax.fragments.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
 from msrl_jax.fragments.partition import Group, Partition
 from msrl_jax.fragments.placement import Placement
 
@@ -149,6 +149,8 @@ class _Emitter:
         for group in self.part.groups:
             if group.placement is None:
                 self.loop(group)
+            elif group.is_host_call:
+                self.host_call(group.nodes[0], group.placement)
             else:
                 self.run(group, group.placement)
 
@@ -182,6 +184,12 @@ class _Emitter:
                 frozenset().union(*(n.roles for n in group.nodes)),
             )
         )
+
+    def host_call(self, node: Node, placement: Placement) -> None:
+        inputs = tuple(self.at(a, placement) for a in node.eqn.invars)
+        self.flush()
+        outputs = tuple(self.define(v, placement) for v in node.eqn.outvars)
+        self.out.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
 
     def loop(self, group: Group) -> None:
         (node,) = group.nodes

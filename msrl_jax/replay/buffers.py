@@ -294,6 +294,11 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
         return n_step.NStep(obs, action, reward, weight, ring.take(held, at, last, lambda item: item.next_obs))
 
+    def present(held: list[Any], at: Indices) -> jax.Array:
+        """Whether all steps of a window count, those after the end of an episode included."""
+        offset = jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
+        return ring.take(held, at, offset, lambda item: item.present).all(0)
+
     windowed = discount is None and ring.length > 1
 
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
@@ -311,7 +316,10 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
         env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
         probability = whole(probability)
-        return Sample(experience, Indices(whole(at.step), whole(env)), probability, drawing.weigh(state, probability))
+        weight = drawing.weigh(state, probability)
+        if getattr(ring.format.example, "present", None) is not None:
+            weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
+        return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
 
     def windows(state: ReplayState) -> jax.Array:
         return ring.oldest(state.added, state.filled)[1]

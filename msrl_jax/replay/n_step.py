@@ -22,6 +22,7 @@ class Transition(NamedTuple):
       truncated: whether the episode was cut short. shape=() or (A,), bool
       next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it is not the next observation acted on.
       carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
+      present: whether the step counts; None if all do. A window with another step has the weight 0. shape=(), bool
     """
 
     obs: Any
@@ -31,6 +32,7 @@ class Transition(NamedTuple):
     truncated: Any
     next_obs: Any
     carry: Any = ()
+    present: Any = None
 
 
 class NStep(NamedTuple):

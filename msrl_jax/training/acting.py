@@ -11,7 +11,7 @@ import numpy as np
 from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment, MaskedObservation
 from msrl_jax.envs.base import env_name
-from msrl_jax.envs.masks import mask_of, with_masks
+from msrl_jax.envs.masks import mask_of, observation_type
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
 
@@ -156,7 +156,7 @@ class Behavior:
     @functools.cached_property
     def observation_type(self) -> Any:
         """A single raw observation as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(with_masks(self.env).reset, key_type())[1]
+        return observation_type(self.env)
 
     @functools.cached_property
     def _needed(self) -> tuple[bool, ...]:

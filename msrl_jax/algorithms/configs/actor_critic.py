@@ -5,11 +5,12 @@ import dataclasses
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.replay import MixingConfig
+from msrl_jax.algorithms.configs.rollout import EnvGroupsConfig
 from msrl_jax.algorithms.configs.targets import TargetConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffPolicyActorCriticConfig(NetworkConfig, TargetConfig, OptimizerConfig, MixingConfig):
+class OffPolicyActorCriticConfig(NetworkConfig, TargetConfig, OptimizerConfig, MixingConfig, EnvGroupsConfig):
     """Fields shared by SAC, TD3 and DDPG; all networks have the same learning rate.
 
     Attributes:

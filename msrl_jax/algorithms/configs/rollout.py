@@ -29,6 +29,32 @@ class RolloutConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvGroupsConfig(RolloutConfig):
+    """Groups of environments.
+
+    Attributes:
+      env_groups: groups of environments that take turns, so that one is simulated on the host while actions are chosen for
+        another. It divides `num_envs`. Usual: 1, or 2 for simulators on the host.
+    """
+
+    env_groups: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError unless the number of groups divides the number of environments."""
+        check_integers(self, 1, "env_groups")
+        if self.num_envs % self.env_groups:
+            raise ValueError(
+                f"{type(self).__name__}.env_groups={self.env_groups} does not divide num_envs={self.num_envs}; use one that "
+                "does"
+            )
+        if self.env_groups > 1 and getattr(self, "exploration", "") == "per_env":
+            raise ValueError(
+                f"{type(self).__name__}.env_groups={self.env_groups}: with exploration='per_env' every environment has an "
+                "epsilon of its own, which groups do not keep; use env_groups=1, or exploration='annealed'"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DiscountConfig(Config):
     """The discount factor.
 
@@ -58,5 +84,5 @@ class NormalizationConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OnPolicyConfig(NormalizationConfig, DiscountConfig, RolloutConfig):
+class OnPolicyConfig(NormalizationConfig, DiscountConfig, EnvGroupsConfig):
     """Fields shared by the on-policy algorithms."""

@@ -25,6 +25,7 @@ class Trajectory(NamedTuple):
       reward: rewards.
       terminated: whether the episode ended in a terminal state.
       truncated: whether the episode was cut short.
+      present: which steps count; all if None.
     """
 
     obs: jax.Array
@@ -33,6 +34,7 @@ class Trajectory(NamedTuple):
     reward: jax.Array
     terminated: jax.Array
     truncated: jax.Array
+    present: jax.Array | None = None
 
 
 def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,8 @@ from msrl_jax import data, replay
 from msrl_jax.algorithms.configs.replay import MixingConfig, OffPolicyConfig, PriorityConfig
 from msrl_jax.algorithms.loops.mixing import load_data, mix, split_batch
 from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
-from msrl_jax.envs.masks import with_masks
+from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.masks import observation_type
 from msrl_jax.replay import Replay, Transition
 
 
@@ -20,11 +21,6 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
     if isinstance(space, Discrete):
         return jax.ShapeDtypeStruct((), jnp.int32)
     return jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
-
-
-def observation_type(env: Environment) -> Any:
-    """Shapes and dtypes of one observation, with its mask if it has one."""
-    return jax.eval_shape(with_masks(env).reset, jax.random.key(0))[1]
 
 
 def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
@@ -41,13 +37,16 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
       ValueError: if the sizes are inconsistent or too large for the devices, if observations do not fit the codec, or if the
         data do not fit the environment.
     """
-    windows = {"length": config.n_step, "discount": config.discount}
+    windows = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
     obs, action = observation_type(env), action_type(env.action_space)
     if not isinstance(config, MixingConfig) or config.data is None:
         return _buffer(obs, action, config, "n_step is", config.batch_size, config.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
-    mixed_in = data.buffer(dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs), **windows)
+    mixed_in = data.buffer(
+        dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs),
+        length=config.n_step, discount=config.discount,
+    )  # fmt: skip
     return mix(_buffer(obs, action, config, "n_step is", own_rows, shards, **windows), *mixed_in)
 
 
@@ -73,7 +72,15 @@ def agents_buffer(view: TeamView, config: OffPolicyConfig) -> Replay:
 
 
 def sequence_buffer(
-    obs: Any, action: Any, config: OffPolicyConfig, *, length: int, length_is: str, stride: int, carry: Any
+    obs: Any,
+    action: Any,
+    config: OffPolicyConfig,
+    *,
+    length: int,
+    length_is: str,
+    stride: int,
+    carry: Any,
+    may_be_absent: bool = False,
 ) -> Replay:
     """Makes the replay buffer of sequences of steps; every step has the carry of the acting network.
 
@@ -85,6 +92,7 @@ def sequence_buffer(
       length_is: subject and verb for error messages: the config fields that set the length, such as "burn_in + n_step are".
       stride: steps between the starts of two sequences.
       carry: shapes and dtypes of the carry of one environment.
+      may_be_absent: whether steps say if they are `present`.
 
     Returns:
       The buffer.
@@ -92,7 +100,10 @@ def sequence_buffer(
     Raises:
       ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
     """
-    buffer = _buffer(obs, action, config, length_is, config.batch_size, config.shards, carry, length=length, stride=stride)
+    buffer = _buffer(
+        obs, action, config, length_is, config.batch_size, config.shards, carry,
+        may_be_absent=may_be_absent, length=length, stride=stride,
+    )  # fmt: skip
     return buffer if length > 1 else _of_one_step(buffer)
 
 
@@ -124,10 +135,11 @@ def _buffer(
     shards: int | None,
     carry: Any = (),
     agents: tuple[int, ...] = (),
+    may_be_absent: bool = False,
     **windows: Any,
 ) -> Replay:
     number, flag = jax.ShapeDtypeStruct(agents, jnp.float32), jax.ShapeDtypeStruct(agents, jnp.bool_)
-    example = Transition(obs, action, number, flag, flag, obs, carry)
+    example = Transition(obs, action, number, flag, flag, obs, carry, flag if may_be_absent else None)
     options: dict[str, Any] = {
         "capacity": config.capacity,
         "num_envs": config.num_envs,

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.loops.replaying import Explore, Pending, Replayer, Rule, replaying
+from msrl_jax.algorithms.loops.unrolling import unroll
 from msrl_jax.algorithms.networks.actor_critic import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
 from msrl_jax.counters import Counter
@@ -65,6 +66,7 @@ def off_policy_agent(
     unroll_length: int,
     num_updates: int,
     refresh_period: int = 1,
+    env_groups: int = 1,
 ) -> Agent:
     """Builds an agent that learns from a replay buffer.
 
@@ -76,6 +78,7 @@ def off_policy_agent(
       unroll_length: steps of every environment per iteration, `T`.
       num_updates: updates per iteration, `K`.
       refresh_period: iterations between two refreshes of the acting parameters.
+      env_groups: groups of environments that take turns.
 
     Returns:
       The agent. Its metrics are the statistics of the rule, as `Mean`s over the updates (without samples until the buffer is
@@ -113,10 +116,13 @@ def off_policy_agent(
             env_state, obs, carry = loop
             action, next_carry = act(acting_params, obs, *inputs, carry)
             env_state, t = env_step(env_state, action)
-            item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry)
+            item = Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, carry, t.present)
             return (env_state, t.obs, forget(t.terminated | t.truncated, next_carry)), item
 
-        (env_state, obs, carry), items = jax.lax.scan(step, (state.env_state, state.obs, state.carry), keys)
+        (env_state, obs, carry), items = unroll(
+            step, (state.env_state, state.obs, state.carry), keys,
+            axes=(venv.axes, P("env"), P("env")), input_axes=(P(None, "env"), P()), groups=env_groups,
+        )  # fmt: skip
         env_state, episodes = pop_episodes(env_state)
         done, metrics = replayer.finish(begun, items)
         return OffPolicyState(**done._asdict(), carry=carry, env_state=env_state, obs=obs), {**metrics, **episodes}
@@ -135,5 +141,6 @@ def off_policy_agent(
         updates_per_iteration=num_updates,
         env=venv,
         initial_carry=rule.initial_carry,
+        env_group=env_groups,
         data={"data": buffer.data} if buffer.data else {},
     )

@@ -11,6 +11,7 @@ def gae(
     next_value: jax.Array,
     terminated: jax.Array,
     truncated: jax.Array,
+    present: jax.Array | None = None,
     *,
     discount: float,
     gae_lambda: float,
@@ -27,6 +28,8 @@ def gae(
         first one of the next episode; any finite number where `terminated`. `[T, ...]`
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short, as by a time limit. `[T, ...]` bool
+      present: which steps count; all if None. The advantage of another step is 0, and the step before it bootstraps from
+        `next_value`. `[T, ...]` bool
       discount: discount factor per step.
       gae_lambda: 0 gives one-step advantages, 1 gives discounted returns minus values.
 
@@ -34,8 +37,10 @@ def gae(
       The advantages; `value` plus the advantages is the target of the value function. `[T, ...]`
     """
     chex.assert_equal_shape([reward, value, next_value, terminated, truncated])
-    delta = errors(reward, value, next_value, terminated, discount)
-    return accumulate(delta, jnp.where(terminated | truncated, 0.0, discount * gae_lambda))
+    delta, ends = errors(reward, value, next_value, terminated, discount), terminated | truncated
+    if present is not None:
+        delta, ends = jnp.where(present, delta, 0.0), ends | ~present
+    return accumulate(delta, jnp.where(ends, 0.0, discount * gae_lambda))
 
 
 def standardize(advantage: jax.Array, counts: jax.Array | None = None) -> jax.Array:

@@ -95,6 +95,7 @@ def vtrace(
     next_value: jax.Array,
     terminated: jax.Array,
     truncated: jax.Array,
+    present: jax.Array | None = None,
     *,
     discount: float,
     lambda_: float = 1.0,
@@ -115,6 +116,8 @@ def vtrace(
       next_value: values of the true successors, as in `gae`; within an episode, `value` one step later. `[T, ...]`
       terminated: whether the episode ended in a terminal state; it takes precedence over `truncated`. `[T, ...]` bool
       truncated: whether the episode was cut short. `[T, ...]` bool
+      present: which steps count; all if None. The target of another step is its value, and the step before it bootstraps from
+        `next_value`. `[T, ...]` bool
       discount: discount factor per step.
       lambda_: decay per step of a trace, in addition to the discount.
       clip_rho: largest importance weight of an error; the fixed point depends on it.
@@ -128,6 +131,8 @@ def vtrace(
     ratio = jnp.exp(log_ratio)
     ends = _ends(terminated, truncated)
     delta = jnp.minimum(clip_rho, ratio) * errors(reward, value, next_value, terminated, discount)
+    if present is not None:
+        delta, ends = jnp.where(present, delta, 0.0), ends | ~present
     correction = accumulate(delta, jnp.where(ends, 0.0, discount * lambda_ * jnp.minimum(clip_c, ratio)))
     after = jnp.concatenate([correction[1:], correction[-1:]])
     next_target = next_value + jnp.where(ends, 0.0, after)

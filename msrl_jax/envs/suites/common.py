@@ -27,6 +27,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)  # of bounds of spaces
         warnings.filterwarnings("ignore", "Brax System", UserWarning)  # which advises every user to take another suite
         yield
 

@@ -1,0 +1,186 @@
+"""The program of a worker process: it steps Gymnasium environments over shared memory. It imports no JAX.
+
+`python -m msrl_jax._simulate COMMANDS MEMORY LIFELINE`, three numbers of inherited files. The parent writes actions, the worker
+writes what they lead to, and small messages say when. The worker ends when its parent does, however that ends.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Leaf(NamedTuple):
+    """One array of an observation: its path in the observation, its shape and its dtype."""
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Layout(NamedTuple):
+    """The shared memory of `E` environments.
+
+    Attributes:
+      num_envs: number of environments, `E`.
+      obs: the arrays of an observation.
+      action: shape and dtype of an action.
+    """
+
+    num_envs: int
+    obs: tuple[Leaf, ...]
+    action: tuple[tuple[int, ...], str]
+
+    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every array, by name."""
+        count = self.num_envs
+        shape, dtype = self.action
+        arrays = {"action": ((count, *shape), dtype)}
+        for k, leaf in enumerate(self.obs):
+            arrays |= {f"obs{k}": ((count, *leaf.shape), leaf.dtype), f"final{k}": ((count, *leaf.shape), leaf.dtype)}
+        rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
+        return arrays | {name: ((count,), kind) for name, kind in rows.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return sum(_padded(shape, dtype) for shape, dtype in self.fields().values())
+
+    def views(self, memory: Any) -> dict[str, np.ndarray]:
+        """The arrays in a memory of this layout, by name; those of observations have numbers behind `obs` and `final`."""
+        found, start = {}, 0
+        for name, (shape, dtype) in self.fields().items():
+            found[name] = np.ndarray(shape, dtype, memory, start)
+            start += _padded(shape, dtype)
+        return found
+
+
+def _padded(shape: tuple[int, ...], dtype: str) -> int:
+    return -(-int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize // 64) * 64
+
+
+class Order(NamedTuple):
+    """What the parent asks for.
+
+    Attributes:
+      what: "make" with the layout and a pickled function that makes an environment as `payload`, "reset" or "step".
+      envs: numbers of the environments.
+      each: whether to answer for each environment.
+      payload: see `what`.
+    """
+
+    what: str
+    envs: tuple[int, ...]
+    each: bool = False
+    payload: Any = None
+
+
+class _Worker:
+    def __init__(self, commands: Connection, memory: Any):
+        self.commands, self.memory = commands, memory
+        self.envs: dict[int, Any] = {}
+
+    def run(self) -> None:
+        while True:
+            try:
+                order = Order(*pickle.loads(self.commands.recv_bytes()))
+            except (EOFError, OSError):
+                return
+            if order.what == "make":
+                self.layout, self.factory = order.payload
+                self.view = self.layout.views(self.memory)
+                continue
+            done = []
+            for number in order.envs:
+                error = self.attempt(order.what, number)
+                if order.each or error:
+                    self.answer((number,), error)
+                else:
+                    done.append(number)
+            if done:
+                self.answer(tuple(done), None)
+
+    def answer(self, envs: tuple[int, ...], error: str | None) -> None:
+        with contextlib.suppress(OSError):
+            self.commands.send_bytes(pickle.dumps((envs, error)))
+
+    def attempt(self, what: str, number: int) -> str | None:
+        """Resets or steps an environment; if that raises, drops it and returns the text of the error."""
+        try:
+            self.begin(number) if what == "reset" else self.step(number)
+            return None
+        except Exception:
+            broken = self.envs.pop(number, None)
+            with contextlib.suppress(Exception):
+                broken.close()  # type: ignore[union-attr]
+            return traceback.format_exc(limit=-8)
+
+    def begin(self, number: int) -> None:
+        """Starts an episode; every episode has a seed of its own."""
+        if number not in self.envs:
+            self.envs[number] = pickle.loads(self.factory)()
+        view = self.view
+        seed = np.random.SeedSequence([int(view["seed"][number]), int(view["episode"][number])]).generate_state(1)[0]
+        view["episode"][number] += 1
+        obs, _ = self.envs[number].reset(seed=int(seed))
+        self.write("obs", number, obs)
+
+    def step(self, number: int) -> None:
+        view, action = self.view, self.view["action"][number]
+        env = self.envs[number]
+        scalar = action.ndim == 0 and action.dtype.kind in "iu"
+        obs, reward, terminated, truncated, _ = env.step(int(action) if scalar else action.astype(env.action_space.dtype))
+        self.write("final", number, obs)
+        view["reward"][number], view["terminated"][number], view["truncated"][number] = reward, terminated, truncated
+        if terminated or truncated:
+            self.begin(number)
+        else:
+            self.write("obs", number, obs)
+
+    def write(self, name: str, number: int, obs: Any) -> None:
+        for k, leaf in enumerate(self.layout.obs):
+            x = obs
+            for key in leaf.path:
+                x = x[key]
+            x = np.asarray(x)
+            if x.shape != leaf.shape:
+                raise ValueError(f"the observation has shape {x.shape}, but the observation space says {leaf.shape}")
+            self.view[f"{name}{k}"][number] = x
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Ends this process when the other end of a pipe closes, also while a simulator holds Python's lock."""
+    with contextlib.suppress(AttributeError, OSError):  # signals of pipes are Linux's
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    """Works until the parent ends or closes the connection."""
+    commands, memory, lifeline = map(int, sys.argv[1:])
+    _end_with_parent(lifeline)
+    _Worker(Connection(commands), mmap.mmap(memory, 0)).run()
+    os._exit(0)  # simulators with threads or windows may not end by themselves
+
+
+if __name__ == "__main__":
+    main()

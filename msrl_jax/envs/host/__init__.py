@@ -1,0 +1,1 @@
+"""Environments that run on the host: simulators in worker processes or threads, as vector environments."""

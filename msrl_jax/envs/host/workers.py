@@ -1,0 +1,299 @@
+"""`Workers`: Gymnasium environments in worker processes, over shared memory.
+
+An environment that raises an exception is made again, and a worker that dies or hangs is started again, after a pause that
+doubles with every failure in a row. In the meantime the steps of these environments are not `present`, and training goes on.
+"""
+
+import contextlib
+import enum
+import logging
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from typing import Any
+
+import numpy as np
+
+from msrl_jax import _simulate
+from msrl_jax._simulate import Layout, Order
+from msrl_jax.envs.host.base import Outcome
+
+_log = logging.getLogger("msrl_jax")
+_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+_TRIES, _TRIES_AT_FIRST = 10, 3
+"""An environment that fails so often in a row is not started again; the second number counts before it first starts."""
+_START = 60.0
+"""Seconds that a new worker has beyond `timeout` until its first answer, to import its modules."""
+
+
+@dataclass(frozen=True)
+class Faults:
+    """How to treat environments that misbehave.
+
+    Attributes:
+      timeout: seconds after which a worker that has not answered counts as hanging; it is ended and started again.
+      drop_slowest: share of the environments for which a step does not wait. Their rewards count in the statistics of
+        episodes, but nothing is learned from these steps. Environments of one worker are late together.
+    """
+
+    timeout: float = 60.0
+    drop_slowest: float = 0.0
+
+    def __post_init__(self):
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds above 0")
+        if not 0 <= self.drop_slowest < 1:
+            raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
+
+
+class _Is(enum.IntEnum):
+    """What an environment is doing."""
+
+    DOWN = 0  # nothing: it has no episode
+    STARTING = 1  # it starts an episode
+    FRESH = 2  # it has started one, of which the caller does not know
+    READY = 3  # it waits for an action
+    STEPPING = 4  # it takes a step that the caller waits for
+    DONE = 5  # it has taken it
+    LATE = 6  # it takes a step that the caller did not wait for
+    CAUGHT_UP = 7  # it has taken it
+
+
+_ANSWERED = {_Is.STARTING: _Is.FRESH, _Is.STEPPING: _Is.DONE, _Is.LATE: _Is.CAUGHT_UP}
+
+
+@dataclass(eq=False)
+class _Process:
+    """A worker, and the numbers of its environments."""
+
+    envs: np.ndarray
+    process: subprocess.Popen[bytes] | None = None
+    commands: Any = None
+    lifeline: int = -1
+    asked: set[int] = field(default_factory=set[int])
+    patience: float = 0.0
+    last_heard: float = 0.0
+    again_at: float = 0.0
+
+    @property
+    def due(self) -> float:
+        """When something has to be done about it: if it is asked, when it counts as hanging, else when it may start again."""
+        return self.last_heard + self.patience if self.asked else self.again_at
+
+    def stop(self) -> None:
+        """Ends the process, whatever it does."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.commands.close()
+            os.close(self.lifeline)
+            self.process = None
+        self.asked.clear()
+
+
+class Workers:
+    """`E` environments in worker processes; see `Simulators`.
+
+    Attributes:
+      failures: how often an environment failed, or was lost with its worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        factory: bytes,
+        layout: Layout,
+        unflatten: Callable[[Sequence[np.ndarray]], Any],
+        *,
+        num_workers: int,
+        faults: Faults,
+    ):
+        """Starts the workers.
+
+        Args:
+          name: the name of the environment, for messages.
+          factory: a pickled function that makes an environment.
+          layout: the shared memory.
+          unflatten: makes an observation of its arrays.
+          num_workers: number of processes, at most one for each environment.
+          faults: how to treat environments that misbehave.
+        """
+        self._name, self._factory, self._layout, self._unflatten, self._faults = name, factory, layout, unflatten, faults
+        with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+            os.ftruncate(file.fileno(), layout.nbytes)
+            self._memory, self._file = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
+        self._view = layout.views(self._memory)
+        self.failures = 0
+        count = layout.num_envs
+        self._is = np.full(count, _Is.DOWN, np.uint8)
+        self._in_a_row, self._has_started = np.zeros(count, np.int64), np.zeros(count, bool)
+        parts = np.array_split(np.arange(count), max(1, min(num_workers, count)))
+        self._processes = [_Process(part) for part in parts]
+        self._owner = np.concatenate([np.full(len(part), k) for k, part in enumerate(parts)])
+        self._finalizer = weakref.finalize(self, _stop, self._processes, self._file)
+        for process in self._processes:
+            self._launch(process)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers that run."""
+        return [p.process.pid for p in self._processes if p.process is not None]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._finalizer()
+
+    def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
+        """See `Simulators`. Raises RuntimeError if an environment cannot be started."""
+        while self._any(envs, _Is.STARTING, _Is.STEPPING, _Is.LATE):  # of an earlier run
+            self._listen(envs)
+        self._is[envs] = _Is.DOWN
+        self._view["seed"][envs], self._view["episode"][envs] = seeds, 0
+        while self._any(envs, _Is.DOWN, _Is.STARTING):
+            self._begin(envs)
+            self._listen(envs)
+        self._is[envs] = _Is.READY
+        return self._read("obs", envs)
+
+    def start(self, envs: np.ndarray, action: np.ndarray) -> Callable[[], Outcome]:
+        """See `Simulators`."""
+        if (self._is != _Is.READY).any():
+            self._listen(np.arange(len(self._is)), wait_for=0.0)
+        self._begin(envs)
+        while not self._any(envs, _Is.READY, _Is.FRESH, _Is.CAUGHT_UP):
+            self._listen(envs)
+            self._begin(envs)
+        able = self._is[envs] == _Is.READY
+        self._view["action"][envs[able]] = action[able]
+        self._order("step", envs[able], _Is.STEPPING)
+        return lambda: self._finish(envs, int(able.sum()))
+
+    def _finish(self, envs: np.ndarray, asked: int) -> Outcome:
+        enough = min(asked, len(envs) - int(self._faults.drop_slowest * len(envs)))
+        while self._any(envs, _Is.STEPPING) and (self._is[envs] == _Is.DONE).sum() < enough:
+            self._listen(envs[self._is[envs] == _Is.STEPPING])
+        now, view = self._is[envs], self._view
+        present, caught_up = now == _Is.DONE, now == _Is.CAUGHT_UP
+        lost = np.isin(now, (_Is.DOWN, _Is.STARTING, _Is.FRESH))
+        self._is[envs[now == _Is.STEPPING]] = _Is.LATE
+        self._is[envs[np.isin(now, (_Is.DONE, _Is.CAUGHT_UP, _Is.FRESH))]] = _Is.READY
+        self._in_a_row[envs[present]] = 0
+        terminated, truncated = view["terminated"][envs], view["truncated"][envs]
+        return Outcome(
+            self._read("obs", envs),
+            np.where(present | caught_up, view["reward"][envs], np.float32(0)),
+            (present & terminated) | (caught_up & (terminated | truncated)),
+            (present & truncated) | lost,
+            self._read("final", envs),
+            present,
+        )
+
+    def _any(self, envs: np.ndarray, *states: _Is) -> bool:
+        return bool(np.isin(self._is[envs], states).any())
+
+    def _read(self, name: str, envs: np.ndarray) -> Any:
+        return self._unflatten([self._view[f"{name}{k}"][envs] for k in range(len(self._layout.obs))])
+
+    def _of(self, envs: np.ndarray) -> list[_Process]:
+        return [self._processes[k] for k in dict.fromkeys(self._owner[envs].tolist())]
+
+    def _begin(self, envs: np.ndarray) -> None:
+        """Asks for new episodes of environments that have none, where it is time to."""
+        down = envs[self._is[envs] == _Is.DOWN]
+        for process in self._of(down):
+            if process.again_at <= time.monotonic():
+                if process.process is None:
+                    self._launch(process)
+                self._order("reset", down[np.isin(down, process.envs)], _Is.STARTING)
+
+    def _order(self, what: str, envs: np.ndarray, state: _Is) -> None:
+        self._is[envs] = state
+        for process in self._of(envs):
+            mine = envs[self._owner[envs] == self._owner[process.envs[0]]].tolist()
+            process.asked.update(mine)
+            process.last_heard = time.monotonic()
+            with contextlib.suppress(OSError):  # if it has died, `_listen` finds out
+                process.commands.send_bytes(pickle.dumps(tuple(Order(what, tuple(mine), self._faults.drop_slowest > 0))))
+
+    def _listen(self, envs: np.ndarray, wait_for: float | None = None) -> None:
+        """Takes messages of the workers of environments; waits for the first one, but no longer than something is due."""
+        processes = self._of(envs)
+        if wait_for is None:
+            wait_for = max(min(p.due for p in processes) - time.monotonic(), 0.0)
+        running = {p.commands: p for p in processes if p.process is not None}
+        if not running:
+            time.sleep(wait_for)
+        for commands in wait(list(running), wait_for) if running else ():
+            self._hear(running[commands])  # type: ignore[index]
+        for process in processes:
+            if process.asked and process.due < time.monotonic():
+                self._lose(process, f"no answer within {process.patience:g} s")
+
+    def _hear(self, process: _Process) -> None:
+        try:
+            while process.commands.poll():
+                envs, error = pickle.loads(process.commands.recv_bytes())
+                process.asked.difference_update(envs)
+                process.last_heard, process.patience = time.monotonic(), self._faults.timeout
+                if error is not None:
+                    self._failed(process, np.array(envs), error)
+                for e in envs if error is None else ():
+                    self._has_started[e] = True
+                    self._is[e] = _ANSWERED.get(_Is(self._is[e]), self._is[e])
+        except (EOFError, OSError):
+            assert process.process is not None
+            self._lose(process, f"the worker ended with code {process.process.wait()}")
+
+    def _lose(self, process: _Process, why: str) -> None:
+        process.stop()
+        self._failed(process, process.envs, why)
+
+    def _failed(self, process: _Process, envs: np.ndarray, why: str) -> None:
+        self._is[envs] = _Is.DOWN
+        self.failures += len(envs)
+        self._in_a_row[envs] += 1
+        process.again_at = time.monotonic() + min(_PAUSE * 2.0 ** (self._in_a_row[envs].max() - 1), _LONGEST_PAUSE)
+        which = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
+        tries = np.where(self._has_started[envs], _TRIES, _TRIES_AT_FIRST)
+        if (self._in_a_row[envs] >= tries).any():
+            raise RuntimeError(f"{which} of {self._name} failed {tries.min()} times in a row, at last with: {why.strip()}")
+        _log.warning("%s of %s failed and will start again: %s", which, self._name, why.strip().splitlines()[-1])
+
+    def _launch(self, process: _Process) -> None:
+        commands, child = Pipe()
+        read, process.lifeline = os.pipe()
+        files = [child.fileno(), self._file, read]
+        # A session of its own: Ctrl-C reaches the parent alone, which decides.
+        process.process = subprocess.Popen(
+            [sys.executable, "-m", _simulate.__name__, *map(str, files)],
+            pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True, env=_environment(),
+        )  # fmt: skip
+        child.close()
+        os.close(read)
+        process.commands, process.patience, process.last_heard = commands, self._faults.timeout + _START, time.monotonic()
+        commands.send_bytes(pickle.dumps(tuple(Order("make", (), payload=(self._layout, self._factory)))))
+
+
+def _environment() -> dict[str, str]:
+    """The environment of a worker: it finds the modules that this process finds."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def _stop(processes: Iterable[_Process], file: int) -> None:
+    for process in processes:
+        process.stop()
+    os.close(file)
+
+
+def default_workers() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

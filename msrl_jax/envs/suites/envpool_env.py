@@ -1,0 +1,182 @@
+"""EnvPool's environments (https://github.com/sail-sg/envpool; Weng et al. 2022, arXiv 2206.10558): simulators in threads."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax._checks import whole
+from msrl_jax.envs import spaces
+from msrl_jax.envs.host.base import Outcome
+from msrl_jax.envs.host.spaces import converted
+from msrl_jax.envs.host.vector import HostVectorized, Stepping
+from msrl_jax.envs.suites import common
+
+
+def make(name: str, *, num_threads: int | None = None, **params: Any) -> "EnvPoolEnvironment":
+    """Builds an environment of EnvPool.
+
+    Images are `[H, W, C]`, with the last frames as channels.
+
+    Args:
+      name: one of EnvPool's ids, such as "Pong-v5" or "HalfCheetah-v5".
+      num_threads: number of threads; None for EnvPool's choice.
+      **params: options of the environment, such as `frame_skip=4`, `stack_num=4`, `episodic_life=True`,
+        `repeat_action_probability=0.25` and `reward_clip=True` of Atari's.
+
+    Returns:
+      The environment.
+
+    Raises:
+      ValueError: on an unknown id, on an option that the environment lacks, or on a value that it refuses.
+      TypeError: if it has several players, or spaces that are not supported.
+    """
+    envpool = common.load("envpool")
+    common.check_name("EnvPool", name, envpool.list_all_envs())
+    full = f"envpool:{name}"
+    own = {"num_envs", "batch_size", "num_threads", "seed", "env_seed", "gym_reset_return_info"}
+    known = set(common.build(full, functools.partial(envpool.make_spec, name), {}).config._fields)
+    common.check_params(full, params, known - own)
+    threads = 0 if num_threads is None else whole(f"{full}: num_threads", num_threads)
+    spec = common.build(full, functools.partial(envpool.make_spec, name), params)
+    if spec.config.max_num_players > 1:
+        raise TypeError(f"{full} has {spec.config.max_num_players} players; only environments of one player are supported")
+    return EnvPoolEnvironment(full, name, params, threads)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EnvPoolEnvironment:
+    """Environments that EnvPool steps in threads of its own.
+
+    Every environment has a seed. EnvPool resets an environment in the step after the end of an episode; here that reset is a
+    part of the step that ends it.
+
+    Attributes:
+      name: the name in messages.
+      task: EnvPool's id.
+      params: options of the environment.
+      num_threads: number of threads; 0 for EnvPool's choice.
+      images: whether observations are images.
+    """
+
+    name: str
+    task: str
+    params: Mapping[str, Any]
+    num_threads: int = 0
+    on_host = True
+    observation_space: spaces.Space = dataclasses.field(init=False)
+    action_space: spaces.Space = dataclasses.field(init=False)
+    images: bool = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        spec = self._make(num_envs=1, seed=0).spec
+        with common.quiet():
+            obs, action = (converted(getattr(spec, f"gymnasium_{kind}_space"), self.name) for kind in ("observation", "action"))
+        obs = _without_bounds(obs)  # those of EnvPool are often wrong
+        images = isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3
+        if isinstance(obs, spaces.Box) and images:
+            obs = spaces.Box(0, 255, (*obs.shape[1:], obs.shape[0]), np.uint8)
+        for field, value in {"observation_space": obs, "action_space": action, "images": images}.items():
+            object.__setattr__(self, field, value)
+
+    def vectorize(self, num_envs: int) -> HostVectorized:
+        """Makes `E` copies; no thread is started before their first reset."""
+        whole("num_envs", num_envs)
+        start = functools.partial(Pools, self._make, self._observed, num_envs)
+        return HostVectorized(self.name, num_envs, self.observation_space, self.action_space, Stepping(start, num_envs))
+
+    def _observed(self, obs: Any) -> Any:
+        """EnvPool's observations in the shapes and dtypes of the space."""
+        if self.images:
+            return _channels_last(obs)
+        return jax.tree.map(lambda x, kind: np.asarray(x, kind.dtype), obs, spaces.struct(self.observation_space))
+
+    def _make(self, **options: Any) -> Any:
+        with common.quiet():
+            return common.load("envpool").make_gymnasium(self.task, num_threads=self.num_threads, **options, **self.params)
+
+
+def _without_bounds(space: spaces.Space) -> spaces.Space:
+    """The space with any numbers where it has floats."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({name: _without_bounds(part) for name, part in space.spaces.items()})
+    floats = isinstance(space, spaces.Box) and np.issubdtype(np.dtype(space.dtype), np.floating)  # type: ignore[arg-type]
+    return common.unbounded(spaces.struct(space)) if floats else space
+
+
+def _channels_last(x: np.ndarray) -> np.ndarray:
+    """Images `[..., C, H, W]` as `[..., H, W, C]`."""
+    return np.ascontiguousarray(np.moveaxis(x, -3, -1))
+
+
+class Pools:
+    """`E` environments in pools of EnvPool; see `Simulators`.
+
+    One pool has one step under way. If the first steps are those of groups of environments, each group gets a pool: with equal
+    seeds its environments begin in the states in which they were.
+    """
+
+    def __init__(self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int):
+        """Remembers how to make a pool.
+
+        Args:
+          make: makes a pool from `num_envs` and `seed`.
+          observed: converts EnvPool's observations. `[N, ...]`
+          num_envs: number of environments, `E`.
+        """
+        self._make, self._observed = make, observed
+        self._seeds = np.zeros(num_envs, np.int64)
+        self._has_moved = np.zeros(num_envs, bool)
+        self._pools: dict[bytes, Any] = {}
+        self._envs: dict[bytes, np.ndarray] = {}
+
+    def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
+        """See `Simulators`. Some environments of a pool keep their random numbers."""
+        for key, others in self._envs.items():
+            if key != envs.tobytes() and np.isin(envs, others).all() and len(envs) < len(others):
+                return self._observed(self._pools[key].reset(np.flatnonzero(np.isin(others, envs)).astype(np.int32))[0])
+        self._seeds[envs], self._has_moved[envs] = seeds & 0x7FFFFFFF, False
+        for key in [key for key, others in self._envs.items() if np.isin(others, envs).any()]:
+            del self._pools[key], self._envs[key]
+        return self._begin(envs)
+
+    def _begin(self, envs: np.ndarray) -> Any:
+        key, pool = envs.tobytes(), self._make(num_envs=len(envs), seed=self._seeds[envs].tolist())
+        with common.quiet():
+            self._action_dtype = pool.action_space.dtype
+        self._pools[key], self._envs[key] = pool, envs.copy()
+        return self._observed(pool.reset()[0])
+
+    def start(self, envs: np.ndarray, action: np.ndarray) -> Callable[[], Outcome]:
+        """See `Simulators`. Raises RuntimeError if the environments have been stepped in other groups before."""
+        if envs.tobytes() not in self._pools:
+            if self._has_moved[envs].any():
+                raise RuntimeError("EnvPool's environments keep the groups in which they were stepped first; reset them")
+            self._begin(envs)
+        self._has_moved[envs] = True
+        pool, numbers = self._pools[envs.tobytes()], np.arange(len(envs), dtype=np.int32)
+        pool.send(np.asarray(action, self._action_dtype), numbers)
+
+        def finish() -> Outcome:
+            obs, reward, terminated, truncated, info = pool.recv()
+            order = np.argsort(info["env_id"])
+            final_obs = jax.tree.map(lambda x: x[order], self._observed(obs))
+            reward, terminated, truncated = reward[order], terminated[order].astype(bool), truncated[order].astype(bool)
+            ended = terminated | truncated
+            obs = final_obs
+            if ended.any():
+                first = self._observed(pool.reset(numbers[ended])[0])
+                obs = jax.tree.map(lambda x, new: _with(x, ended, new), final_obs, first)
+            present = np.ones(len(envs), bool)
+            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, present)
+
+        return finish
+
+
+def _with(x: np.ndarray, where: np.ndarray, new: np.ndarray) -> np.ndarray:
+    x = x.copy()
+    x[where] = new
+    return x
