@@ -19,7 +19,10 @@ class Tried(NamedTuple):
 
 
 class Lock:
-    """A lock shows one of four numbers, and opens if all three wheels are where that number wants them."""
+    """A lock shows one of four numbers, and opens if all three wheels are where that number wants them.
+
+    It may be tried four times; who fails the second time has to stop.
+    """
 
     observation_space = Box(0, 1, (COUNT,))
     action_space = Box(np.array(LOWEST), np.add(LOWEST, SIZES) - 1, (3,), jnp.int32)
@@ -32,7 +35,7 @@ class Lock:
         opened = (action == self.wanted(state.shown)).all()
         after = Tried(jax.random.randint(key, (), 0, COUNT), state.time + 1)
         obs = jax.nn.one_hot(after.shown, COUNT)
-        return after, obs, jnp.float32(opened), (state.time % 3 == 1) & opened, after.time == 4
+        return after, obs, jnp.float32(opened), (after.time == 2) & ~opened, after.time == 4
 
     @staticmethod
     def wanted(shown):

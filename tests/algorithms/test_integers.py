@@ -12,6 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli, data, envs
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
+from msrl_jax.envs.agents.games import RockPaperScissors
 
 from .lock import COUNT, SIZES, Lock, OneInteger
 from .many_agents import Homes
@@ -30,6 +31,10 @@ CONFIGS = {
     "impala": SMALL | {"replay_batches": 2, "num_updates": 2},
     "es": SMALL | {"unroll_length": 12},
     "ippo": PROXIMAL,
+    "self_play": PROXIMAL | {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.5},
+    "teams": {"num_envs": 8, "unroll_length": 8, "teams": {
+        "one": "ippo:agents=walker_0|walker_2,hidden_sizes=(8,),num_minibatches=2", "two": "random:agents=walker_1",
+    }},
     "mappo": PROXIMAL | {"share_parameters": False, "core": "gru", "memory_size": 8},
 }
 
@@ -47,8 +52,7 @@ def test_ppo_learns_to_get_every_integer_right():
     """One of the 24 actions opens the lock, another one for every number."""
     result = learned()
     np.testing.assert_array_equal(result.act(SHOWN), OPEN)
-    assert result.evaluation.mean_return.item() == pytest.approx(result.evaluation.mean_length.item())
-    assert result.history["episode_return"][0] < 0.5
+    assert result.evaluation.mean_return == 4 and result.history["episode_return"][0] < 0.5
 
 
 def test_probabilities_are_those_of_the_actions_drawn():
@@ -67,7 +71,7 @@ def test_probabilities_are_those_of_the_actions_drawn():
 def test_one_integer_trains_as_a_choice(algo):
     """Bit for bit."""
     algorithm = msrl.algorithms.get(algo)
-    choice = Homes() if algorithm.many_agents else RandomWalk()
+    choice = RockPaperScissors() if algo == "self_play" else Homes() if algorithm.many_agents else RandomWalk()
     states = []
     for env in (choice, OneInteger(choice)):
         agent = algorithm.build(env, algorithm.config(**CONFIGS[algo]))
@@ -75,7 +79,8 @@ def test_one_integer_trains_as_a_choice(algo):
         step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
         states.append(jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=3)[0])(state))
     jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
-    jax.tree.map(np.testing.assert_array_equal, *(state.env_state for state in states))
+    now = [[x for x in jax.tree.leaves(s.env_state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)] for s in states]
+    jax.tree.map(np.testing.assert_array_equal, *now)
 
 
 def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
