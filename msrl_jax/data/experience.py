@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.data.dataset import FIELDS, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
-from msrl_jax.data.spaces import check_arrays
+from msrl_jax.data.spaces import check_recordable
 from msrl_jax.envs import (
     Environment,
     MultiAgentTimeStep,
@@ -90,7 +90,7 @@ class RecordedEnvironment:
     """An environment, of one agent or several, with a vectorized form that keeps its last steps.
 
     Attributes:
-      env: the environment; observations and actions of an agent are arrays.
+      env: the environment; actions of an agent are arrays.
       steps: number of steps to keep of each copy, `S`.
     """
 
@@ -98,7 +98,7 @@ class RecordedEnvironment:
     steps: int
 
     def __post_init__(self):
-        check_arrays(self.env)
+        check_recordable(self.env)
 
     @property
     def name(self) -> str:
