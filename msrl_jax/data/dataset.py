@@ -48,8 +48,8 @@ class Dataset:
     an entry for each agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `present`. An
     episode of several agents ends when it is truncated or all of them have terminated.
 
-    Observations of several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its path,
-    such as `obs/position`.
+    Observations of several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its
+    path, such as `obs/position`.
 
     Attributes:
       obs: the observations: an array, or nested dicts and tuples of arrays. shape=(N, ...)
@@ -114,8 +114,8 @@ class Dataset:
                 each = "observation, and all but truncated an entry for each agent" if self.has_agents else "observation"
                 many = ", or present too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
-                    f"{name} of a data set is {_kind(arrays[name])}, but {first} is {_kind(arrays[first])}; every field has a row "
-                    f"for each {each}, so give {name} of shape {list(shape)}{many}"
+                    f"{name} of a data set is {_kind(arrays[name])}, but {first} is {_kind(arrays[first])}; every field has a "
+                    f"row for each {each}, so give {name} of shape {list(shape)}{many}"
                 )
         differs = np.zeros(num_rows[0] - 1, bool)
         for name in (first, *others):

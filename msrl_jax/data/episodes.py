@@ -72,7 +72,7 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
             raise ValueError(f"{where} has no {' or '.join(names)}; it has {', '.join(sorted(episode))}")
     lengths = {path: len(x) if x.ndim else 0 for path, x in obs.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"the parts of the observations of {where} have different lengths: {lengths}; give equally many of each")
+        raise ValueError(f"the parts of the observations of {where} have different lengths, {lengths}; give as many of each")
     steps = max(lengths.values()) - 1
     if steps < 1:
         raise ValueError(f"{where} has {steps + 1} observations; give one more than there are steps, so at least two")

@@ -46,8 +46,8 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
         arrays, parts = named(getattr(dataset, field), field), spaces_of(space, field)
         if arrays.keys() != parts.keys():
             raise ValueError(
-                f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with {', '.join(parts)}; "
-                "use the environment that the data set was made in, or convert one of the two"
+                f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with "
+                f"{', '.join(parts)}; use the environment that the data set was made in, or convert one of the two"
             )
         bounds = field == "action" or not same
         fitted = {path: _fit(x, parts[path], path, name, agents, bounds=bounds) for path, x in arrays.items()}

@@ -123,7 +123,7 @@ class Box:
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
-def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:  # noqa: N802 (named like the spaces)
+def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
     """Makes the space of several integers, each in a range of its own: a `Box` from 0 to `nvec - 1`.
 
     Args:

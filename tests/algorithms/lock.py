@@ -24,7 +24,7 @@ class Lock:
     It may be tried four times; who fails the second time has to stop.
     """
 
-    observation_space = Box(0, 1, (COUNT,))
+    observation_space = Box(-1, 1, (COUNT,))
     action_space = Box(np.array(LOWEST), np.add(LOWEST, SIZES) - 1, (3,), jnp.int32)
 
     def reset(self, key):

@@ -124,7 +124,8 @@ def test_integers_of_any_shape_and_type_reach_the_environment_as_they_are():
             assert action.shape == (2, 2) and action.dtype == jnp.uint8
             return super().step(key, state, action.reshape(-1)[:3].astype(jnp.int32))
 
-    result = msrl.train("ppo", Grid(), total_steps=256, policy="GPUOnly:num_devices=1", progress=False, eval_episodes=8, **PROXIMAL)
+    one = {"policy": "GPUOnly:num_devices=1", "progress": False}
+    result = msrl.train("ppo", Grid(), total_steps=256, eval_episodes=8, **one, **PROXIMAL)
     drawn = np.stack([result.act(SHOWN, key) for key in jax.random.split(jax.random.key(0), 50)]).reshape(-1, 4)
     assert [set(x) for x in drawn.T.tolist()] == [set(range(250, 256)), {0, 1}, {3}, {7, 8, 9}]
     assert envs.check(Grid(), steps=20).ok

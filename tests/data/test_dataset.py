@@ -146,9 +146,9 @@ def test_observations_may_leave_the_space_that_their_own_environment_declares(wa
         data.check_spaces(dataclasses.replace(walk, about=about, action=np.full(12, 7)), env)
 
 
-def test_tuples_are_refused(walk):
-    env = type("Other", (Plane,), {"observation_space": envs.Tuple((envs.Discrete(2),))})()
-    with pytest.raises(TypeError, match="FlattenObservation"):
+def test_actions_of_several_parts_are_refused(walk):
+    env = type("Other", (Plane,), {"action_space": envs.Tuple((envs.Discrete(2),))})()
+    with pytest.raises(TypeError, match=r"hold actions that are arrays, but the action_space of Plane is Tuple.* wrap the env"):
         data.check_spaces(walk, env)
 
 

@@ -7,8 +7,8 @@ from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.spaces import is_integers
 
 _FOR_INTEGERS = (
-    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo, mappo or self_play), or wrap the "
-    "environment to take a Discrete space of their combinations"
+    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo, mappo or self_play), or wrap "
+    "the environment to take a Discrete space of their combinations"
 )
 
 def check_discrete(name: str, space: Space) -> Discrete:
