@@ -11,6 +11,7 @@ _FOR_INTEGERS = (
     "the environment to take a Discrete space of their combinations"
 )
 
+
 def check_discrete(name: str, space: Space) -> Discrete:
     """Checks that actions are discrete.
 
