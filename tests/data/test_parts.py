@@ -105,6 +105,18 @@ def test_a_policy_is_recorded_and_files_give_back_the_same(name, recorded, tmp_p
     np.testing.assert_array_equal(checked.obs["more"][0], played.obs["more"][0])
 
 
+def test_a_recorded_run_goes_on(recorded, tmp_path):
+    """Stopped after two of five iterations."""
+
+    def interrupt(tick):
+        if tick.iteration == 2:
+            raise KeyboardInterrupt
+
+    assert train(record=tmp_path / "run.npz", out=tmp_path / "run", callbacks=[interrupt]).interrupted
+    msrl.train(env=Scenes(), resume=tmp_path / "run", progress=False)
+    assert data.load(tmp_path / "run.npz").fingerprint() == recorded[1].fingerprint()
+
+
 def test_parts_of_a_killed_run_are_read(recorded, tmp_path):
     dataset = recorded[1]
     (folder := tmp_path / "run.npz.parts").mkdir()
