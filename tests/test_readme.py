@@ -257,9 +257,10 @@ def test_a_plan_for_named_devices(run_sections):
 
 
 def test_an_environment_of_ones_own(run_sections):
-    (namespace,), _ = run_sections(ENVIRONMENTS, "Your own environment")
-    result = namespace["result"]
+    (corridor, dials), _ = run_sections(ENVIRONMENTS, "Your own environment")
+    result = corridor["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
+    assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
 
 
 def test_an_environment_with_legal_actions(run_sections):

@@ -34,8 +34,8 @@ class Agent:
       env: the vector environment that `iteration` steps.
       initial_carry: `num_envs -> carry [E, ...]`, the recurrent state at the start of an episode; None if the agent has none.
       env_group: size of a group of adjacent environments; all environments of a group must be on one device.
-      probabilities: `(state, obs [E, ...]) -> [E, ..., N]`, what the agent plays outside of training with a key; None if its
-        policy is not categorical, or if it is recurrent.
+      probabilities: `(state, obs [E, ...]) -> [E, ..., N]`, or `[E, ..., K, N]` of `K` integers: what the agent plays outside
+        of training with a key; None if its policy is not categorical, or if it is recurrent.
       data: fields of the state that hold data from outside the run, such as a data set, and their values as host arrays.
         `init` sets such a field to `()`, `with_data` fills it in, and `iteration` does not change it. So the data are
         arguments of a program, not constants; all members share one copy; and checkpoints leave them out.

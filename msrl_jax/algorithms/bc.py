@@ -12,10 +12,11 @@ import jax
 
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.offline import OfflineConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.configs.spaces import check_bounded
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update
+from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment
@@ -31,17 +32,19 @@ def build(env: Environment, config: BCConfig) -> Agent:
     """Builds behavior cloning for one environment.
 
     Args:
-      env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
+      env: the environment; its action space is `Discrete`, a `Box` of integers, or a bounded `Box` of floats.
       config: the settings of the algorithm.
 
     Returns:
       The agent.
 
     Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, or if actions are not bounded.
+      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if an integer of
+        an action has too many values.
       TypeError: if a space is not supported.
     """
-    policy = make_policy(env.observation_space, check_discrete_or_bounded("bc", env.action_space), config)
+    space = check_policy_space(env.action_space)
+    policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
     apply_update = make_apply_update(optimizer)
 

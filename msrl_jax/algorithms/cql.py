@@ -202,7 +202,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
         uniform = jax.vmap(lambda keys: uniform_actions(keys, action_space))(keys[:, :count])
         drawn = [(uniform, jnp.full(uniform.shape[:-1], -size * math.log(2)))]
         for i, obs in enumerate((e.obs, e.next_obs), 1):
-            drawn.append(draw(actor, obs[:, None], keys[:, i * count : (i + 1) * count]))
+            drawn.append(draw(actor, jax.tree.map(lambda x: x[:, None], obs), keys[:, i * count : (i + 1) * count]))
         actions, log_probs = zip(*drawn, strict=True)
         return jnp.concatenate(actions, 1), jnp.concatenate(log_probs, 1)
 

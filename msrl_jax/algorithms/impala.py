@@ -128,7 +128,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
     """Builds IMPALA for one environment.
 
     Args:
-      env: the environment; its action space is `Discrete` or a `Box` of floats.
+      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
       config: the settings of the algorithm.
 
     Returns:

@@ -30,12 +30,13 @@ from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorit
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
 from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
+from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import Discrete, VectorizedAgents
+from msrl_jax.envs import VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -349,7 +350,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         initial_carry=lambda num_envs: network.initial_carry((num_envs, num_agents)),
         recurrent=recurrent,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
-        probabilities=probabilities if isinstance(venv.action_space, Discrete) and not recurrent else None,
+        probabilities=None if recurrent or has_scale(check_policy_space(venv.action_space)) else probabilities,
         env_group=config.num_minibatches if recurrent else 1,
         agent_axes=env,
     )

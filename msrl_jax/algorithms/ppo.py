@@ -102,7 +102,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     """Builds PPO for one environment.
 
     Args:
-      env: the environment; its action space is `Discrete` or a `Box` of floats.
+      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
       config: the settings of the algorithm.
 
     Returns:

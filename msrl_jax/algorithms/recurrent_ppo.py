@@ -118,7 +118,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     """Builds recurrent PPO for one environment.
 
     Args:
-      env: the environment; its action space is `Discrete` or a `Box` of floats.
+      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
       config: the settings of the algorithm.
 
     Returns:

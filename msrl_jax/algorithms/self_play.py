@@ -226,7 +226,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
 
     def probabilities(params: Any, rest: SelfPlay, obs: Any) -> jax.Array:
         p = learner.probabilities(params, rest.learner, one_row_each(obs))  # type: ignore[misc]
-        return p.reshape(-1, 2, p.shape[-1])
+        return p.reshape(-1, 2, *p.shape[2:])
 
     pool = logical_axes(Pool, params=P(), filled=P(), slot=P(), wait=P(), drawn=P(), key=P(), actor_keys=P("env"))
     return dataclasses.replace(
@@ -246,7 +246,7 @@ def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
     """Builds self-play for a game of two players.
 
     Args:
-      env: the environment of two agents; its action space is `Discrete` or a `Box` of floats.
+      env: the environment of two agents; its action space is `Discrete`, or a `Box` of floats or of integers.
       config: the settings of the algorithm.
 
     Returns:

@@ -18,6 +18,7 @@ from msrl_jax.algorithms.configs.rollout import RolloutConfig
 from msrl_jax.algorithms.loops.acting import split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.networks.action_heads import check_policy_space
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment
 
@@ -232,6 +233,8 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
       The team. Outside of training, it counts its steps in a carry, so that it also acts at random without a key.
     """
 
+    space = check_policy_space(venv.action_space)
+
     @fragment(role="actor")
     def draw_keys(keys):
         return split_keys(keys, unroll_length)
@@ -239,7 +242,7 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
     def sample(obs: Any, keys: jax.Array) -> jax.Array:
         """Random actions `[E, A, ...]`, one key for every environment `[E]`."""
         keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-        return jax.vmap(lambda keys, obs: uniform_actions(keys, venv.action_space, obs))(keys, obs)
+        return jax.vmap(lambda keys, obs: uniform_actions(keys, space, obs))(keys, obs)
 
     choose: Any = fragment(role="actor", name="choose")(sample)
 

@@ -54,10 +54,10 @@ def buffer(
         )
 
     def lanes(x: np.ndarray) -> np.ndarray:
-        return np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
+        split = np.swapaxes(x[: steps * shards].reshape(shards, steps, *x.shape[1:]), 0, 1)
+        return split.astype(jax.dtypes.canonicalize_dtype(x.dtype))
 
-    items: dict[str, Any] = {name: lanes(getattr(dataset, name)) for name in dataset.columns}
-    items = {name: x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in items.items()}
+    items: dict[str, Any] = {name: jax.tree.map(lanes, getattr(dataset, name)) for name in dataset.fields}
     items["truncated"][-1] |= ~items["terminated"][-1]
     if dataset.has_masks:
         items |= {name: MaskedObservation(items[name], items.pop(mask)) for name, mask in MASKS.items()}

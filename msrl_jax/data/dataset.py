@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from msrl_jax.data.parts import NESTED, fields_of, named, nested
 from msrl_jax.envs import MaskedObservation
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
@@ -47,13 +48,16 @@ class Dataset:
     an entry for each agent, in the order of `about["agents"]`: shape=(N, A, ...). Such a data set has the field `present`. An
     episode of several agents ends when it is truncated or all of them have terminated.
 
+    Observations of several parts are nested dicts and tuples of arrays. In `columns`, and in files, a part is named by its
+    path, such as `obs/position`.
+
     Attributes:
-      obs: the observations. shape=(N, ...)
+      obs: the observations: an array, or nested dicts and tuples of arrays. shape=(N, ...)
       action: the actions, as the environment takes them. shape=(N, ...)
       reward: the rewards. shape=(N,), dtype=float32
       terminated: whether the episode ended in a terminal state. shape=(N,), dtype=bool
       truncated: whether the episode was cut short. shape=(N,), dtype=bool
-      next_obs: the true successors, before any reset. shape=(N, ...)
+      next_obs: the true successors, before any reset, of the same parts. shape=(N, ...)
       about: the origin of the rows, as plain data.
       cut: whether the data stop at a row while the episode continues; such rows are `truncated` too. None marks only the
         rows before gaps. shape=(N,), dtype=bool
@@ -67,12 +71,12 @@ class Dataset:
       ValueError: if the shapes or dtypes are inconsistent, or an array holds no numbers; the message names the field.
     """
 
-    obs: np.ndarray
+    obs: Any
     action: np.ndarray
     reward: np.ndarray
     terminated: np.ndarray
     truncated: np.ndarray
-    next_obs: np.ndarray
+    next_obs: Any
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cut: Any = None
     action_mask: Any = None
@@ -80,8 +84,15 @@ class Dataset:
     present: Any = None
 
     def __post_init__(self):
-        arrays = {name: np.asarray(getattr(self, name)) for name in self.columns}
-        num_rows = arrays["obs"].shape[:1]
+        arrays = {name: np.asarray(x) for name, x in self.columns.items()}
+        first, *others = [name for name in arrays if fields_of([name]) == {"obs": None}]
+        successors = [name for name in arrays if fields_of([name]) == {"next_obs": None}]
+        if successors != [f"next_{name}" for name in (first, *others)]:
+            raise ValueError(
+                f"a data set has {', '.join(successors)} beside {', '.join((first, *others))}; give observations and their "
+                "successors the same parts"
+            )
+        num_rows = arrays[first].shape[:1]
         if 0 in num_rows or not num_rows:
             raise ValueError("a data set needs at least one row: obs of shape [N, ...]")
         for name, x in arrays.items():
@@ -92,9 +103,9 @@ class Dataset:
                     raise ValueError(f"{name} of a data set is {_kind(x)} with values other than 0 and 1; give bool")
                 arrays[name] = x.astype(bool)
         arrays["reward"] = arrays["reward"].astype(np.float32)
-        lead = arrays["obs"].shape[:2] if self.has_agents else num_rows
+        lead = arrays[first].shape[:2] if self.has_agents else num_rows
         wanted = dict.fromkeys(("reward", "terminated", PRESENT), lead)
-        wanted |= {"truncated": num_rows, "next_obs": arrays["obs"].shape}
+        wanted |= {"truncated": num_rows} | {f"next_{name}": arrays[name].shape for name in (first, *others)}
         if self.has_masks:
             wanted |= dict.fromkeys(MASKS.values(), (*lead, *arrays["action_mask"].shape[-1:]))
         for name in arrays:
@@ -103,24 +114,25 @@ class Dataset:
                 each = "observation, and all but truncated an entry for each agent" if self.has_agents else "observation"
                 many = ", or present too if there are several agents" if name == "reward" and not self.has_agents else ""
                 raise ValueError(
-                    f"{name} of a data set is {_kind(arrays[name])}, but obs is {_kind(arrays['obs'])}; every field has a row "
-                    f"for each {each}, so give {name} of shape {list(shape)}{many}"
+                    f"{name} of a data set is {_kind(arrays[name])}, but {first} is {_kind(arrays[first])}; every field has a "
+                    f"row for each {each}, so give {name} of shape {list(shape)}{many}"
                 )
-        if arrays["next_obs"].dtype != arrays["obs"].dtype:
-            raise ValueError(
-                f"next_obs of a data set is {arrays['next_obs'].dtype}, but obs is {arrays['obs'].dtype}; give both one dtype"
-            )
-        differs = arrays["next_obs"][:-1] != arrays["obs"][1:]
+        differs = np.zeros(num_rows[0] - 1, bool)
+        for name in (first, *others):
+            obs, after = arrays[name], arrays[f"next_{name}"]
+            if after.dtype != obs.dtype:
+                raise ValueError(f"next_{name} of a data set is {after.dtype}, but {name} is {obs.dtype}; give both one dtype")
+            differs |= (after[:-1] != obs[1:]).any(axis=tuple(range(1, obs.ndim)))
         over = _terminated(arrays["terminated"], arrays["truncated"])
-        gap = np.append(differs.any(axis=tuple(range(1, differs.ndim))), True) & ~over & ~arrays["truncated"]
+        gap = np.append(differs, True) & ~over & ~arrays["truncated"]
         if gap.any():
             arrays["truncated"] = arrays["truncated"] | gap
         cut = np.zeros(num_rows, bool) if self.cut is None else np.asarray(self.cut)
         if cut.shape != num_rows or cut.dtype != bool:
             raise ValueError(f"cut of a data set is {_kind(cut)}; give bool{list(num_rows)}, or None")
         arrays["cut"] = (cut | gap) & arrays["truncated"] & ~over
-        for name, x in arrays.items():
-            object.__setattr__(self, name, x)
+        for name in fields_of(arrays):
+            object.__setattr__(self, name, nested(arrays, name))
 
     def __len__(self) -> int:
         return len(self.reward)
@@ -136,9 +148,21 @@ class Dataset:
         return self.present is not None
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the arrays with one row for each transition, except for `cut`."""
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields with one row for each transition, except for `cut`."""
         return (*FIELDS, *(MASKS.values() if self.has_masks else ()), *((PRESENT,) if self.has_agents else ()))
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The arrays of these fields by name; parts of observations by their paths, such as `obs/position`."""
+        found: dict[str, np.ndarray] = {}
+        for name in self.fields:
+            found |= named(getattr(self, name), name) if name in NESTED else {name: getattr(self, name)}
+        return found
+
+    @property
+    def _all_columns(self) -> dict[str, np.ndarray]:
+        return {**self.columns, "cut": self.cut}
 
     @property
     def ended(self) -> np.ndarray:
@@ -157,7 +181,7 @@ class Dataset:
     @property
     def nbytes(self) -> int:
         """Total size of the arrays in bytes."""
-        return sum(getattr(self, name).nbytes for name in self.columns)
+        return sum(x.nbytes for x in self.columns.values())
 
     @property
     def episodes(self) -> Episodes:
@@ -187,8 +211,8 @@ class Dataset:
     def fingerprint(self) -> str:
         """The SHA-256 of all fields with their dtypes and shapes, in hexadecimal digits."""
         digest = hashlib.sha256()
-        for name in (*self.columns, "cut"):
-            x = np.ascontiguousarray(getattr(self, name))
+        for name, x in self._all_columns.items():
+            x = np.ascontiguousarray(x)
             digest.update(f"{name} {_kind(x)}".encode())
             digest.update(x.data)
         return digest.hexdigest()
@@ -202,7 +226,7 @@ class Dataset:
         Returns:
           The data set of these rows, in this order, with gaps marked.
         """
-        return Dataset(**{name: getattr(self, name)[rows] for name in (*self.columns, "cut")}, about=self.about)
+        return from_columns({name: x[rows] for name, x in self._all_columns.items()}, self.about)
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Splits off a part of the episodes.
@@ -230,7 +254,7 @@ class Dataset:
 
 
 def columns(rows: Any) -> dict[str, Any]:
-    """The columns of a data set from transitions, whose observations may have masks.
+    """The columns of a data set from transitions, whose observations may have masks and parts.
 
     Args:
       rows: the fields of a data set as attributes.
@@ -238,20 +262,30 @@ def columns(rows: Any) -> dict[str, Any]:
     Returns:
       The arrays by the names of `Dataset.columns`.
     """
-    found = {name: getattr(rows, name) for name in FIELDS}
-    for name, mask in MASKS.items():
-        if isinstance(found[name], MaskedObservation):
-            found[name], found[mask] = found[name]
+    found: dict[str, Any] = {}
+    masks: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(rows, name)
+        if isinstance(value, MaskedObservation):
+            value, masks[MASKS[name]] = value
+        found |= named(value, name)
+    found |= masks
     if getattr(rows, PRESENT, None) is not None:
         found[PRESENT] = getattr(rows, PRESENT)
     return found
+
+
+def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
+    """Makes a data set from arrays by the names of `Dataset.columns`, and `cut`, if it is known."""
+    return Dataset(**{name: nested(arrays, name) for name in fields_of(arrays)}, about=about)
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     """Joins the steps of parallel environments, one environment after another.
 
     Args:
-      rows: the columns of a data set, with the steps of `E` environments. `[T, E, ...]`
+      rows: the columns of a data set, with the steps of `E` environments `[T, E, ...]`. Those of one agent that are not
+        `present` are left out.
       about: the origin of the rows.
 
     Returns:
@@ -261,7 +295,11 @@ def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
     cut = np.zeros_like(fields["truncated"])
     cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
     fields |= {"truncated": fields["truncated"] | cut, "cut": cut}
-    return Dataset(**{name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}, about=about)
+    fields = {name: x.reshape(-1, *x.shape[2:]) for name, x in fields.items()}
+    if PRESENT in fields and fields[PRESENT].ndim == 1:  # steps of one agent that its environment did not answer
+        keep = fields.pop(PRESENT)
+        fields = {name: x[keep] for name, x in fields.items()}
+    return from_columns(fields, about)
 
 
 def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = None) -> Dataset:
@@ -285,14 +323,18 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
             raise ValueError(f"only one of the first data set and number {i + 1} has an action_mask; give both one, or none")
         if other.has_agents != first.has_agents:
             raise ValueError(f"only one of the first data set and number {i + 1} is of several agents; join those of one kind")
+    kept = [dataset._all_columns for dataset in datasets]
+    for i, other in enumerate(kept):
+        if other.keys() != kept[0].keys():
+            own, others = (", ".join(name for name in x if name.startswith("obs")) for x in (kept[0], other))
+            raise ValueError(f"observations are {own} in the first data set and {others} in number {i + 1}; convert one")
     for name in first.columns:
-        for i, other in enumerate(datasets):
-            a, b = getattr(first, name), getattr(other, name)
+        for i, other in enumerate(kept):
+            a, b = kept[0][name], other[name]
             if a.shape[1:] != b.shape[1:] or a.dtype != b.dtype:
                 raise ValueError(f"{name} is {_kind(a)} in the first data set and {_kind(b)} in number {i + 1}; convert one")
     about = first.about if about is None else about
-    arrays = {name: np.concatenate([getattr(d, name) for d in datasets]) for name in (*first.columns, "cut")}
-    return Dataset(**arrays, about=about)
+    return from_columns({name: np.concatenate([x[name] for x in kept]) for name in kept[0]}, about)
 
 
 def _terminated(terminated: np.ndarray, truncated: np.ndarray) -> np.ndarray:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax.data.dataset import Dataset
+from msrl_jax.data.dataset import Dataset, from_columns
 from msrl_jax.data.extra import require
+from msrl_jax.data.parts import named
 
 NAMES = {
     "obs": ("obs", "observation", "observations"),
@@ -26,7 +27,7 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
       episodes: the arrays of every episode. An episode of `T` steps has `T + 1` observations; actions and rewards `[T, ...]`,
         or `[T + 1, ...]` with a meaningless last entry, as in RLDS; `terminated [T]`, whether a step ended in a terminal
         state, or `is_terminal [T + 1]`, whether an observation is terminal; and optionally `truncated [T]`, whether a limit
-        ended the episode after a step. Plural names work too.
+        ended the episode after a step. Observations may be nested dicts and tuples of arrays. Plural names work too.
       about: the origin of the episodes.
 
     Returns:
@@ -38,7 +39,10 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
     """
     columns: dict[str, list[np.ndarray]] = {}
     for number, episode in enumerate(episodes):
-        for name, x in _rows(episode, f"episode {number}").items():
+        rows = _rows(episode, f"episode {number}")
+        if number and (odd := sorted(rows.keys() ^ columns.keys())):
+            raise ValueError(f"only some of the episodes 0 to {number} have {odd[0]}; give all the same parts of observations")
+        for name, x in rows.items():
             columns.setdefault(name, []).append(x)
     if not columns:
         raise ValueError("there are no episodes; give at least one")
@@ -46,26 +50,32 @@ def from_episodes(episodes: Iterable[Mapping[str, Any]], about: Mapping[str, Any
         kinds = sorted({f"{x.dtype}{list(x.shape[1:])}" for x in parts})
         if len(kinds) > 1:
             raise ValueError(f"{name} is {' in some episodes and '.join(kinds)} in others; convert them to one of these")
-    return Dataset(**{name: np.concatenate(parts) for name, parts in columns.items()}, about=about or {})
+    return from_columns({name: np.concatenate(parts) for name, parts in columns.items()}, about or {})
 
 
 def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
+    obs: dict[str, np.ndarray] = {}
     terminal = False
     for name, names in NAMES.items():
         given = [other for other in names if other in episode]
         if given:
             value = episode[given[0]]
+            if name == "obs":
+                obs = {path: np.asarray(x) for path, x in named(value, name).items()}
+                continue
             if isinstance(value, Mapping | tuple):
                 raise ValueError(f"{given[0]} of {where} is a {type(value).__name__} of arrays; make it one array (flatten it)")
             found[name] = np.asarray(value)
             terminal |= given[0] == "is_terminal"
         elif name != "truncated":
             raise ValueError(f"{where} has no {' or '.join(names)}; it has {', '.join(sorted(episode))}")
-    obs = found.pop("obs")
-    steps = len(obs) - 1
+    lengths = {path: len(x) if x.ndim else 0 for path, x in obs.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the parts of the observations of {where} have different lengths, {lengths}; give as many of each")
+    steps = max(lengths.values()) - 1
     if steps < 1:
-        raise ValueError(f"{where} has {len(obs)} observations; give one more than there are steps, so at least two")
+        raise ValueError(f"{where} has {steps + 1} observations; give one more than there are steps, so at least two")
     for name, x in found.items():
         lengths = [steps + 1] if name == "terminated" and terminal else [steps, steps + 1]
         if x.ndim == 0 or len(x) not in lengths:
@@ -81,7 +91,8 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
         found[name] = x[1:] if name == "terminated" and terminal else x[:steps]
     truncated = found.setdefault("truncated", np.zeros(steps, bool)).astype(bool)
     truncated[-1] |= not found["terminated"][-1]
-    return found | {"obs": obs[:-1], "next_obs": obs[1:], "truncated": truncated}
+    before, after = {path: x[:-1] for path, x in obs.items()}, {f"next_{path}": x[1:] for path, x in obs.items()}
+    return {**found, **before, **after, "truncated": truncated}
 
 
 def read_minari(source: str | Path) -> Dataset:
@@ -95,7 +106,7 @@ def read_minari(source: str | Path) -> Dataset:
 
     Raises:
       ImportError: if minari is not installed; the message says how to install it.
-      ValueError: if the data set does not exist locally or cannot be read, or if its spaces are not arrays.
+      ValueError: if the data set does not exist locally or cannot be read, or if its actions are not arrays.
     """
     minari = require("minari", "a Minari data set")
     try:

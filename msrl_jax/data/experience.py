@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.data.dataset import FIELDS, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
-from msrl_jax.data.spaces import check_arrays
+from msrl_jax.data.spaces import check_recordable
 from msrl_jax.envs import (
     Environment,
     MultiAgentTimeStep,
@@ -34,6 +34,7 @@ from msrl_jax.envs import (
     vectorize_agents,
 )
 from msrl_jax.envs.base import ENV_AXIS, PyTree, env_name
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.spaces import struct
 from msrl_jax.fragments.processes import read
 from msrl_jax.metrics import Mean
@@ -64,7 +65,7 @@ def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> 
       The row. `[E, ...]`
     """
     row = obs, action, t.reward, t.terminated, t.truncated, t.final_obs
-    return AgentsTransition(*row, t.present) if isinstance(t, MultiAgentTimeStep) else Transition(*row)
+    return AgentsTransition(*row, t.present) if isinstance(t, MultiAgentTimeStep) else Transition(*row, present=t.present)
 
 
 class RecordedState(NamedTuple):
@@ -90,7 +91,7 @@ class RecordedEnvironment:
     """An environment, of one agent or several, with a vectorized form that keeps its last steps.
 
     Attributes:
-      env: the environment; observations and actions of an agent are arrays.
+      env: the environment; actions of an agent are arrays.
       steps: number of steps to keep of each copy, `S`.
     """
 
@@ -98,7 +99,7 @@ class RecordedEnvironment:
     steps: int
 
     def __post_init__(self):
-        check_arrays(self.env)
+        check_recordable(self.env)
 
     @property
     def name(self) -> str:
@@ -189,7 +190,10 @@ class RecordedVectorEnvironment:
         lead = (self.steps, self.num_envs)
         done = jax.ShapeDtypeStruct((), jnp.bool_)
         types: dict[str, Any] = dict(zip(FIELDS, (item, action, number, flag, done, item), strict=True))
-        rows = AgentsTransition(**types, present=types["terminated"]) if agents else Transition(**types)
+        if agents:
+            rows: Any = AgentsTransition(**types, present=types["terminated"])
+        else:
+            rows = Transition(**types, present=done if is_on_host(self.env) else None)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import writing
-from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_lanes
+from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_columns, from_lanes
 from msrl_jax.data.episodes import read_minari
 from msrl_jax.data.parquet import read_parquet, write_parquet
+from msrl_jax.data.parts import fields_of
 from msrl_jax.replay import Transition
 
 ABOUT, CUT = "about", "cut"
@@ -118,8 +119,9 @@ def read_parts(folder: Path) -> Dataset:
     for path in paths:
         try:
             with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-                others = [name for name in OPTIONAL if name in file.files]
-                parts.append({name: file[name] for name in (*FIELDS, *others)})
+                if not set(FIELDS) <= set(fields_of(file.files)):
+                    raise ValueError(f"it has {', '.join(file.files)}")
+                parts.append({name: file[name] for name in file.files})
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
     try:
@@ -132,8 +134,9 @@ def read_parts(folder: Path) -> Dataset:
 def _read_npz(path: Path) -> Dataset:
     try:
         with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in (*FIELDS, *OPTIONAL, CUT, ABOUT) if name in file.files}
             names = file.files
+            ours = (*FIELDS, *OPTIONAL, CUT, ABOUT)
+            arrays = {name: file[name] for name in names if fields_of([name]).keys() <= set(ours)}
             about = json.loads(str(arrays.pop(ABOUT, "{}")))
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is no npz file of numbers, or it is damaged ({error}); write it again") from error
@@ -145,15 +148,18 @@ def _read_parquet(path: Path) -> Dataset:
 
 
 def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
-    if missing := [name for name in FIELDS if name not in names]:
+    if missing := [name for name in FIELDS if name not in fields_of(names)]:
         raise ValueError(
             f"{path} has no {', '.join(missing)}; a data set has {', '.join(FIELDS)}, and the file {', '.join(sorted(names))}"
         )
-    return Dataset(**arrays, about=about)
+    try:
+        return from_columns(arrays, about)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _write_npz(dataset: Dataset, path: Path) -> None:
-    arrays: dict[str, Any] = {name: getattr(dataset, name) for name in (*dataset.columns, CUT)}
+    arrays: dict[str, Any] = {**dataset.columns, CUT: dataset.cut}
     np.savez_compressed(path, **arrays, about=np.array(json.dumps(dataset.about)))
 
 

@@ -1,4 +1,4 @@
-"""Parquet files: one column per field, with lists of fixed size for arrays; the shapes are in the metadata."""
+"""Parquet files: one column per field or part of it, with lists of fixed size for arrays; the shapes are in the metadata."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import numpy as np
 
 from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset
 from msrl_jax.data.extra import require
+from msrl_jax.data.parts import fields_of
 
 _KEY = b"msrl_jax"
 
@@ -24,7 +25,7 @@ def write_parquet(dataset: Dataset, path: Path) -> None:
         flat = pa.array(x.reshape(-1))
         return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
 
-    arrays = {name: getattr(dataset, name) for name in dataset.columns}
+    arrays = dataset.columns
     about = {
         "shapes": {name: x.shape[1:] for name, x in arrays.items()},
         "about": dict(dataset.about),
@@ -54,8 +55,8 @@ def read_parquet(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], lis
         raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
     said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
     arrays = {}
-    for name in (*FIELDS, *OPTIONAL):
-        if name in table.column_names:
+    for name in table.column_names:
+        if fields_of([name]).keys() <= {*FIELDS, *OPTIONAL}:
             x = _array(table[name].combine_chunks(), f"column {name} of {path}")
             arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
     if "cut" in said:

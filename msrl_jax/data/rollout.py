@@ -100,7 +100,7 @@ def record(
     Raises:
       ValueError: if a number is out of range, if the file exists, if its suffix names no format, if the rows or the
         environments take more memory than there is, or if an observation has no legal action.
-      TypeError: if observations or actions are not arrays.
+      TypeError: if actions are not arrays.
     """
     steps, num_envs, seed = whole("steps", steps), whole("num_envs", num_envs), check_seed(seed)
     if epsilon is not None and not 0 <= epsilon <= 1:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._device_memory import array_bytes, check_fits_host
+from msrl_jax._device_memory import check_fits_host, tree_bytes
 from msrl_jax.data.dataset import Dataset
+from msrl_jax.data.parts import named, nested, spaces_of
 from msrl_jax.envs import Box, Discrete, Environment, Space, has_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import has_masks
@@ -31,18 +32,26 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
       The data set with observations and actions in the environment's dtypes.
 
     Raises:
-      ValueError: if the numbers of agents, shapes or dtypes differ, or if a value is not finite or not in its space; the
-        message names the field and the row.
-      TypeError: if the spaces are neither a `Box` nor `Discrete`.
+      ValueError: if the numbers of agents, the parts of observations, shapes or dtypes differ, or if a value is not finite or
+        not in its space; the message names the field and the row.
+      TypeError: if the space of actions is neither a `Box` nor `Discrete`.
     """
     name = env_name(env)
     agents = _check_agents(dataset, env)
     spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
     same = dataset.about.get("observation_space") == str(env.observation_space)
-    fitting = {
-        field: _fit(getattr(dataset, field), space, field, name, agents, bounds=field == "action" or not same)
-        for field, space in spaces.items()
-    }
+    check_actions(env)
+    fitting = {}
+    for field, space in spaces.items():
+        arrays, parts = named(getattr(dataset, field), field), spaces_of(space, field)
+        if arrays.keys() != parts.keys():
+            raise ValueError(
+                f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with "
+                f"{', '.join(parts)}; use the environment that the data set was made in, or convert one of the two"
+            )
+        bounds = field == "action" or not same
+        fitted = {path: _fit(x, parts[path], path, name, agents, bounds=bounds) for path, x in arrays.items()}
+        fitting[field] = nested(fitted, field)
     if (bad := np.argwhere(~np.isfinite(dataset.reward))).size:
         raise ValueError(f"reward of the data set is {dataset.reward[(*bad[0],)]} {_rows(bad[:, 0])}; leave such rows out")
     _check_masks(dataset, env)
@@ -81,9 +90,9 @@ def _check_masks(dataset: Dataset, env: Environment) -> None:
 
 def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, ...], *, bounds: bool) -> np.ndarray:
     what = f"{field} of the data set"
-    kind = "action_space" if field == "action" else "observation_space"
-    if not isinstance(space, Box | Discrete):
-        raise TypeError(f"data sets hold arrays, but the {kind} of {name} is {space}; wrap it in envs.FlattenObservation")
+    field, _, part = field.partition("/")
+    kind = "action_space" if field == "action" else f"observation_space/{part}" if part else "observation_space"
+    assert isinstance(space, Box | Discrete)
     if x.shape[1:] != (*agents, *space.shape):
         raise ValueError(
             f"{what} has shape {list(x.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
@@ -120,22 +129,38 @@ def _rows(bad: np.ndarray) -> str:
     return f"in row {bad[0]}" + (f" and in {len(bad) - 1} more" if len(bad) > 1 else "")
 
 
-def check_arrays(env: Environment) -> None:
-    """Raises TypeError unless the observations and the actions of an environment are arrays, as data sets hold them."""
-    for kind in ("observation_space", "action_space"):
-        if not isinstance(space := getattr(env, kind), Box | Discrete):
-            raise TypeError(
-                f"data sets hold arrays, but the {kind} of {env_name(env)} is {space}; wrap it in envs.FlattenObservation to "
-                "record it"
-            )
+def check_actions(env: Environment) -> None:
+    """Raises TypeError unless the actions of an environment are arrays, as data sets hold them."""
+    if not isinstance(env.action_space, Box | Discrete):
+        raise TypeError(
+            f"data sets hold actions that are arrays, but the action_space of {env_name(env)} is {env.action_space}; wrap the "
+            "environment to take a Box or Discrete"
+        )
+
+
+def check_recordable(env: Environment) -> None:
+    """Checks that data sets can hold the steps of an environment.
+
+    Args:
+      env: the environment, of one agent or several.
+
+    Raises:
+      TypeError: if its actions are no arrays.
+      ValueError: if a part of its observations has a name that cannot be one in a path.
+    """
+    check_actions(env)
+    try:
+        spaces_of(env.observation_space, "obs")
+    except ValueError as error:
+        raise ValueError(f"{env_name(env)} cannot be recorded: {error}") from None
 
 
 def bytes_per_step(env: Environment) -> int:
-    """Bytes of a step of an environment in a data set; raises TypeError as `check_arrays` does."""
-    check_arrays(env)
+    """Bytes of a step of an environment in a data set; raises as `check_recordable` does."""
+    check_recordable(env)
     obs, action = struct(env.observation_space), struct(env.action_space)
     masks = 2 * env.action_space.n if has_masks(env) else 0  # type: ignore[attr-defined]
-    row = 2 * array_bytes(obs) + array_bytes(action) + 4 + 1 + masks  # the reward, and whether the agent has terminated
+    row = 2 * tree_bytes(obs) + tree_bytes(action) + 4 + 1 + masks  # the reward, and whether the agent has terminated
     if has_agents(env):
         row = (row + 1) * len(env.agents)  # type: ignore[attr-defined]  # and whether it is present
     return row + 1  # whether the episode was truncated
@@ -155,7 +180,7 @@ def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
       remedy: how to need less, for the message.
 
     Raises:
-      TypeError: if the observations or actions of the environment are not arrays.
+      TypeError: if the actions of the environment are not arrays.
     """
     row = bytes_per_step(env)
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

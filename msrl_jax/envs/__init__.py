@@ -26,6 +26,7 @@ from msrl_jax.envs.running import RunningStatistics as RunningStatistics
 from msrl_jax.envs.spaces import Box as Box
 from msrl_jax.envs.spaces import Dict as Dict
 from msrl_jax.envs.spaces import Discrete as Discrete
+from msrl_jax.envs.spaces import MultiDiscrete as MultiDiscrete
 from msrl_jax.envs.spaces import Space as Space
 from msrl_jax.envs.spaces import Tuple as Tuple
 from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment

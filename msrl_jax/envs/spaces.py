@@ -5,7 +5,7 @@ A value of a `Tuple` or `Dict` space is a tuple or dict of values of its parts; 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +123,27 @@ class Box:
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
+def MultiDiscrete(nvec: ArrayLike, dtype: DTypeLike = jnp.int32) -> Box:
+    """Makes the space of several integers, each in a range of its own: a `Box` from 0 to `nvec - 1`.
+
+    Args:
+      nvec: the number of values of each integer, at least 1. `[*shape]`
+      dtype: integer dtype of a value.
+
+    Returns:
+      The space. A `Box` of integers with other lower bounds is a space of the same kind.
+
+    Raises:
+      ValueError: if an integer has no value, or if `dtype` is no integer dtype.
+    """
+    sizes = np.asarray(nvec)
+    if not np.issubdtype(sizes.dtype, np.integer) or (sizes < 1).any():
+        raise ValueError(f"MultiDiscrete(nvec={nvec}): give whole numbers of at least 1, the number of values of each integer")
+    if not jnp.issubdtype(np.dtype(dtype), jnp.integer):
+        raise ValueError(f"MultiDiscrete(dtype={np.dtype(dtype)}) is no integer dtype; use int32")
+    return Box(0, sizes - 1, sizes.shape, dtype)
+
+
 def _brief(bound: np.ndarray) -> str:
     if bound.size and np.all(bound == bound.flat[0]):
         return str(bound.flat[0])
@@ -195,6 +216,16 @@ class Dict:
 
 
 Space: TypeAlias = Discrete | Box | Tuple | Dict
+
+
+def is_integers(space: Space) -> TypeGuard[Box]:
+    """Whether a space is a `Box` of integers, such as `MultiDiscrete` makes."""
+    return isinstance(space, Box) and bool(jnp.issubdtype(space.dtype, jnp.integer))
+
+
+def num_values(space: Box) -> tuple[int, ...]:
+    """The number of values of every component of a `Box` of integers, in row-major order."""
+    return tuple(int(high) - int(low) + 1 for low, high in zip(space.low.flat, space.high.flat, strict=True))
 
 
 def struct(space: Space) -> Any:

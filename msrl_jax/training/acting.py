@@ -79,14 +79,14 @@ class Behavior:
         return self.agent.act(state, observed, key, carry)
 
     def probabilities(self, state: Any, obs: Any) -> jax.Array:
-        """The probabilities of discrete actions.
+        """The probabilities of discrete actions, or of the values of every integer of an action.
 
         Args:
           state: state of one run, or the result of `restore`.
           obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
 
         Returns:
-          The probabilities `[E, ..., N]`.
+          The probabilities `[E, ..., N]`; `[E, ..., K, N]` if an action is `K` integers.
 
         Raises:
           ValueError: if the agent is recurrent, or if its policy is not categorical.

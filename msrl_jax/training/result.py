@@ -248,6 +248,7 @@ class Result:
 
         Returns:
           The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
+          If an action is `K` integers of at most `N` values, the last dimensions are `[K, N]`; they are independent.
 
         Raises:
           ValueError: if the agent has no categorical policy (PPO, A2C, A3C and IMPALA have one for discrete actions, alone or

@@ -103,6 +103,8 @@ class Setup:
 
     def record(self, steps: int) -> "Setup":
         """The same run with environments that keep their last `steps` steps."""
+        if (groups := getattr(self.config, "env_groups", 1)) > 1:
+            raise ValueError(f"env_groups={groups}: a run whose steps are recorded takes env_groups=1")
         env: Any = RecordedEnvironment(self.env, steps)
         check_rows_fit(self.env, self.config.total_steps * self.seeds, "Record a shorter run, or fewer seeds")
         recorded = _build(self.algorithm, env, self.config, self.dataset)

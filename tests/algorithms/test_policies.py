@@ -48,6 +48,13 @@ ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 ULP_OF_SPEED = np.spacing(np.float32(8))
 IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
 ITERATIONS = 5
+LOCK = "tests.algorithms.lock:Lock"
+EXACT = ("CartPole-v1", LOCK)
+# Of actions of several integers, only the distribution is new: each time on eight devices, under the policies named here.
+INTEGERS = {
+    "ppo": ("SingleLearnerCoarse",), "recurrent_ppo": ("MultiLearner",), "a2c": ("Environments",),
+    "impala": ("SingleLearnerFine",), "a3c": (), "es": ("MultiLearner",), "bc": (),
+}  # fmt: skip
 CASES = [
     ("ppo", "CartPole-v1"),
     ("ppo", "Pendulum-v1"),
@@ -75,6 +82,7 @@ CASES = [
     ("cql+lagrange", "Pendulum-v1"),
     ("iql", "CartPole-v1"),
     ("iql", "Pendulum-v1"),
+    *((name, LOCK) for name in INTEGERS),
 ]
 
 
@@ -109,6 +117,8 @@ def is_slow(algorithm, env, num_devices, policy):
     Of two variants of one algorithm, the one that does more runs each time; A2C learns with continuous actions for all
     on-policy algorithms. The tests of the compiler run small loops on one, two, four and eight devices.
     """
+    if env == LOCK:
+        return num_devices != 8 or policy not in INTEGERS[algorithm]
     if policy not in FEW_POLICIES.get(algorithm, (policy,)):
         return True
     alone = (algorithm, env, num_devices, policy) == ("ppo", "CartPole-v1", 1, "GPUOnly")
@@ -117,7 +127,7 @@ def is_slow(algorithm, env, num_devices, policy):
 
 MATRIX = [
     pytest.param(
-        *case, num_devices, policy, id=f"{case[0]}-{case[1]}-{num_devices}-{policy}",
+        *case, num_devices, policy, id=f"{case[0]}-{case[1].rpartition(':')[2]}-{num_devices}-{policy}",
         marks=[pytest.mark.slow] if is_slow(*case, num_devices, policy) else [],
     )
     for case in CASES for num_devices in (1, 2, 4, 8) for policy in sorted(msrl.policies.POLICIES)
@@ -160,13 +170,13 @@ def test_the_same_training_run(algorithm, env, num_devices, policy):
         agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, devices=jax.devices()[:num_devices]
     )
     one, first = program.run(state, 1, chunk=1)
-    if env == "CartPole-v1":
+    if env in EXACT:
         np.testing.assert_array_equal(seen(one), obs[0])
     else:
         np.testing.assert_allclose(seen(one), obs[0], rtol=0, atol=ULP_OF_SPEED)
     after, measured = program.run(one, ITERATIONS - 1, chunk=1)
     measured = jax.tree.map(lambda a, b: np.concatenate([a, b]), first, measured)
-    if env == "CartPole-v1":
+    if env in EXACT:
         np.testing.assert_array_equal(seen(after), obs[-1])
     else:
         # Continuous actions carry the rounding of the gradient's sum (it is added up per device) into the dynamics.

@@ -73,9 +73,9 @@ def test_unsupported_action_spaces_are_refused_with_an_alternative(name, action_
     [
         (VECTOR, Tuple((CHOICE, CHOICE)), "wrap the environment to take"),
         (VECTOR, Dict({"a": MOTION}), "wrap the environment to take"),
-        (VECTOR, Box(0, 5, (2,), jnp.int32), "wrap the environment to take"),
+        (VECTOR, Box(False, True, (2,), bool), "wrap the environment to take"),
     ],
-    ids=["several actions", "named actions", "integers"],
+    ids=["several actions", "named actions", "truth values"],
 )
 def test_other_spaces_are_refused_before_anything_compiles(
     name, observation_space, action_space, remedy, compiled, monkeypatch, tmp_path, capsys
@@ -132,4 +132,43 @@ def test_observations_of_any_space_train_as_the_vectors_that_they_flatten_to(nam
         run = jax.jit(lambda key, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), length=3))
         state, _ = run(jax.random.key(0))
         params.append(state.params)
+    chex.assert_trees_all_close(*params, rtol=1e-5, atol=1e-7)
+
+
+def random_rows(env, rows=256):
+    """Steps of random observations and actions, with rewards that tell them apart."""
+    keys = jax.random.split(jax.random.key(5), rows + 1)
+    obs = jax.device_get(jax.vmap(env.observation_space.sample)(keys))
+    action = np.asarray(jax.vmap(env.action_space.sample)(keys))[:-1]
+    last, odd = np.arange(rows) % 8 == 7, np.arange(rows) // 8 % 2 == 1
+    before, after = jax.tree.map(lambda x: x[:-1], obs), jax.tree.map(lambda x: x[1:], obs)
+    return msrl.data.Dataset(before, action, np.sin(np.arange(rows)), last & odd, last & ~odd, after)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("bc", "dqn") else pytest.mark.slow)
+             for name in ("bc", "cql", "iql", "dqn", "sac", "td3")]
+)  # fmt: skip
+def test_data_of_any_space_train_as_the_vectors_that_they_flatten_to(name):
+    """Alone, and mixed into the run's own experience."""
+    env = Wandering(OBSERVED["parts"], MOTION if name in ("cql", "td3") else CHOICE)
+    vectors, dataset = msrl.envs.FlattenObservation(env), random_rows(env)
+    flat = {
+        field: np.asarray(spaces.flatten(env.observation_space, getattr(dataset, field))) for field in ("obs", "next_obs")
+    }
+    small = {"num_envs": 8, "unroll_length": 4, "capacity": 128, "learning_starts": 32, "num_updates": 2, "batch_size": 16}
+    algorithm, params = msrl.algorithms.get(name), []
+    fields = {field.name for field in dataclasses.fields(algorithm.config)}
+    for each, rows in ((env, dataset), (vectors, dataclasses.replace(dataset, **flat))):
+        given = {key: value for key, value in small.items() if key in fields}
+        agent = algorithm.build(each, algorithm.config(**given, hidden_sizes=(4,), data=rows))
+        step = lambda s, _, agent=agent: agent.iteration(s)  # noqa: E731
+        state = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
+        state, metrics = jax.jit(lambda s, step=step: jax.lax.scan(step, s, length=4))(state)
+        params.append(state.params)
+        if name == "bc" and each is env:  # and over devices
+            begun = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
+            program = msrl.compile(agent.iteration, begun, policy=msrl.policies.get("MultiLearner"), axes=agent.axes)
+            chex.assert_trees_all_close(program.run(begun, 4)[0].params, state.params, rtol=1e-5, atol=1e-7)
+    assert name not in ("bc", "cql", "iql") or np.isfinite(metrics["validation_loss"]).all()
     chex.assert_trees_all_close(*params, rtol=1e-5, atol=1e-7)

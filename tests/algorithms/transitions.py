@@ -4,6 +4,7 @@ import numpy as np
 
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Discrete
+from msrl_jax.envs.spaces import is_integers
 
 
 def noise(env, rows=640, length=16, seed=0):
@@ -17,6 +18,10 @@ def noise(env, rows=640, length=16, seed=0):
         better = (obs[:-1, 0] > 0.1).astype(np.int32)
         action = np.where(rng.uniform(size=rows) < 0.7, better, rng.integers(0, space.n, rows))
         reward = action == better
+    elif is_integers(space):
+        better = np.where(obs[:-1, :1] > 0.1, space.high, space.low)
+        action = np.where(rng.uniform(size=(rows, 1)) < 0.7, better, rng.integers(space.low, space.high + 1, better.shape))
+        reward = (action == better).mean(-1)
     else:
         better = 0.2 + obs[:-1, :1]
         action = np.clip(better + rng.normal(0, 0.5, (rows, *space.shape)), space.low, space.high).astype(np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import data
+from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.dataset import OPTIONAL
 
@@ -29,9 +29,9 @@ CONFIGS = {
 }  # fmt: skip
 
 
-def train(algo, iterations=5, policy="GPUOnly", devices=1, **options):
+def train(algo, iterations=5, policy="GPUOnly", devices=1, env=ENV, **options):
     return msrl.train(
-        algo, ENV, policy=policy, total_steps=iterations * 24, seed=3, chunk=2, eval_episodes=0, progress=False,
+        algo, env, policy=policy, total_steps=iterations * 24, seed=3, chunk=2, eval_episodes=0, progress=False,
         devices=jax.devices()[:devices], **CONFIGS[algo], **options,
     )  # fmt: skip
 
@@ -194,3 +194,37 @@ def test_learning_from_data_of_several_agents_is_refused(rows, walk):
 def test_arrays_that_do_not_fit_say_which(rows, change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(rows, **{"action_mask": None, "next_action_mask": None} | change)
+
+
+class Parted:
+    """`Leaving` with observations of two parts."""
+
+    agents, action_space = ENV.agents, ENV.action_space
+    observation_space = envs.Dict({"time": envs.Box(0, np.inf, ()), "who": envs.Box(0, np.inf, ())})
+
+    def reset(self, key):
+        state, obs = ENV.reset(key)
+        return state, self.split(obs)
+
+    def step(self, key, state, action):
+        state, obs, *outcome = ENV.step(key, state, action)
+        return state, self.split(obs), *outcome
+
+    def action_mask(self, state):
+        return ENV.action_mask(state)
+
+    @staticmethod
+    def split(obs):
+        return {"time": obs[:, 0], "who": obs[:, 1]}
+
+
+def test_parts_of_observations_of_several_agents_are_recorded(rows, tmp_path):
+    """The run is that of the vectors which the parts flatten to."""
+    result = train("mappo", env=Parted(), record=tmp_path / "run.npz")
+    dataset = data.load(tmp_path / "run.npz")
+    joined = {name: np.stack(list(getattr(dataset, name).values()), -1) for name in ("obs", "next_obs")}
+    same(dataclasses.replace(dataset, **joined, about=rows.about), rows)
+    assert list(dataset.columns)[:2] == ["obs/time", "obs/who"] and dataset.obs["who"].shape == (5 * 24, 3)
+    played = data.record(result, 50, tmp_path / "played.parquet", epsilon=0.5, num_envs=4)
+    assert data.load(tmp_path / "played.parquet").fingerprint() == played.fingerprint()
+    data.check_spaces(played, Parted())  # type: ignore[arg-type]

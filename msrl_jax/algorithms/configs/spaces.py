@@ -4,6 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs.spaces import is_integers
+
+_FOR_INTEGERS = (
+    "for integers use a2c, a3c, bc, es, impala, ppo or recurrent_ppo (of several agents, ippo, mappo or self_play), or wrap "
+    "the environment to take a Discrete space of their combinations"
+)
 
 
 def check_discrete(name: str, space: Space) -> Discrete:
@@ -21,6 +27,8 @@ def check_discrete(name: str, space: Space) -> Discrete:
     """
     if isinstance(space, Discrete):
         return space
+    if is_integers(space):
+        raise TypeError(f"{name} values each of a finite number of actions, got {space}; {_FOR_INTEGERS}")
     raise TypeError(
         f"{name} values each of a finite number of actions, got {space}; wrap the environment to take a Discrete "
         "space, or for a Box of floats use sac or td3 or ddpg or ppo"
@@ -43,6 +51,8 @@ def check_bounded(name: str, space: Space) -> Box:
     """
     if isinstance(space, Discrete):
         raise TypeError(f"{name} acts in a bounded Box, not in {space}; use sac, ppo or a DQN for discrete actions")
+    if is_integers(space):
+        raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; {_FOR_INTEGERS}")
     if not isinstance(space, Box) or not jnp.issubdtype(space.dtype, jnp.floating):
         raise TypeError(f"{name} acts in a bounded Box of floats, not in {space}; wrap the environment to take one")
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):

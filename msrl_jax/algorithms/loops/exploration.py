@@ -15,6 +15,7 @@ from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 from msrl_jax.counters import Counter, at_least, fraction
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import mask_of, sample_legal
+from msrl_jax.envs.spaces import is_integers, num_values
 
 
 def epsilon_greedy(
@@ -61,12 +62,16 @@ def uniform_actions(keys: jax.Array, space: Space, obs: Any = None) -> jax.Array
       obs: the observations acted on; with `MaskedObservation`s, actions are legal. `[E, ...]`
 
     Returns:
-      Continuous actions in [-1, 1] `[E, D]`, or discrete ones `[E]` int32.
+      Continuous actions in [-1, 1] `[E, D]`, discrete ones `[E]` int32, or integers counted from 0 `[E, K]` int32: the actions
+      of a policy, before `action_transform`.
     """
     if (mask := mask_of(obs)) is not None:
         return jax.vmap(sample_legal)(keys, mask)
     if isinstance(space, Discrete):
         return jax.vmap(lambda key: jax.random.randint(key, (), 0, space.n))(keys)
     assert isinstance(space, Box)
+    if is_integers(space):
+        sizes = jnp.array(num_values(space))
+        return jax.vmap(lambda key: jax.random.randint(key, sizes.shape, 0, sizes))(keys)
     size = math.prod(space.shape)
     return jax.vmap(lambda key: jax.random.uniform(key, (size,), minval=-1.0, maxval=1.0))(keys)

@@ -102,7 +102,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
     def init(key: jax.Array) -> OfflineState:
         params_key, learner_key, data_key = jax.random.split(key, 3)
         example = jax.eval_shape(env.reset, key)[1]
-        learner = rule.init(params_key, jnp.zeros((1, *example.shape), example.dtype))
+        learner = rule.init(params_key, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), example))
         return OfflineState(
             **learner._asdict(),
             iteration=counter(),

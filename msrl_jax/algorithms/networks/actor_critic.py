@@ -12,11 +12,12 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax.algorithms.configs.network import NetworkConfig
-from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, Normal
+from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import only_legal, unmasked
-from msrl_jax.envs.spaces import flatten
+from msrl_jax.envs.masks import unmasked
+from msrl_jax.envs.spaces import flatten, is_integers
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": nn.tanh,
@@ -99,11 +100,10 @@ class _Module(nn.Module):
         make_torso = lambda: Torso(self.observation_space, self.hidden_sizes, self.activation, self.convolve)  # noqa: E731
         self.actor_torso = make_torso()
         self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
-        num_outputs = self.action_space.n if isinstance(self.action_space, Discrete) else math.prod(self.action_space.shape)
-        self.actor_head = dense(num_outputs, 0.01)
+        size = num_outputs(self.action_space)
+        self.actor_head = dense(size, 0.01)
         self.critic_head = dense(1, 1.0)
-        if isinstance(self.action_space, Box):
-            self.log_scale = self.param("log_scale", nn.initializers.zeros, (num_outputs,))
+        self.log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
 
     def __call__(self, obs: jax.Array) -> tuple[Distribution, jax.Array]:
         """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
@@ -120,10 +120,7 @@ class _Module(nn.Module):
         return self._value(self.critic_torso(obs))
 
     def _distribution(self, features: jax.Array, obs: Any) -> Distribution:
-        outputs = self.actor_head(features)
-        if isinstance(self.action_space, Discrete):
-            return Categorical(only_legal(outputs, obs))
-        return Normal(outputs, jnp.broadcast_to(self.log_scale, outputs.shape))
+        return policy_of(self.action_space, self.actor_head(features), obs, self.log_scale)
 
     def _value(self, features: jax.Array) -> jax.Array:
         return self.critic_head(features)[..., 0]
@@ -153,18 +150,20 @@ def actor_critic(
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
-      action_space: `Discrete`, or a `Box` of floats.
+      action_space: `Discrete`, or a `Box` of floats or of integers.
       config: layers of a torso.
       shared_torso: whether policy and value share a torso.
 
     Returns:
       The network: one torso for policy and value or one each, and linear heads, with orthogonal initialization. The policy is
-      a `Categorical` for a `Discrete` action space; it has only the legal actions if observations have masks. It is a `Normal`
-      for a `Box`, before `action_transform`; its log-scale starts at 0 and does not depend on the observation.
+      a `Categorical` for a `Discrete` action space; it has only the legal actions if observations have masks. It is a
+      `MultiCategorical` for a `Box` of integers and a `Normal` for one of floats, both before `action_transform`; the log-scale
+      starts at 0 and does not depend on the observation.
 
     Raises:
       TypeError: if the space of actions is of another kind.
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+      ValueError: if an integer of an action has too many values, or if the network convolves and the observations are not
+        images of at least 3x3.
     """
     torso = make_torso(
         observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
@@ -177,7 +176,7 @@ def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
 
     Args:
       features: the space of the feature vectors.
-      action_space: `Discrete`, or a `Box` of floats.
+      action_space: `Discrete`, or a `Box` of floats or of integers.
 
     Returns:
       The network of `actor_critic` without a torso.
@@ -189,24 +188,18 @@ def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
 
 
 def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCritic:
-    if isinstance(action_space, Discrete) or (
-        isinstance(action_space, Box) and jnp.issubdtype(action_space.dtype, jnp.floating)
-    ):
-        module = _Module(
-            torso.observation_space, action_space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso
-        )
-        policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
-        return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
-    raise TypeError(
-        f"no policy for actions in {action_space}; wrap the environment to take a Discrete space or a Box of floats"
-    )
+    space = check_policy_space(action_space)
+    module = _Module(torso.observation_space, space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso)
+    policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
+    return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
     """Makes the map from a policy's actions to an environment's actions.
 
-    Discrete actions pass unchanged. A component of a vector with two finite bounds is clipped to [-1, 1] and scaled to the
-    bounds; other components are only clipped to their bounds.
+    Discrete actions pass unchanged. Integers of a `Box`, which a policy counts from 0, are shifted to its lower bounds. A
+    component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
+    only clipped to their bounds.
 
     Args:
       space: space of one action.
@@ -218,6 +211,9 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
         return lambda action: jnp.asarray(action, space.dtype)
     if not isinstance(space, Box):
         return lambda action: action
+    if is_integers(space):
+        lowest = space.low.reshape(-1).astype(np.int32)
+        return lambda action: (lowest + action).reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
     low, high = space.low.reshape(-1), space.high.reshape(-1)
     bounded = np.isfinite(low) & np.isfinite(high)
     lowest, highest = np.where(bounded, low, -1).astype(np.float32), np.where(bounded, high, 1).astype(np.float32)
@@ -240,9 +236,11 @@ def action_probabilities(
       policy: `(state, obs) -> distribution over actions`.
 
     Returns:
-      `(state, obs [E, ...]) -> probabilities [E, N]`; None unless the space is `Discrete`.
+      `(state, obs [E, ...]) -> probabilities [E, N]`, or `[E, K, N]` of the values of `K` integers; None for floats.
     """
-    return (lambda state, obs: cast(Categorical, policy(state, obs)).probabilities()) if isinstance(space, Discrete) else None
+    if not isinstance(space, Discrete) and not is_integers(space):
+        return None
+    return lambda state, obs: cast(Categorical | MultiCategorical, policy(state, obs)).probabilities()
 
 
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
@@ -253,10 +251,13 @@ def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
       action: actions in the space. `[N, *space.shape]`
 
     Returns:
-      Vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is `Discrete`.
+      Vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is `Discrete`, and
+      `[N, K]` int32 counted from 0 if it is a `Box` of integers.
     """
     if not isinstance(space, Box):
         return action.astype(np.int32)
+    if is_integers(space):
+        return (action.reshape(len(action), -1).astype(np.int64) - space.low.reshape(-1)).astype(np.int32)
     low, high = space.low.reshape(-1).astype(np.float64), space.high.reshape(-1).astype(np.float64)
     bounded = np.isfinite(low) & np.isfinite(high)
     lowest, highest = np.where(bounded, low, -1), np.where(bounded, high, 1)

@@ -3,7 +3,6 @@
 In the shape descriptions, `S` denotes the length of what a centralized critic sees.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,8 +12,9 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax.algorithms.configs.network import NetworkConfig, RecurrentConfig
+from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.actor_critic import Torso, actor_critic, make_torso
-from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, Normal
+from msrl_jax.algorithms.networks.distributions import Distribution
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.algorithms.networks.policies import Network
 from msrl_jax.algorithms.networks.q_network import q_network
@@ -25,7 +25,7 @@ from msrl_jax.algorithms.networks.recurrent import (
     recurrent_q_network,
 )
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import only_legal, unmasked, with_mask_of
+from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.spaces import flat_space, flatten, zeros
 
 Core = Literal["none", "gru", "lstm", "min_gru"]
@@ -39,7 +39,7 @@ def independent_network(
 
     Args:
       observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats.
+      action_space: `Discrete`, or a `Box` of floats or of integers.
       config: the layers.
       core: the kind of recurrent layer.
       memory_size: its size.
@@ -65,7 +65,7 @@ def centralized_network(
 
     Args:
       observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats.
+      action_space: `Discrete`, or a `Box` of floats or of integers.
       state_size: length of what the critic sees, `S`.
       config: the layers of both.
       core: the kind of recurrent layer of both.
@@ -79,14 +79,8 @@ def centralized_network(
       TypeError: if the space of actions is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    if not isinstance(action_space, Discrete) and not (
-        isinstance(action_space, Box) and jnp.issubdtype(action_space.dtype, jnp.floating)
-    ):
-        raise TypeError(
-            f"no policy for actions in {action_space}; wrap the environment to take a Discrete space or a Box of floats"
-        )
-    states = Box(-np.inf, np.inf, (state_size,))
-    actor = _network(observation_space, lambda torso: _Policy(torso, action_space), config, core, memory_size)
+    space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
+    actor = _network(observation_space, lambda torso: _Policy(torso, space), config, core, memory_size)
     critic = _network(states, _Value, config, core, memory_size)
 
     def init(key: jax.Array) -> dict[str, Any]:
@@ -120,12 +114,10 @@ class _Policy(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array) -> Distribution:
         """Maps observations to distributions over actions."""
-        num_outputs = self.action_space.n if isinstance(self.action_space, Discrete) else math.prod(self.action_space.shape)
-        outputs = dense(num_outputs, 0.01)(self.torso(obs))
-        if isinstance(self.action_space, Discrete):
-            return Categorical(only_legal(outputs, obs))
-        log_scale = self.param("log_scale", nn.initializers.zeros, (num_outputs,))
-        return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
+        size = num_outputs(self.action_space)
+        outputs = dense(size, 0.01)(self.torso(obs))
+        log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
+        return policy_of(self.action_space, outputs, obs, log_scale)
 
 
 class _Value(nn.Module):

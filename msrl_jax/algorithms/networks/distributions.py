@@ -50,12 +50,7 @@ class Categorical:
 
     def sample(self, key: jax.Array) -> jax.Array:
         """Draws one action per element from one uniform number each, by inverting the cumulative distribution. `[...]`."""
-        # The uniform number is below 1, so the threshold is below the total, also after rounding. So some action is above the
-        # threshold, and the first such action has a positive probability.
-        weights = jnp.exp(self.logits - jnp.max(self.logits, axis=-1, keepdims=True))
-        cumulative = jnp.cumsum(weights, axis=-1)
-        threshold = _per_key(jax.random.uniform, key)[..., None] * cumulative[..., -1:]
-        return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
+        return _invert(self.logits, _per_key(jax.random.uniform, key))
 
     def mode(self) -> jax.Array:
         """The most probable action; the first one if several are. `[...]`."""
@@ -79,6 +74,47 @@ class Categorical:
         """KL(self, other) in nats; inf if `other` forbids an action that self allows. `[...]`."""
         log_probs, others = jax.nn.log_softmax(self.logits), jax.nn.log_softmax(other.logits)
         return jnp.sum(_times_log(jnp.exp(log_probs), log_probs - others), axis=-1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MultiCategorical:
+    """Independent distributions over `K` integers, each of at most `N` values; actions are `[..., K]` int32.
+
+    Attributes:
+      logits: log-probabilities up to a constant; -inf stands for a value that an integer does not have. `[..., K, N]`
+    """
+
+    logits: jax.Array
+
+    @property
+    def _each(self) -> Categorical:
+        return Categorical(self.logits)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws `K` integers per element, from one uniform number each. `[..., K]`."""
+        count = self.logits.shape[-2:-1]
+        return _invert(self.logits, _per_key(lambda k: jax.random.uniform(k, count), key))
+
+    def mode(self) -> jax.Array:
+        """The most probable integers; the first ones if several are. `[..., K]`."""
+        return self._each.mode()
+
+    def probabilities(self) -> jax.Array:
+        """The probabilities of the values of every integer. `[..., K, N]`."""
+        return self._each.probabilities()
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-probability of `action` `[..., K]` integer. `[...]`."""
+        return jnp.sum(self._each.log_prob(action), axis=-1)
+
+    def entropy(self) -> jax.Array:
+        """Entropy in nats, the sum of those of the integers. `[...]`."""
+        return jnp.sum(self._each.entropy(), axis=-1)
+
+    def kl(self, other: Self) -> jax.Array:
+        """KL(self, other) in nats; inf if `other` lacks a value that self has. `[...]`."""
+        return jnp.sum(self._each.kl(other._each), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -173,6 +209,16 @@ def choose(policy: Distribution, key: jax.Array | None) -> jax.Array:
 def _log_tanh_slope(x: jax.Array) -> jax.Array:
     """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
     return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
+
+
+def _invert(logits: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The actions at which the cumulative distributions of logits `[..., N]` pass uniform numbers `[...]`. int32 `[...]`."""
+    # The uniform number is below 1, so the threshold is below the total, also after rounding. So some action is above the
+    # threshold, and the first such action has a positive probability.
+    weights = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    cumulative = jnp.cumsum(weights, axis=-1)
+    threshold = uniform[..., None] * cumulative[..., -1:]
+    return jnp.sum(cumulative <= threshold, axis=-1, dtype=jnp.int32)
 
 
 def _per_key(draw: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.networks.action_heads import discrete_policy, has_scale, num_outputs
 from msrl_jax.algorithms.networks.actor_critic import Torso, make_torso
-from msrl_jax.algorithms.networks.distributions import Categorical, Normal, TanhNormal, choose
+from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal, TanhNormal, choose
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import only_legal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Policy:
     """
 
     init: Callable[[jax.Array, jax.Array], Any]
-    apply: Callable[[Any, jax.Array], Categorical | TanhNormal]
+    apply: Callable[[Any, jax.Array], Categorical | MultiCategorical | TanhNormal]
 
     def choose_action(self, params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
         """Actions for observations `[E, ...]`: drawn, or the most probable ones if `key` is None."""
@@ -96,7 +96,7 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
 
     Args:
       observation_space: any space.
-      action_space: `Discrete`, or a `Box`.
+      action_space: `Discrete`, or a `Box` of floats or of integers.
       config: the layers.
 
     Returns:
@@ -105,9 +105,9 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
     Raises:
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    if isinstance(action_space, Discrete):
-        logits = make_actor(observation_space, action_space.n, config)
-        return Policy(logits.init, lambda params, obs: Categorical(only_legal(logits.apply(params, obs), obs)))
+    if not has_scale(action_space):
+        logits = make_actor(observation_space, num_outputs(action_space), config)
+        return Policy(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
     network = make_actor(observation_space, 2 * math.prod(action_space.shape), config)
 
     def apply(params: Any, obs: jax.Array) -> TanhNormal:
@@ -117,7 +117,7 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
     return Policy(network.init, apply)
 
 
-def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
+def log_likelihood(policy: Categorical | MultiCategorical | TanhNormal, action: jax.Array) -> jax.Array:
     """Log-likelihoods of the actions of a data set.
 
     Continuous actions are clipped to [-0.999, 0.999], because the log-density of a squashed distribution has no use at a
@@ -125,9 +125,9 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
 
     Args:
       policy: the distribution.
-      action: discrete actions `[B]`, or continuous ones in [-1, 1] `[B, D]`.
+      action: discrete actions `[B]`, integers `[B, K]`, or continuous ones in [-1, 1] `[B, D]`.
 
     Returns:
       The log-likelihoods, in nats. `[B]`
     """
-    return policy.log_prob(action) if isinstance(policy, Categorical) else policy.log_prob(jnp.clip(action, -0.999, 0.999))
+    return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)

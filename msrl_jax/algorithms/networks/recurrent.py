@@ -105,7 +105,7 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
-      action_space: `Discrete`, or a `Box` of floats.
+      action_space: `Discrete`, or a `Box` of floats or of integers.
       config: sizes of the torso and the core.
 
     Returns:

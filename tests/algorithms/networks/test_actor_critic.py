@@ -9,7 +9,7 @@ import pytest
 
 from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, action_transform, actor_critic
-from msrl_jax.envs import Box, Dict, Discrete
+from msrl_jax.envs import Box, Dict, Discrete, MultiDiscrete
 
 CONFIG = NetworkConfig(hidden_sizes=(8, 6))
 FLAT = NetworkConfig(hidden_sizes=(8, 6), network="mlp")
@@ -59,7 +59,10 @@ def test_images_may_be_flattened_instead():
     [
         (Dict({"a": VECTOR}), Discrete(2), "cnn", ValueError, r"got Dict.*use network='mlp'"),
         (VECTOR, Dict({"a": VECTOR}), "auto", TypeError, "Discrete space or a Box of floats"),
-        (VECTOR, Box(0, 5, (2,), "int32"), "auto", TypeError, "Discrete space or a Box of floats"),
+        (VECTOR, Box(False, True, (2,), bool), "auto", TypeError, "Discrete space or a Box of floats"),
+        (VECTOR, MultiDiscrete([2, 1025]), "auto", ValueError, r"an integer of 1,025 values, .* at most 1,024; give its"),
+        (VECTOR, Box(-(2**31), 2**31 - 1, (), "int32"), "auto", ValueError, "an integer of 4,294,967,296 values"),
+        (VECTOR, Box(2**40, 2**40 + 1, (), "int64"), "auto", ValueError, "exceed int32; wrap the environment"),
         (VECTOR, Discrete(2), "cnn", ValueError, "network='mlp'"),
         (Box(0.0, 1.0, (2, 10, 1)), Discrete(2), "auto", ValueError, "network='mlp'"),
     ],

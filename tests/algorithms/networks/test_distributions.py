@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.networks.distributions import Categorical, Normal, TanhNormal
+from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal, TanhNormal
 
 RNG = np.random.default_rng(0)
 LOGITS, OTHER_LOGITS = 2 * RNG.normal(size=(2, 7, 4)).astype(np.float32)
@@ -77,6 +77,62 @@ def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
         assert Categorical(jnp.array([0.3, 0.1, -8.0, -jnp.inf])).sample(jax.random.key(0)) == want
 
 
+SIZES = (3, 1, 4)
+PADDED, OTHER_PADDED = (
+    np.where(np.arange(4) < np.array(SIZES)[:, None], logits, -np.inf)
+    for logits in 2 * RNG.normal(size=(2, 7, 3, 4)).astype(np.float32)
+)
+
+
+def test_several_integers_equal_float64_formulas():
+    """Over all combinations of the values that the integers have."""
+    policy, other = MultiCategorical(jnp.asarray(PADDED)), MultiCategorical(jnp.asarray(OTHER_PADDED))
+    p, q = probabilities(PADDED), probabilities(OTHER_PADDED)
+    all_actions = np.stack(np.meshgrid(*map(np.arange, SIZES), indexing="ij"), -1).reshape(-1, 3)
+    joint, theirs = (np.stack([x[:, range(3), a].prod(-1) for a in all_actions], -1) for x in (p, q))
+    got = np.stack([policy.log_prob(jnp.broadcast_to(a, (7, 3))) for a in all_actions], -1)
+    np.testing.assert_allclose(got, np.log(joint), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(policy.entropy(), -(joint * np.log(joint)).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(policy.kl(other), (joint * np.log(joint / theirs)).sum(-1), rtol=1e-4)
+    np.testing.assert_array_equal(policy.mode(), all_actions[joint.argmax(-1)])
+    np.testing.assert_allclose(policy.probabilities(), p, rtol=1e-5)
+    assert policy.mode().dtype == jnp.int32
+
+
+def test_gradients_of_several_integers_are_finite_and_nothing_flows_to_values_that_they_lack():
+    """Against central differences in float64."""
+    weight, action = RNG.normal(size=7), jnp.zeros((7, 3), jnp.int32)
+    lacks = np.isneginf(PADDED)
+
+    def loss(logits):
+        policy = MultiCategorical(logits)
+        return jnp.sum(weight * (policy.log_prob(action) + policy.entropy() + policy.kl(MultiCategorical(OTHER_PADDED))))
+
+    def exact(logits):
+        p, q = probabilities(logits), probabilities(OTHER_PADDED)
+        logs = [np.log(np.where(lacks, 1, x)) for x in (p, q)]
+        # The entropy and the divergence together leave the cross entropy.
+        return np.sum(weight * (logs[0][..., 0].sum(-1) - (p * logs[1]).sum((-1, -2))))
+
+    got = np.asarray(jax.grad(loss)(jnp.asarray(PADDED)))
+    assert np.isfinite(got).all() and (got[lacks] == 0).all()
+    for index in np.argwhere(~lacks)[::5]:
+        step = np.zeros(PADDED.shape)
+        step[tuple(index)] = 1e-5
+        want = (exact(PADDED + step) - exact(PADDED - step)) / 2e-5
+        np.testing.assert_allclose(got[tuple(index)], want, rtol=1e-3, atol=1e-4)
+
+
+def test_samples_of_several_integers_are_independent_with_the_probabilities_of_the_logits():
+    keys = jax.random.split(jax.random.key(0), (20_000, 7))
+    drawn = np.asarray(MultiCategorical(jnp.broadcast_to(PADDED, (20_000, 7, 3, 4))).sample(keys))
+    assert drawn.dtype == np.int32 and (drawn < SIZES).all()
+    p = probabilities(PADDED)
+    joint = p[:, 0, :, None] * p[:, 2, None, :]
+    frequencies = np.stack([[((drawn[..., 0] == i) & (drawn[..., 2] == j)).mean(0) for j in range(4)] for i in range(4)])
+    assert (np.abs(np.moveaxis(frequencies, -1, 0) - joint) < 5 * np.sqrt(joint * (1 - joint) / 20_000) + 1e-9).all()
+
+
 def exact_tanh_normal(loc, scale, points=200_001):
     """Unsquashed points, weights that integrate over them, and the log-density of each squashed point, in float64."""
     z = np.linspace(-12, 12, points)
@@ -123,7 +179,13 @@ def test_tanh_normal_log_probabilities_survive_saturation():
 TANH_NORMAL = TanhNormal(Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)))
 
 
-@pytest.mark.parametrize("policy", [Categorical(jnp.asarray(LOGITS)), TANH_NORMAL.base, TANH_NORMAL])
+ALL = {
+    "categorical": Categorical(jnp.asarray(LOGITS)), "integers": MultiCategorical(jnp.asarray(PADDED)),
+    "normal": TANH_NORMAL.base, "tanh": TANH_NORMAL,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", list(ALL.values()), ids=list(ALL))
 def test_a_sample_does_not_depend_on_its_batch(policy):
     keys = jax.random.split(jax.random.key(2), 7)
     part = jax.tree.map(lambda x: x[2:4], policy)

@@ -1,0 +1,147 @@
+"""Actions of several integers: they learn, one integer trains as a choice does, and all that a choice can do, they can."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import cli, data, envs
+from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.envs import Box, MultiDiscrete
+from msrl_jax.envs.agents.games import RockPaperScissors
+
+from .lock import COUNT, SIZES, Lock, OneInteger
+from .many_agents import Homes
+from .random_walk import RandomWalk
+
+LOCK = "tests.algorithms.lock:Lock"
+SHOWN = np.eye(COUNT, dtype=np.float32)
+OPEN = np.stack([Lock.wanted(shown) for shown in range(COUNT)])
+SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
+PROXIMAL = SMALL | {"num_epochs": 2, "num_minibatches": 2}
+CONFIGS = {
+    "ppo": PROXIMAL,
+    "recurrent_ppo": PROXIMAL | {"memory_size": 8},
+    "a2c": SMALL,
+    "a3c": SMALL | {"num_workers": 2},
+    "impala": SMALL | {"replay_batches": 2, "num_updates": 2},
+    "es": SMALL | {"unroll_length": 12},
+    "ippo": PROXIMAL,
+    "self_play": PROXIMAL | {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.5},
+    "teams": {"num_envs": 8, "unroll_length": 8, "teams": {
+        "one": "ippo:agents=walker_0|walker_2,hidden_sizes=(8,),num_minibatches=2", "two": "random:agents=walker_1",
+    }},
+    "mappo": PROXIMAL | {"share_parameters": False, "core": "gru", "memory_size": 8},
+}
+
+
+@functools.cache
+def learned():
+    """A run of PPO on the lock, long enough to open it always."""
+    return msrl.train(
+        "ppo", LOCK, total_steps=40_000, num_envs=32, unroll_length=16, learning_rate=1e-2, hidden_sizes=(32,), seed=1,
+        policy="GPUOnly:num_devices=1", eval_episodes=64, progress=False,
+    )  # fmt: skip
+
+
+def test_ppo_learns_to_get_every_integer_right():
+    """One of the 24 actions opens the lock, another one for every number."""
+    result = learned()
+    np.testing.assert_array_equal(result.act(SHOWN), OPEN)
+    assert result.evaluation.mean_return == 4 and result.history["episode_return"][0] < 0.5
+
+
+def test_probabilities_are_those_of_the_actions_drawn():
+    result = learned()
+    p = np.asarray(result.probabilities(SHOWN))
+    assert p.shape == (COUNT, 3, max(SIZES)) and (p[:, 0, 2:] == 0).all() and (p[:, 2, 3:] == 0).all()
+    np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-5)
+    drawn = np.stack([result.act(SHOWN, key) for key in jax.random.split(jax.random.key(0), 400)]) - Lock.action_space.low
+    frequency = (drawn[..., None] == np.arange(max(SIZES))).mean(0)
+    assert (np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / 400) + 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "algo", [pytest.param(a, marks=[] if a in ("ppo", "ippo") else pytest.mark.slow) for a in CONFIGS]
+)
+def test_one_integer_trains_as_a_choice(algo):
+    """Bit for bit."""
+    algorithm = msrl.algorithms.get(algo)
+    choice = RockPaperScissors() if algo == "self_play" else Homes() if algorithm.many_agents else RandomWalk()
+    states = []
+    for env in (choice, OneInteger(choice)):
+        agent = algorithm.build(env, algorithm.config(**CONFIGS[algo]))
+        state = jax.jit(agent.init)(jax.random.key(3))
+        step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
+        states.append(jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=3)[0])(state))
+    jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
+    now = [[x for x in jax.tree.leaves(s.env_state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)] for s in states]
+    jax.tree.map(np.testing.assert_array_equal, *now)
+
+
+def test_actions_are_recorded_saved_cloned_and_loaded(tmp_path):
+    result = learned()
+    played = data.record(result, 600, tmp_path / "played.npz", epsilon=0.5, seed=1, num_envs=8)
+    assert played.action.shape == (600, 3) and played.action.dtype == np.int32
+    assert (played.action >= Lock.action_space.low).all() and (played.action <= Lock.action_space.high).all()
+    opened = (played.action == OPEN[played.obs.argmax(-1)]).all(-1)
+    np.testing.assert_array_equal(played.reward, opened)
+    assert abs(opened.mean() - (0.5 + 0.5 / 24)) < 5 * 0.5 / np.sqrt(600)
+    cloned = msrl.train(
+        "bc", LOCK, data=str(tmp_path / "played.npz"), total_steps=400, hidden_sizes=(32,), learning_rate=1e-2,
+        batch_size=64, policy="GPUOnly:num_devices=1", eval_episodes=0, progress=False,
+    )  # fmt: skip
+    np.testing.assert_array_equal(cloned.act(SHOWN), OPEN)
+    wrong = data.Dataset(*(getattr(played, name) for name in data.dataset.FIELDS))
+    object.__setattr__(wrong, "action", wrong.action + np.int32([0, 0, 2]))
+    with pytest.raises(ValueError, match="action of the data set leaves the action_space of Lock"):
+        data.check_spaces(wrong, Lock())
+    cloned.save(tmp_path / "run")
+    np.testing.assert_array_equal(msrl.Result.load(tmp_path / "run").act(SHOWN), OPEN)
+
+
+def test_the_command_line_trains_seeds_and_records(tmp_path, capsys):
+    run = ["train", "--algo", "a2c", "--env", LOCK, "--num-envs", "8", "--unroll-length", "8", "--hidden-sizes", "8"]
+    where = ["--record", str(tmp_path / "rows.npz"), "--policy", "GPUOnly:num_devices=1", "--progress", "none", "--json"]
+    assert cli.main([*run, *where, "--total-steps", "640", "--seeds", "2", "--eval-episodes", "8"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["env"] == LOCK
+    rows = data.load(tmp_path / "rows.npz")
+    assert rows.action.shape == (2 * 640, 3)
+    np.testing.assert_array_equal(rows.reward, (rows.action == OPEN[rows.obs.argmax(-1)]).all(-1))
+    assert cli.main(["train", "--algo", "dqn", "--env", LOCK]) == 2
+    assert "for integers use a2c, a3c, bc, es, impala, ppo" in capsys.readouterr().err
+
+
+def test_integers_of_any_shape_and_type_reach_the_environment_as_they_are():
+    class Grid(Lock):
+        action_space = Box(np.array([[250, 0], [3, 7]]), np.array([[255, 1], [3, 9]]), (2, 2), jnp.uint8)
+
+        def step(self, key, state, action):
+            assert action.shape == (2, 2) and action.dtype == jnp.uint8
+            return super().step(key, state, action.reshape(-1)[:3].astype(jnp.int32))
+
+    one = {"policy": "GPUOnly:num_devices=1", "progress": False}
+    result = msrl.train("ppo", Grid(), total_steps=256, eval_episodes=8, **one, **PROXIMAL)
+    drawn = np.stack([result.act(SHOWN, key) for key in jax.random.split(jax.random.key(0), 50)]).reshape(-1, 4)
+    assert [set(x) for x in drawn.T.tolist()] == [set(range(250, 256)), {0, 1}, {3}, {7, 8, 9}]
+    assert envs.check(Grid(), steps=20).ok
+
+
+def test_random_integers_are_uniform_and_one_is_the_choice():
+    keys = jax.random.split(jax.random.key(0), 4000)
+    drawn = np.asarray(uniform_actions(keys, Lock.action_space))
+    for i, n in enumerate(SIZES):
+        assert (np.abs(np.bincount(drawn[:, i], minlength=n) / 4000 - 1 / n) < 5 * np.sqrt(1 / n / 4000)).all()
+    one, choice = uniform_actions(keys, MultiDiscrete([5])), uniform_actions(keys, envs.Discrete(5))
+    np.testing.assert_array_equal(one[:, 0], choice)
+
+
+@pytest.mark.parametrize("algo", ["qmix", "vdn", "maddpg"])
+def test_values_of_several_agents_refuse_integers(algo):
+    algorithm = msrl.algorithms.get(algo)
+    with pytest.raises(TypeError, match=r"for integers use .*of several agents, ippo, mappo or self_play"):
+        algorithm.build(OneInteger(Homes()), algorithm.config())
