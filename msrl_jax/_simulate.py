@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -128,7 +129,8 @@ class _Worker:
     def begin(self, number: int) -> None:
         """Starts an episode; every episode has a seed of its own."""
         if number not in self.envs:
-            self.envs[number] = pickle.loads(self.factory)()
+            with _silent():  # simulators write warnings about their own files
+                self.envs[number] = pickle.loads(self.factory)()
         view = self.view
         seed = np.random.SeedSequence([int(view["seed"][number]), int(view["episode"][number])]).generate_state(1)[0]
         view["episode"][number] += 1
@@ -156,6 +158,21 @@ class _Worker:
             if x.shape != leaf.shape:
                 raise ValueError(f"the observation has shape {x.shape}, but the observation space says {leaf.shape}")
             self.view[f"{name}{k}"][number] = x
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Drops what is written to the standard streams, also by code that is not Python. Exceptions are reported otherwise."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _end_with_parent(lifeline: int) -> None:

@@ -118,14 +118,16 @@ class Stepping:
         self._steps = np.zeros(num_envs, np.uint32)
         self._started = np.zeros(num_envs, bool)
 
-    def _there(self) -> Simulators:
+    @property
+    def simulators(self) -> Simulators:
+        """The simulators, which are made now if they were not before."""
         if self._simulators is None:
             self._simulators = self._make()
         return self._simulators
 
     def reset(self, number: np.ndarray, seed: np.ndarray) -> tuple[np.ndarray, Any]:
         """Starts episodes; returns the numbers of steps, and the first observations `[N, ...]`."""
-        obs = self._there().reset(number, seed)
+        obs = self.simulators.reset(number, seed)
         self._steps[number], self._started[number] = 0, True
         return self._steps[number], obs
 
@@ -135,7 +137,7 @@ class Stepping:
 
     def start(self, number: np.ndarray, seed: np.ndarray, steps: np.ndarray, action: np.ndarray) -> Callable[[], Any]:
         """Starts a step of some environments; environments that are not at the step `steps` begin a new episode."""
-        simulators = self._there()
+        simulators = self.simulators
         other = ~self._started[number] | (self._steps[number] != steps)
         if other.any():
             simulators.reset(number[other], seed[other] ^ steps[other])
@@ -147,7 +149,7 @@ class Stepping:
         def outcome() -> tuple[np.ndarray, Any]:
             made = finish()
             if other.any():
-                made.present[other], made.truncated[other] = False, True
+                made.present[other], made.truncated[other], made.terminated[other], made.reward[other] = False, True, False, 0
             return after, tuple(made)
 
         return outcome

@@ -41,7 +41,8 @@ def load(module: str) -> Any:
 def check_name(title: str, name: str, known: Iterable[str]) -> None:
     """Raises ValueError unless a suite has an environment of that name."""
     if name not in (known := sorted(known)):
-        raise ValueError(f"{title} has no environment {name!r}{suggestion(name, known)}; it has {', '.join(known)}")
+        has = ", ".join(known) if len(known) <= 100 else f"{len(known):,} others, such as {known[0]}"
+        raise ValueError(f"{title} has no environment {name!r}{suggestion(name, known)}; it has {has}")
 
 
 def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None:

@@ -1,0 +1,298 @@
+"""Worker processes: the steps are Gymnasium's own, and environments that misbehave cost only their own steps."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.envs import GymnasiumEnvironment
+from msrl_jax.envs.host import workers
+
+from .simulators import Counting, Parts
+
+ROOT = Path(__file__).parents[3]
+
+
+def simulators(env, num_envs=4):
+    """The simulators of a vector environment, and their numbers and seeds."""
+    number = np.arange(num_envs, dtype=np.int32)
+    return env.vectorize(num_envs).simulators, number, number.astype(np.uint32) + 10
+
+
+def play(sim, number, seed, actions):
+    """The outcomes of some steps, `[T, N, ...]`, and the first observations."""
+    steps, first = sim.reset(number, seed)
+    outcomes = []
+    for action in actions:
+        steps, outcome = sim(number, seed, steps, action)
+        outcomes.append(outcome)
+    return first, jax.tree.map(lambda *x: np.stack(x), *outcomes)
+
+
+def expected(factory, seed, actions):
+    """What one environment does, stepped here; every episode has a seed of its own."""
+    env, episode, rows = factory(), 0, []
+
+    def begin():
+        nonlocal episode
+        made = np.random.SeedSequence([int(seed), episode]).generate_state(1)[0]
+        episode += 1
+        return env.reset(seed=int(made))[0]
+
+    first = obs = begin()
+    for action in actions:
+        final, reward, terminated, truncated, _ = env.step(action)
+        obs = begin() if terminated or truncated else final
+        rows.append((obs, np.float32(reward), terminated, truncated, final, True))
+    return first, jax.tree.map(lambda *x: np.stack(x), *rows)
+
+
+@pytest.mark.parametrize("name", ["Pendulum-v1", "CartPole-v1", "HalfCheetah-v5"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_steps_are_those_of_gymnasium_in_this_process(name, num_workers):
+    limit = {"max_episode_steps": 7}
+    env = msrl.envs.make(f"gymnasium:{name}", num_workers=num_workers, **limit)
+    space = gymnasium.make(name).action_space
+    space.seed(0)
+    actions = np.stack([[space.sample() for _ in range(4)] for _ in range(30)])
+    sim, number, seed = simulators(env)
+    first, played = play(sim, number, seed, actions)
+    for e in range(4):
+        one = lambda: gymnasium.make(name, **limit)  # noqa: E731
+        begun, wanted = expected(one, seed[e], actions[:, e])
+        np.testing.assert_array_equal(first[e], begun.astype(np.float32))
+        for x, y in zip(played, wanted, strict=True):
+            np.testing.assert_array_equal(x[:, e], y.astype(x.dtype))
+    assert played[3].any()
+
+
+def test_observations_of_several_parts_and_actions_of_several_integers():
+    env = GymnasiumEnvironment(Parts, num_workers=2)
+    assert str(env.action_space) == "Box(0, [1 2], (2,), int32)"
+    report = msrl.envs.check(env, steps=20)
+    assert report.ok, report
+
+
+def test_a_group_is_stepped_alone():
+    sim, number, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
+    steps, _ = sim.reset(number, seed)
+    half = number[1::2]
+    after, (obs, *_) = sim(half, seed[1::2], steps[1::2], np.ones(2, np.float32))
+    assert after.tolist() == [1, 1] and obs[:, 1].tolist() == [1, 1]
+    _, (obs, *_) = sim(number, seed, np.array([0, 1, 0, 1], np.uint32), np.ones(4, np.float32))
+    assert obs[:, 1].tolist() == [1, 2, 1, 2]
+
+
+def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
+    sim, number, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
+    steps, _ = sim.reset(number, seed)
+    for _ in range(3):
+        steps, _ = sim(number, seed, steps, np.ones(4, np.float32))
+    steps[2] = 1
+    steps, (obs, reward, terminated, truncated, _, present) = sim(number, seed, steps, np.ones(4, np.float32))
+    assert present.tolist() == [True, True, False, True]
+    assert (truncated & ~present).tolist() == [False, False, True, False] and not terminated.any()
+    assert steps.tolist() == [4, 4, 2, 4] and obs[:, 1].tolist() == [4, 4, 1, 4]
+    assert reward.tolist() == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("fault", ["raises_at", "hangs_at", "dies_at"])
+def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(fault, tmp_path, caplog):
+    factory = functools.partial(Counting, 1000, **{fault: 3}, once=str(tmp_path / "failed"))
+    sim, number, seed = simulators(GymnasiumEnvironment(factory, num_workers=4, timeout=1.0))
+    steps, _ = sim.reset(number, seed)
+    lost, present = np.zeros((4, 0), bool), np.ones(4, bool)
+    start = time.monotonic()
+    while time.monotonic() - start < 30 and not (lost.any() and present.all()):
+        steps, (obs, reward, _, truncated, _, present) = sim(number, seed, steps, np.ones(4, np.float32))
+        lost = np.c_[lost, ~present]
+        assert (truncated == ~present).all() and (reward == present).all()
+        assert np.isfinite(obs).all()
+        if lost.any():
+            time.sleep(0.02)
+    (failed,) = np.flatnonzero(lost.any(1))
+    assert lost[failed].sum() > 1 and not lost[:, :2].any()
+    others = np.delete(obs[:, 1], failed)
+    assert (others == len(lost[0])).all() and obs[failed, 1] < len(lost[0])
+    assert "failed and will start again" in caplog.text
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatch):
+    monkeypatch.setattr(workers, "_PAUSE", 0.001)
+    env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
+    sim, number, seed = simulators(env, 1)
+    steps, _ = sim.reset(number, seed)
+    with pytest.raises(RuntimeError, match=r"environment 0 of .* failed 10 times in a row(.|\n)*ArithmeticError: the physics"):
+        for _ in range(1000):
+            steps, _ = sim(number, seed, steps, np.ones(1, np.float32))
+
+
+class Broken(Counting):
+    made = 0
+
+    def reset(self, **options):
+        raise FileNotFoundError("no such scene")
+
+
+def test_an_environment_that_never_starts_is_reported_at_once():
+    sim, number, seed = simulators(GymnasiumEnvironment(Broken, num_workers=1), 2)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"failed 3 times in a row(.|\n)*FileNotFoundError: no such scene"):
+        sim.reset(number, seed)
+    assert time.monotonic() - start < 20
+
+
+def test_a_step_does_not_wait_for_the_slowest():
+    factory = functools.partial(Counting, 20, slow=0.05)  # episodes with a start below 0.5 are slow
+    sim, number, seed = simulators(GymnasiumEnvironment(factory, num_workers=8, drop_slowest=0.25), 8)
+    steps, _ = sim.reset(number, seed)
+    returned, dropped = [], 0
+    total = np.zeros(8)
+    for _ in range(120):
+        steps, (_, reward, terminated, truncated, _, present) = sim(number, seed, steps, np.ones(8, np.float32))
+        total += reward
+        dropped += (~present).sum()
+        assert not (truncated & ~present).any()  # nothing is lost
+        for e in np.flatnonzero(terminated | truncated):
+            returned.append(total[e])
+            total[e] = 0
+    assert dropped > 0 and set(returned) == {20.0}, "every reward is in a return"
+
+
+def test_workers_stop_with_their_parent_however_it_ends(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import numpy as np
+from tests.envs.host.test_workers import simulators, GymnasiumEnvironment, Counting
+import functools
+sim, number, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
+steps, _ = sim.reset(number, seed)
+print(*sim.simulators.pids, flush=True)
+steps, _ = sim(number, seed, steps, np.ones(4, np.float32))
+if sys.argv[1] == "leave":
+    sys.exit()
+sim(number, seed, steps, np.ones(4, np.float32))  # hangs
+"""
+    )
+    for how in ("leave", signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        parent = subprocess.Popen(
+            [sys.executable, str(script), str(how)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        )
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if how != "leave":
+            time.sleep(0.3)
+            parent.send_signal(how)
+        parent.wait(30)
+        parent.stdout.close()
+        deadline = time.monotonic() + 10
+        while any(map(alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(alive, pids)), how
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z" if Path(f"/proc/{pid}").exists() else False
+
+
+def test_a_pool_that_nobody_holds_ends_its_workers():
+    sim, number, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
+    assert not sim._simulators  # nothing starts before the first reset
+    sim.reset(number, seed)
+    pids = sim.simulators.pids
+    del sim
+    assert not any(map(alive, pids))
+
+
+def test_constructors_of_the_main_module_and_closures_work():
+    offset = 3
+
+    class Local(Counting):
+        def step(self, action):
+            obs, reward, *rest = super().step(action)
+            return obs, reward + offset, *rest
+
+    sim, number, seed = simulators(GymnasiumEnvironment(Local, num_workers=1), 2)
+    _, played = play(sim, number, seed, np.ones((2, 2), np.float32))
+    assert (played[1] == 4).all()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_workers": 0}, "num_workers=0: use an integer of at least 1"),
+        ({"timeout": 0}, "timeout=0 must be a number of seconds above 0"),
+        ({"drop_slowest": 1}, r"drop_slowest=1 must be a share of the environments, in \[0, 1\)"),
+    ],
+    ids=["workers", "timeout", "drop"],
+)
+def test_bad_numbers_are_refused_before_anything_starts(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        GymnasiumEnvironment(Counting, **kwargs)
+
+
+class Talking(Counting):
+    observation_space = gymnasium.spaces.Text(5)
+
+
+def test_spaces_without_a_counterpart_are_refused():
+    with pytest.raises(TypeError, match=r"observation_space is Text.* has no counterpart here; use Box, Discrete"):
+        GymnasiumEnvironment(Talking)
+
+
+def test_an_observation_of_another_shape_is_an_error_of_the_environment():
+    class Wrong(Counting):
+        def reset(self, **options):
+            return np.zeros(3), {}
+
+    sim, number, seed = simulators(GymnasiumEnvironment(Wrong, num_workers=1), 1)
+    with pytest.raises(RuntimeError, match=r"the observation has shape \(3,\), but the observation space says \(2,\)"):
+        sim.reset(number, seed)
+
+
+def test_episode_statistics_leave_out_lost_episodes():
+    class Scripted:
+        num_envs, name, axes = 2, "scripted", None
+        observation_space = action_space = msrl.envs.Box(-1, 1, ())
+
+        def step(self, state, action):
+            t = state
+            rows = [  # reward, terminated, truncated, present, of two environments
+                ([1, 1], [0, 0], [0, 0], [1, 1]),
+                ([0, 1], [0, 0], [1, 0], [0, 1]),  # the first loses its episode
+                ([1, 0], [0, 0], [0, 0], [1, 0]),  # the second is late
+                ([1, 5], [1, 1], [0, 0], [1, 0]),  # the second catches up at its end
+            ]
+            reward, terminated, truncated, present = (jnp.array(row) for row in zip(*rows, strict=True))
+            flags = (x[t].astype(bool) for x in (terminated, truncated))
+            zero = jnp.zeros(2)
+            return t + 1, msrl.envs.TimeStep(zero, reward[t].astype(jnp.float32), *flags, zero, present[t].astype(bool))
+
+        def pop_episodes(self, state):
+            return state, {}
+
+    env = msrl.envs.EpisodeStatistics(Scripted())
+    state = env_state = msrl.envs.vector_wrappers.EpisodeStatisticsState(0, *[jnp.zeros(2)] * 5)
+    for _ in range(4):
+        state, _ = env.step(state, None)
+    _, metrics = env.pop_episodes(state)
+    assert [float(metrics[k].total) for k in ("episode_return", "episode_length")] == [2 + 7, 2 + 2]
+    assert float(metrics["episode_return"].count) == 2
+    del env_state
