@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from msrl_jax.fragments.marker import as_inputs, fragment, fragment_p
+from msrl_jax.fragments.marker import as_inputs, fragment, fragment_p, scoped
 from msrl_jax.fragments.placement import HOST
 
 Finish: TypeAlias = Callable[[], Any]
@@ -116,10 +116,11 @@ def host_fragment(fn: Callable[..., Any] | Starting, results: Any, *, name: str 
             if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
                 where = jax.tree_util.keystr(path)
                 raise TypeError(f"argument{where} of host fragment {title!r} is a typed key; pass jax.random.key_data(key)")
-        function = HostFunction(title, fn, arguments, tree, kinds)
+        named = scoped(title)
+        function = HostFunction(named, fn, arguments, tree, kinds)
         body = jax.make_jaxpr(lambda *leaves: io_callback(function, list(kinds), *leaves))(*leaves)
-        body = as_inputs(body, title, _paths(tree))
-        return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=title, role=HOST, host=function))
+        body = as_inputs(body, named, _paths(tree))
+        return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=named, role=HOST, host=function))
 
     return marked
 

@@ -160,6 +160,11 @@ def fragment_scope(scope: str) -> Iterator[None]:
         _scope.reset(token)
 
 
+def scoped(name: str) -> str:
+    """The name of a fragment in the scope in which it is called."""
+    return f"{name}/{_scope.get()}" if _scope.get() else name
+
+
 @overload
 def fragment(fn: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
@@ -248,9 +253,9 @@ def _mark(
             raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
-        scoped = f"{name}/{_scope.get()}" if _scope.get() else name
-        body = as_inputs(closed, scoped, _paths(shapes))
-        results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=scoped, role=role)
+        title = scoped(name)
+        body = as_inputs(closed, title, _paths(shapes))
+        results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=title, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return marked

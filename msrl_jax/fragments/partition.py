@@ -334,6 +334,8 @@ def _sink(groups: list[Group]) -> list[Group]:
         readers = [g for g in groups if g is not group and _reads(g, made, [o for o in groups if o is not group])]
         if len(readers) == 1 and readers[0].placement == group.placement and not readers[0].is_host_call:
             into = readers[0]
+            if not {g for g in into.waits_for if g.is_host_call} <= group.waits_for:
+                continue  # what the next repetition needs of it would wait for another call of the host
             into.nodes[:0] = group.nodes
             into.waits_for |= group.waits_for
             into.waits_for.discard(group)

@@ -99,6 +99,7 @@ class Replay:
       data: host arrays that `sample` also reads and no function changes, such as a dataset; `()` for most buffers. They are
         an argument of `sample`, so that programs do not hold them as constants.
       data_axes: a prefix tree of the data, as `axes` is of the state.
+      may_be_absent: whether steps may not be `present`; windows with such steps have the weight 0.
     """
 
     init: Callable[[], ReplayState]
@@ -116,6 +117,7 @@ class Replay:
     shards: int
     data: Any = ()
     data_axes: Any = dataclasses.field(default_factory=P)
+    may_be_absent: bool = False
 
 
 def add_saturating(count: jax.Array, new: jax.Array) -> jax.Array:

@@ -300,6 +300,7 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         return ring.take(held, at, offset, lambda item: item.present).all(0)
 
     windowed = discount is None and ring.length > 1
+    may_be_absent = getattr(ring.format.example, "present", None) is not None
 
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
@@ -317,7 +318,7 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
         probability = whole(probability)
         weight = drawing.weigh(state, probability)
-        if getattr(ring.format.example, "present", None) is not None:
+        if may_be_absent:
             weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
 
@@ -351,6 +352,7 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         batch_size=ring.batch_size,
         nbytes=nbytes,
         shards=ring.shards,
+        may_be_absent=may_be_absent,
     )
 
 

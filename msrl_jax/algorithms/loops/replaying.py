@@ -233,6 +233,8 @@ def replaying(
         def step(learner, inputs):
             update, batch = inputs
             learner, td_error, stats = rule.update(learner, batch, Progress(iteration, update, ready))
+            if buffer.may_be_absent:  # nothing is to be learned from these windows
+                td_error = jnp.where(batch.weight > 0, td_error, 0.0)
             return learner, (jnp.where(ready, td_error, jnp.nan), stats)
 
         batches = Batch(sample.experience, sample.weight, jnp.stack(keys))

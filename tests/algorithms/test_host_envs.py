@@ -1,0 +1,244 @@
+"""Training with simulators on the host: the run is the one with the same environment on devices, under every policy."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.envs import Box, Discrete
+from msrl_jax.envs.host.base import Outcome
+from msrl_jax.envs.host.vector import HostVectorized, Stepping
+from msrl_jax.fragments.instructions import HostCall, walk
+
+LIMIT, LENGTH = 4, 12  # in eighths, which floats hold exactly
+SPACE = Box(-2.0, 2.0, (2,))
+
+
+def walked(xp, position, count, action):
+    """One step of a walk on eighths: position, steps, reward, terminated, truncated."""
+    eighths = xp.round(action * 4) / 8 if action.dtype == np.float32 else (2 * action - 1) / 8
+    position = (position + eighths).astype(np.float32)
+    count = count + 1
+    terminated = abs(position) * 8 >= LIMIT
+    return position, count, position * 2, terminated, (count >= LENGTH) & ~terminated
+
+
+class WalkState(NamedTuple):
+    position: jax.Array
+    count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    action_space: object
+    observation_space = SPACE
+    name = "Walk"
+
+    def reset(self, key):
+        state = WalkState(jnp.float32(0), jnp.int32(0))
+        return state, jnp.zeros(2)
+
+    def step(self, key, state, action):
+        position, count, *outcome = walked(jnp, state.position, state.count, action.reshape(()))
+        return WalkState(position, count), jnp.stack([position, count / 16]), *outcome
+
+
+class Walks:
+    """The same environments on the host; `absent(step)` says which do not answer."""
+
+    def __init__(self, num_envs, absent=None):
+        self.position, self.count = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.int32)
+        self.absent, self.steps = absent, np.zeros(num_envs, np.int64)
+
+    def obs(self, envs):
+        return np.stack([self.position[envs], (self.count[envs] / 16).astype(np.float32)], -1)
+
+    def reset(self, envs, seeds):
+        self.position[envs], self.count[envs] = 0, 0
+        return self.obs(envs)
+
+    def start(self, envs, action):
+        def finish():
+            moved = walked(np, self.position[envs], self.count[envs], action.reshape(-1))
+            self.position[envs], self.count[envs], reward, terminated, truncated = moved
+            final_obs, present = self.obs(envs), np.ones(len(envs), bool)
+            if self.absent is not None:
+                present = ~self.absent(envs, self.steps[envs])
+                reward, terminated, truncated = np.where(present, reward, 0), terminated & present, truncated | ~present
+            self.steps[envs] += 1
+            self.reset(envs[terminated | truncated], None)
+            return Outcome(self.obs(envs), reward.astype(np.float32), terminated, truncated, final_obs, present)
+
+        return finish
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    action_space: object
+    absent: object = None
+    observation_space = SPACE
+    name, on_host = "Walk", True
+
+    def vectorize(self, num_envs):
+        make = functools.partial(Walks, num_envs, self.absent)
+        return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+
+
+INTEGERS, FLOATS = Discrete(2), Box(-1.0, 1.0, (1,))
+SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,)}
+REPLAY = {"learning_starts": 128, "batch_size": 32, "num_updates": 2, "capacity": 512}
+CASES = {
+    "ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "normalize_observations": True}),
+    "a2c": (INTEGERS, {}),
+    "a3c": (INTEGERS, {"num_workers": 4}),
+    "impala": (INTEGERS, {}),
+    "recurrent_ppo": (INTEGERS, {"num_minibatches": 2, "num_epochs": 2, "memory_size": 8}),
+    "dqn": (INTEGERS, REPLAY | {"n_step": 2}),
+    "r2d2": (INTEGERS, REPLAY | {"memory_size": 8, "burn_in": 2, "trace_length": 4, "learning_starts": 256}),
+    "sac": (FLOATS, REPLAY),
+    "td3": (FLOATS, REPLAY),
+}
+OFTEN = {"ppo": ("MultiLearner", "SingleLearnerFine", "Central"), "dqn": ("SingleLearnerCoarse",), "sac": ("Environments",),
+         "recurrent_ppo": ("SingleLearnerCoarse",), "impala": ("MultiLearner",)}  # fmt: skip
+ITERATIONS = 4
+
+
+def build(name, kind, groups, **env):
+    space, options = CASES[name]
+    algorithm = msrl.algorithms.get(name)
+    return algorithm.build(kind(space, **env), algorithm.config(**(SMALL | options | {"env_groups": groups})))
+
+
+@functools.cache
+def reference(name, groups):
+    """Parameters and metrics of the run on devices, under plain `jax.jit`."""
+    agent = build(name, OnDevice, groups)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, length=ITERATIONS))(state)
+    return jax.device_get((after.params, after.obs, metrics))
+
+
+POLICIES = sorted(set(msrl.policies.POLICIES) - {"GPUOnly"})
+MATRIX = [
+    pytest.param(
+        name, groups, devices, policy, id=f"{name}-{groups}-{devices}-{policy}",
+        marks=[] if policy in OFTEN.get(name, ()) and (groups, devices) == (2, 4) else [pytest.mark.slow],
+    )
+    for name in CASES for groups in (1, 2) for devices in (1, 4) for policy in POLICIES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "groups", "devices", "policy"), MATRIX)
+def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, groups, devices, policy):
+    agent = build(name, OnHost, groups)
+    program = msrl.compile(
+        agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)), policy=msrl.policies.get(policy), axes=agent.axes,
+        groups={"env": agent.env_group}, devices=jax.devices()[:devices],
+    )  # fmt: skip
+    calls = sum(times for i, times in walk(program.instructions) if isinstance(i, HostCall))
+    assert calls == groups * SMALL["unroll_length"]
+    after, metrics = program.run(program.initialize(agent.init, jax.random.key(0)), ITERATIONS)
+    params, obs, wanted = reference(name, groups)
+    np.testing.assert_allclose(after.obs, obs, rtol=0, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert float(metrics.pop("absent").total.sum()) == 0
+    assert metrics.keys() == wanted.keys()
+    for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_group_is_simulated_while_actions_are_chosen_for_another():
+    """Also where the groups share running statistics of observations."""
+    log = []
+
+    class Logging(Walks):
+        def start(self, envs, action):
+            log.append(("start", envs[0]))
+            finish = super().start(envs, action)
+            return lambda: (log.append(("finish", envs[0])), finish())[1]
+
+    class Env(OnHost):
+        def vectorize(self, num_envs):
+            make = functools.partial(Logging, num_envs)
+            return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+
+    agent = build("ppo", Env, 2)
+    assert msrl.algorithms.get("ppo").config(**CASES["ppo"][1]).normalize_observations
+    program = msrl.compile(
+        agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)), policy=msrl.policies.MultiLearner(num_devices=2),
+        axes=agent.axes,
+    )  # fmt: skip
+    program.run(program.initialize(agent.init, jax.random.key(0)), 1)
+    both = [(what, g) for what in ("start", "finish") for g in (0, 1)]
+    turns = [("finish", 0), ("start", 0), ("finish", 1), ("start", 1)]
+    assert log == [*both[:2], *turns * (SMALL["unroll_length"] - 1), *both[2:]]
+
+
+def of_third_env(envs, steps):
+    """The third environment does not answer two steps of every seven."""
+    return (envs == 3) & (steps % 7 < 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_without_an_answer_are_not_learned_from(name):
+    """Whatever such steps hold, the parameters are the same."""
+
+    def run(noise):
+        agent = build(name, functools.partial(Noisy, noise=noise), 1)
+        iteration = jax.jit(agent.iteration)
+        state = jax.jit(agent.init)(jax.random.key(0))
+        for _ in range(3):
+            state, metrics = iteration(state)
+        return jax.device_get(state.params), metrics
+
+    (params, metrics), (others, _) = run(0.0), run(3.0)
+    assert 0 < float(metrics["absent"].total) < float(metrics["absent"].count) / 8
+    jax.tree.map(np.testing.assert_array_equal, params, others)
+    without = jax.device_get(reference(name, 1)[0])
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(without), strict=True))
+
+
+class Noisy(OnHost):
+    """Rewards and last observations of the steps without an answer are noise."""
+
+    def __init__(self, action_space, noise):
+        super().__init__(action_space)
+        object.__setattr__(self, "noise", noise)
+
+    def vectorize(self, num_envs):
+        noise = self.noise
+
+        class NoisyWalks(Walks):
+            def start(self, envs, action):
+                finish = super().start(envs, action)
+
+                def noisy():
+                    t = finish()
+                    t.reward[~t.present], t.final_obs[~t.present] = noise, t.final_obs[~t.present] + noise
+                    return t
+
+                return noisy
+
+        make = functools.partial(NoisyWalks, num_envs, of_third_env)
+        return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+
+
+def test_es_refuses_simulators_on_the_host():
+    algorithm = msrl.algorithms.get("es")
+    with pytest.raises(TypeError, match=r"es starts episodes anew .* simulators on the host \(Walk\) do only when an episode"):
+        algorithm.build(OnHost(INTEGERS), algorithm.config())
+
+
+def test_bad_groups_are_refused():
+    with pytest.raises(ValueError, match=r"PPOConfig.env_groups=3 does not divide num_envs=32"):
+        msrl.algorithms.PPOConfig(env_groups=3)
+    with pytest.raises(ValueError, match=r"A3CConfig.env_groups=4 does not divide the 2 environments of each of num_workers=8"):
+        msrl.algorithms.A3CConfig(env_groups=4, num_envs=16)
+    with pytest.raises(ValueError, match="with exploration='per_env' every environment has an epsilon of its own"):
+        msrl.algorithms.DQNConfig(env_groups=2, exploration="per_env")
