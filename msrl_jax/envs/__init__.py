@@ -20,7 +20,6 @@ from msrl_jax.envs.checking import check as check
 from msrl_jax.envs.registry import make as make
 from msrl_jax.envs.registry import names as names
 from msrl_jax.envs.registry import register as register
-from msrl_jax.envs.reset_pool import PooledVectorized as PooledVectorized
 from msrl_jax.envs.reset_pool import ResetPool as ResetPool
 from msrl_jax.envs.running import RunningStatistics as RunningStatistics
 from msrl_jax.envs.spaces import Box as Box
