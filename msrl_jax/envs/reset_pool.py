@@ -6,6 +6,7 @@ new spare, in turns. (Craftax's optimistic resets, Matthews et al. 2024, arXiv 2
 instead, so copies whose episodes end in the same step may get the same state.)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.base import Environment, PyTree, env_name, strong
+from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.metrics import Mean
 
 
@@ -103,15 +104,15 @@ def fill(first: tuple[PyTree, PyTree]) -> Spares:
     return Spares(first, zero > 0, zero.astype(jnp.int32), zero, zero)
 
 
-def renew(env: Environment, spares: Spares, reset_key: jax.Array, ratio: int) -> Spares:
+def renew(reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int) -> Spares:
     """Gives a new spare to one copy of each group, whose turn it is.
 
     Groups of adjacent copies that are on one device need no communication.
 
     Args:
-      env: the environment.
+      reset: makes the state and the observation of one copy.
       spares: the spares.
-      reset_key: a key of each copy, with which it may reset. `[E]`
+      arguments: the arguments of `reset` for each copy. `[E, ...]`
       ratio: size of a group; it divides the number of copies.
 
     Returns:
@@ -126,8 +127,8 @@ def renew(env: Environment, spares: Spares, reset_key: jax.Array, ratio: int) ->
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn, new).reshape(old.shape)
 
-    keys = jax.vmap(lambda row, i: row[i])(grouped(reset_key), turn)
-    fresh = jax.vmap(lambda key: strong(env.reset(key)))(keys)
+    chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn), arguments)
+    fresh = jax.vmap(reset)(*chosen)
     return spares._replace(
         first=jax.tree.map(put, spares.first, fresh),
         used=put(spares.used, jnp.zeros(turn.shape, bool)),

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._deprecated import deprecated
-from msrl_jax.envs import reset_pool, spaces
+from msrl_jax.envs import params, reset_pool, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
+from msrl_jax.envs.params import ParamSource
 from msrl_jax.envs.reset_pool import Spares
 from msrl_jax.metrics import Mean
 
@@ -25,11 +26,13 @@ class VectorState(NamedTuple):
       key: one typed PRNG key per environment, for all its randomness. `[E]`
       env_state: the states of the environments. `[E, ...]`
       spares: what their next episodes begin with, if resets are pooled; else `()`.
+      source: what the parameters of their next episodes are drawn from, if these are data; else `()`. `[E, ...]`
     """
 
     key: jax.Array
     env_state: PyTree
     spares: Spares | tuple[()] = ()
+    source: ParamSource | tuple[()] = ()
 
 
 def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
@@ -100,46 +103,53 @@ class Vectorized:
         """Starts all environments; returns the state and the first observations `[E, ...]`."""
         check_key(key)
 
-        def reset_one(key):
+        def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            env_state, obs = strong(self.env.reset(reset_key))
-            return VectorState(key, env_state), obs
+            return key, strong(params.with_source(self.env, source).reset(reset_key))
 
-        def spare_one(key):
-            return strong(self.env.reset(jax.random.fold_in(jax.random.split(key)[1], 1)))
+        def spare_one(key, source):
+            reset_key = jax.random.split(key)[1]
+            return strong(params.with_source(self.env, source).reset(jax.random.fold_in(reset_key, 1)))
 
-        keys = jax.random.split(key, self.num_envs)
-        state, obs = jax.vmap(reset_one)(keys)
-        return state if self.ratio == 1 else state._replace(spares=reset_pool.fill(jax.vmap(spare_one)(keys))), obs
+        keys, source = jax.random.split(key, self.num_envs), params.sources(self.env, self.num_envs)
+        key, (env_state, obs) = jax.vmap(reset_one)(keys, source)
+        spares = () if self.ratio == 1 else reset_pool.fill(jax.vmap(spare_one)(keys, source))
+        return VectorState(key, env_state, spares, source), obs
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
         """Advances every environment by one action, and resets environments at the end of an episode."""
         action = as_actions(self, action, (state.key.shape[0],), "environment")
 
-        spares = state.spares
-        if self.ratio > 1:
-            reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
-            spares = reset_pool.renew(self.env, spares, reset_keys, self.ratio)
+        def reset(key, source):
+            return strong(params.with_source(self.env, source).reset(key))
 
-        def step_one(key, env_state, action, spare):
+        spares = state.spares
+        if spares:
+            reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
+            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio)
+
+        def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)
             env_state, final_obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
             # Reset in every step: under vmap a branch is a select anyway, and a branch on "any done" would couple the
             # environments.
-            fresh = strong(self.env.reset(reset_key)) if spare is None else spare
+            fresh = reset(reset_key, source) if spare is None else spare
             done = terminated | truncated
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
             return key, env_state, TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
 
-        key, env_state, t = jax.vmap(step_one)(state.key, state.env_state, action, spares.first if spares else None)
-        return VectorState(key, env_state, reset_pool.take(spares, t.ended) if spares else ()), t
+        of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
+        key, env_state, t = jax.vmap(step_one)(*of_copies)
+        spares = reset_pool.take(spares, t.ended) if spares else ()
+        return VectorState(key, env_state, spares, params.after_step(state.source, self.num_envs)), t
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
-        """Returns the share `repeated_starts` of a `ResetPool`, else no metrics; `EpisodeStatistics` has some."""
+        """Returns the share `repeated_starts` of a `ResetPool` and the means `env_params/NAME` of drawn parameters, if any."""
+        metrics = params.means(state.env_state)
         if not state.spares:
-            return state, {}
-        spares, metrics = reset_pool.pop_repeats(state.spares)
-        return state._replace(spares=spares), metrics
+            return state, metrics
+        spares, shares = reset_pool.pop_repeats(state.spares)
+        return state._replace(spares=spares), metrics | shares
 
     drain = deprecated("drain", pop_episodes)
 

@@ -1,0 +1,403 @@
+"""Parameters of environments as data: drawn anew in every episode, and changed during a run, without compiling anything again.
+
+An environment with `default_params` and `with_params` has parameters as data. `RandomizeParams` draws them and keeps them in
+the state. What it draws them from, a `ParamSource`, is in the state of a vector environment.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._spelling import suggestion
+from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.envs import distributions, spaces
+from msrl_jax.envs.agents.base import has_agents
+from msrl_jax.envs.base import Environment, PyTree, env_name, strong
+from msrl_jax.metrics import Mean
+
+Params: TypeAlias = Mapping[str, Any]
+"""Parameters by name."""
+
+E = TypeVar("E")
+
+_SALT = 0x70617261
+"""Makes the key of parameters from that of a reset, which the environment has too."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["level"], meta_fields=["sample"])
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    """Parameters of episodes that depend on a level, which may change during a run.
+
+    Attributes:
+      sample: `(key, level) -> mapping` from names to values, with `jax.numpy`.
+      level: the level at the start: a number, or a pytree of numbers, arrays and `ramp`s.
+    """
+
+    sample: Callable[[jax.Array, Any], Params]
+    level: PyTree
+
+
+class ParamSource(NamedTuple):
+    """What parameters are drawn from.
+
+    Attributes:
+      values: name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`.
+      taken: environment steps of all copies so far, if a ramp needs them; else `()`.
+    """
+
+    values: Any
+    taken: Counter | tuple[()] = ()
+
+
+class RandomizedState(NamedTuple):
+    """State of `RandomizeParams`.
+
+    Attributes:
+      env_state: state of the environment.
+      params: name -> the value in this episode.
+    """
+
+    env_state: PyTree
+    params: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomizeParams:
+    """Draws parameters of an environment from the key of each reset, and keeps them for the episode.
+
+    Spaces are those of the environment as it is given.
+
+    Attributes:
+      env: the environment, with parameters as data; wrappers may be around it.
+      params: name -> a number, an array, or one of `uniform`, `log_uniform`, `choice` and `ramp`, also as text; or a function
+        `key -> mapping`; or a `Curriculum`. Parameters that it does not name keep their values.
+      source: the same, checked, with its numbers as arrays of the parameters' dtypes.
+    """
+
+    env: Environment
+    params: Params | Callable[[jax.Array], Params] | Curriculum
+    source: ParamSource = dataclasses.field(init=False, repr=False)
+    agents = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError if there is one agent.")
+
+    def __post_init__(self):
+        for inner in _chain(self.env):
+            if isinstance(inner, RandomizeParams):
+                raise ValueError(f"the parameters of {self.name} are drawn already; give all of them at once")
+            if hasattr(inner, "vectorize"):
+                raise TypeError(f"{self.name} makes its parallel copies itself, so its parameters cannot be data here")
+        object.__setattr__(self, "source", _checked(self.env, self.params))
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """The space of the environment."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """The space of the environment."""
+        return self.env.action_space
+
+    @property
+    def action_mask(self) -> Callable[[RandomizedState], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        return self._of_state("action_mask")
+
+    @property
+    def global_state(self) -> Callable[[RandomizedState], jax.Array]:
+        """The global state of an environment of several agents; AttributeError if it has none."""
+        return self._of_state("global_state")
+
+    def _of_state(self, method: str) -> Callable[[RandomizedState], jax.Array]:
+        getattr(self.env, method)
+        return lambda state: getattr(with_params(self.env, state.params), method)(state.env_state)
+
+    def reset(self, key: jax.Array) -> tuple[RandomizedState, PyTree]:
+        """Draws parameters, and starts an episode with them."""
+        params = _draw(self.env, self.source, jax.random.fold_in(key, _SALT))
+        env_state, obs = with_params(self.env, params).reset(key)
+        return RandomizedState(env_state, params), obs
+
+    def step(
+        self, key: jax.Array, state: RandomizedState, action: PyTree
+    ) -> tuple[RandomizedState, PyTree, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        env_state, *stepped = with_params(self.env, state.params).step(key, state.env_state, action)
+        return RandomizedState(env_state, state.params), *stepped  # type: ignore[return-value]
+
+
+def _chain(env: Any) -> Iterator[Any]:
+    """An environment and what its wrappers have inside, the outermost first; not what an adapter has inside."""
+    while env is not None:
+        yield env
+        env = None if _has_params(env) else getattr(env, "env", None)
+
+
+def _has_params(env: Any) -> bool:
+    return hasattr(env, "default_params") and hasattr(env, "with_params")
+
+
+def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters of an environment, or of the one inside of its wrappers, that can be data: name -> shape and dtype.
+
+    Raises:
+      TypeError: if it has none.
+    """
+    for inner in _chain(env):
+        if _has_params(inner) and isinstance(inner.default_params, Mapping):
+            return {name: jax.eval_shape(lambda x=x: jnp.asarray(x)) for name, x in inner.default_params.items()}
+    raise TypeError(
+        f"{env_name(env)} has no parameters as data. An environment of your own has them with a mapping default_params and a "
+        "method with_params(params); else set parameters where it is made, envs.make(name, parameter=value)"
+    )
+
+
+def with_params(env: Any, params: Params) -> Any:
+    """The environment with other values of some parameters, which may be traced."""
+    return env.with_params(params) if _has_params(env) else _around(env, with_params(env.env, params))
+
+
+def _around(env: E, inner: Any) -> E:
+    """A wrapper around another environment."""
+    if not dataclasses.is_dataclass(env) or "env" not in (f.name for f in dataclasses.fields(env)):
+        raise TypeError(
+            f"{type(env).__name__} has an environment with parameters as data inside, but is no dataclass with a field env; "
+            "make it one, or give it default_params and with_params too"
+        )
+    wrapper = copy.copy(env)  # dataclasses.replace would check it again
+    object.__setattr__(wrapper, "env", inner)
+    return wrapper  # type: ignore[return-value]
+
+
+def source_of(env: Any) -> ParamSource | tuple[()]:
+    """What the parameters of an environment, or of the one inside of its wrappers, are drawn from; `()` for constants."""
+    return next((inner.source for inner in _chain(env) if isinstance(inner, RandomizeParams)), ())
+
+
+def with_source(env: E, source: ParamSource | tuple[()]) -> E:
+    """The environment, or a vector environment, with another source of its parameters; itself if that is `()`."""
+    if not source:
+        return env
+    if not isinstance(env, RandomizeParams):
+        return _around(env, with_source(env.env, source))  # type: ignore[attr-defined]
+    env = copy.copy(env)
+    object.__setattr__(env, "source", source)
+    return env
+
+
+def sources(env: Any, num_envs: int) -> ParamSource | tuple[()]:
+    """The source of an environment for each of its copies. `[E, ...]`"""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
+
+
+def after_step(source: Any, num_envs: int) -> Any:
+    """The sources of copies after a step of all of them."""
+    return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
+
+
+def means(env_state: PyTree) -> dict[str, Mean]:
+    """The mean of each parameter over the copies, `env_params/NAME`, of those that are one number."""
+    is_leaf = lambda x: isinstance(x, RandomizedState)  # noqa: E731
+    found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
+    return {
+        f"env_params/{name}": Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size))
+        for params in found
+        for name, x in params.items()
+        if x.ndim == 1
+    }
+
+
+def find_source(state: PyTree) -> ParamSource | tuple[()]:
+    """The first source in a state; `()` if there is none."""
+    return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
+
+
+def _is_source(x: Any) -> bool:
+    return isinstance(x, ParamSource)
+
+
+def in_source(state: PyTree) -> list[bool]:
+    """Whether each leaf of a state is a part of a source."""
+    marked = jax.tree.map(lambda x: jax.tree.map(lambda _: _is_source(x), x), state, is_leaf=_is_source)
+    return jax.tree.leaves(marked)
+
+
+def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]) -> PyTree:
+    """The state with other sources."""
+    return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
+
+
+def changed(env: Any, values: Any) -> Any:
+    """Other values for the source of an environment, checked.
+
+    Args:
+      env: the environment.
+      values: name -> value for some of the parameters that it draws; or the level of its `Curriculum`.
+
+    Returns:
+      The values of the source in which the others are left out; the `Curriculum` with the level.
+
+    Raises:
+      ValueError: if parameters of the environment are not drawn, or drawn otherwise; if a value is not of the kind that it was,
+        with the same number of numbers, because then a program would have to be compiled.
+    """
+    source = source_of(env)
+    if not source or not jax.tree.leaves(source.values):
+        raise ValueError(
+            f"the run on {env_name(env)} has no numbers to set; start it with env_params={{name: value}}, or with "
+            "env_params=envs.Curriculum(sample, level)"
+        )
+    if isinstance(source.values, Curriculum):
+        _check_same("the level", source.values.level, values)
+        return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the parameters of {env_name(env)} are set by name, {{name: value}}, not by {values!r}")
+    types, found = default_params(env), {}
+    for name, value in values.items():
+        if name not in source.values:
+            raise ValueError(
+                f"the run draws no parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
+                f"{', '.join(source.values)}. Give all that may change to env_params at the start"
+            )
+        found[name] = distributions.cast(f"{env_name(env)}: {name}", value, types[name])
+        _check_same(name, source.values[name], found[name])
+    return found
+
+
+def _check_same(what: str, old: PyTree, new: PyTree) -> None:
+    """Raises ValueError unless two values have the same structure and shapes."""
+    shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
+    if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{what} was {_shown(old)} and cannot become {_shown(new)} during a run, only another one of its kind: the program "
+            "would be another one"
+        )
+
+
+def _shown(tree: PyTree) -> str:
+    return str(tree) if distributions.is_value(tree) else distributions.text(tree)
+
+
+def _checked(env: Any, params: Any) -> ParamSource:
+    """The source for `RandomizeParams`."""
+    name, types = env_name(env), default_params(env)
+    if isinstance(params, str):
+        params = distributions.parse_many(params)
+    if isinstance(params, Mapping):
+        if not params:
+            raise ValueError(f"env_params of {name} is empty; name parameters, or leave it out")
+        values: Any = {}
+        for key, value in params.items():
+            _check_name(name, key, types)
+            values[key] = distributions.cast(f"{name}: {key}", value, types[key])
+        names = tuple(values)
+    elif isinstance(params, Curriculum) or callable(params):
+        values = jax.tree.map(_number, params if isinstance(params, Curriculum) else Curriculum(_ignoring_level(params), ()))
+        names = tuple(_sampled_types(name, values, types))
+    else:
+        raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
+    source = ParamSource(values, _zero() if any(distributions.ramps(values)) else ())
+    _check_traceable(env, {key: types[key] for key in names})
+    return source
+
+
+def _zero() -> Counter:
+    return jax.tree.map(np.asarray, counter())
+
+
+def _ignoring_level(sample: Callable[[jax.Array], Params]) -> Callable[[jax.Array, Any], Params]:
+    return lambda key, level: sample(key)
+
+
+def _number(x: Any) -> np.ndarray:
+    """A number or an array of a level."""
+    x = np.asarray(x)
+    if x.dtype.kind not in "biuf":
+        raise ValueError(f"the level of a Curriculum holds {x}; use numbers, arrays of numbers and ramps, or pytrees of them")
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
+    """A number of a level in the type that it had."""
+    given = _number(new)
+    number = given.astype(old.dtype)
+    if old.dtype.kind != "f" and (number != given).any():
+        raise ValueError(f"the level cannot become {new!r}, as it began as {old.dtype}; begin with a float, such as 0.0")
+    return number
+
+
+def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
+    if name not in types:
+        near = suggestion(name, types) if isinstance(name, str) else ""
+        raise ValueError(f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(types)}")
+
+
+def _levels(values: Curriculum, taken: Counter | tuple[()]) -> PyTree:
+    """The level, with numbers for its ramps."""
+    is_ramp = lambda x: isinstance(x, distributions.Ramp)  # noqa: E731
+    return jax.tree.map(lambda x: distributions.at(x, taken) if is_ramp(x) else x, values.level, is_leaf=is_ramp)
+
+
+def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes and dtypes that a function returns, checked."""
+    taken = counter() if any(distributions.ramps(values)) else ()
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    drawn = jax.eval_shape(lambda key: dict(jax.tree.map(jnp.asarray, values.sample(key, _levels(values, taken)))), key)
+    for name, x in drawn.items():
+        _check_name(env, name, types)
+        if x.shape not in ((), types[name].shape) or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
+            raise ValueError(
+                f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, which is "
+                f"{types[name].dtype}{list(types[name].shape)}"
+            )
+    return drawn
+
+
+def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]:
+    """The parameters of an episode."""
+    types, values = default_params(env), source.values
+    if isinstance(values, Curriculum):
+        drawn = strong(dict(values.sample(key, _levels(values, source.taken))))
+        return {name: jnp.broadcast_to(x.astype(types[name].dtype), types[name].shape) for name, x in drawn.items()}
+    keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
+    return {name: distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
+
+
+def _check_traceable(env: Any, types: Mapping[str, Any]) -> None:
+    """Raises ValueError if a parameter decides shapes or Python control flow, so that it cannot be data."""
+    agents = (len(env.agents),) if has_agents(env) else ()
+    action = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*agents, *x.shape), x.dtype), spaces.struct(env.action_space))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
+        its = with_params(env, params)
+        state, obs = strong(its.reset(key))
+        return (state, obs), strong(its.step(key, state, action))
+
+    def problem(params: Mapping[str, Any]) -> Exception | None:
+        try:
+            jax.eval_shape(play, params, key, action)
+        except Exception as error:  # whatever an environment raises there
+            return error
+        return None
+
+    if (error := problem(types)) is None:
+        return
+    for name, kind in types.items():
+        if (of_name := problem({name: kind})) is not None:
+            raise ValueError(
+                f"{name} of {env_name(env)} cannot be data, because it decides shapes or control flow of Python "
+                f"({type(of_name).__name__}); set it where the environment is made, envs.make(..., {name}=value)"
+            ) from of_name
+    raise error
