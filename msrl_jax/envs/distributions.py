@@ -199,8 +199,9 @@ def text(value: Any) -> str:
     if is_value(value):
         return str(value)
     if isinstance(value, str):
-        return value
-    return repr(np.asarray(value).tolist()) if isinstance(value, np.ndarray | np.generic | jax.Array) else repr(value)
+        return text(parse("a parameter", value))
+    value = np.asarray(value).tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
+    return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def parse(what: str, value: str) -> Any:

@@ -44,6 +44,10 @@ class Curriculum:
     level: PyTree
 
 
+GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | str
+"""What `RandomizeParams` takes: name -> value, also as text; a function of a key; or a `Curriculum`."""
+
+
 class ParamSource(NamedTuple):
     """What parameters are drawn from.
 
@@ -82,7 +86,7 @@ class RandomizeParams:
     """
 
     env: Environment
-    params: Params | Callable[[jax.Array], Params] | Curriculum
+    params: GivenParams
     source: ParamSource = dataclasses.field(init=False, repr=False)
     agents = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError if there is one agent.")
 
@@ -135,6 +139,24 @@ class RandomizeParams:
         """Advances the episode."""
         env_state, *stepped = with_params(self.env, state.params).step(key, state.env_state, action)
         return RandomizedState(env_state, state.params), *stepped  # type: ignore[return-value]
+
+
+def randomized(env: Environment, params: GivenParams | None) -> Environment:
+    """The environment with these parameters as data; itself if there are none."""
+    return RandomizeParams(env, params) if params else env
+
+
+def describe(params: GivenParams | None) -> dict[str, str] | str | None:
+    """Parameters as text: by name, as `RandomizeParams` takes them, or a name of a function, which it does not take."""
+    if not params:
+        return None
+    if isinstance(params, str):
+        params = distributions.parse_many(params)
+    if isinstance(params, Mapping):
+        return {name: distributions.text(value) for name, value in params.items()}
+    sample = params.sample if isinstance(params, Curriculum) else params
+    kind = "Curriculum" if isinstance(params, Curriculum) else "function"
+    return f"{kind} {getattr(sample, '__module__', '')}.{getattr(sample, '__qualname__', type(sample).__qualname__)}"
 
 
 def _chain(env: Any) -> Iterator[Any]:
@@ -303,7 +325,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
             values[key] = distributions.cast(f"{name}: {key}", value, types[key])
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
-        values = jax.tree.map(_number, params if isinstance(params, Curriculum) else Curriculum(_ignoring_level(params), ()))
+        values = jax.tree.map(_number, params if isinstance(params, Curriculum) else Curriculum(_ignoring_level(params), ()))  # type: ignore[arg-type]
         names = tuple(_sampled_types(name, values, types))
     else:
         raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
