@@ -111,11 +111,11 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
       The value; the elements of an array are independent, but for those of `choice`.
     """
     if not isinstance(value, Distribution):
-        return jnp.broadcast_to(jnp.asarray(at(value, taken), like.dtype), like.shape)
+        return jnp.asarray(at(value, taken), like.dtype)
     numbers = [jnp.asarray(at(number, taken), like.dtype) for number in value.numbers]
     if value.kind == "choice":
         which = jax.random.randint(key, (), 0, len(numbers))
-        return jnp.broadcast_to(jnp.stack(numbers)[which], like.shape)
+        return jnp.stack(numbers)[which]
     low, high = numbers
     if jnp.issubdtype(like.dtype, jnp.integer):
         return jax.random.randint(key, like.shape, low, high + 1, like.dtype)
@@ -171,7 +171,7 @@ def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeS
     try:
         given = np.asarray(number)
         converted = given.astype(like.dtype)
-        fits = given.dtype.kind in "biuf" and given.shape in ((), like.shape) and not np.isnan(converted).any()
+        fits = given.dtype.kind in "biuf" and given.shape == like.shape and not np.isnan(converted).any()
         fits &= given.dtype.kind == "b" if like.dtype == bool else given.dtype.kind != "b"
         fits &= bool(np.all(converted == given)) if np.dtype(like.dtype).kind in "iu" else True
     except (TypeError, ValueError, OverflowError):

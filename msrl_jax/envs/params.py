@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._compat import used_inputs
 from msrl_jax._spelling import suggestion
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import distributions, spaces
@@ -178,7 +179,8 @@ def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """
     for inner in _chain(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
-            return {name: jax.eval_shape(lambda x=x: jnp.asarray(x)) for name, x in inner.default_params.items()}
+            known = inner.default_params.items()
+            return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in known}
     raise TypeError(
         f"{env_name(env)} has no parameters as data. An environment of your own has them with a mapping default_params and a "
         "method with_params(params); else set parameters where it is made, envs.make(name, parameter=value)"
@@ -330,7 +332,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
     else:
         raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
     source = ParamSource(values, _zero() if any(distributions.ramps(values)) else ())
-    _check_traceable(env, {key: types[key] for key in names})
+    _check_data(env, {key: types[key] for key in names})
     return source
 
 
@@ -362,7 +364,12 @@ def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
 def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
     if name not in types:
         near = suggestion(name, types) if isinstance(name, str) else ""
-        raise ValueError(f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(types)}")
+        raise ValueError(f"{env} has no parameter {name!r}{near} that can be data; it has {_listed(types)}")
+
+
+def _listed(names: Mapping[str, Any], most: int = 20) -> str:
+    rest = f" and {len(names) - most} others (default_params)" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + rest
 
 
 def _levels(values: Curriculum, taken: Counter | tuple[()]) -> PyTree:
@@ -378,7 +385,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     drawn = jax.eval_shape(lambda key: dict(jax.tree.map(jnp.asarray, values.sample(key, _levels(values, taken)))), key)
     for name, x in drawn.items():
         _check_name(env, name, types)
-        if x.shape not in ((), types[name].shape) or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
+        if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
             raise ValueError(
                 f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, which is "
                 f"{types[name].dtype}{list(types[name].shape)}"
@@ -391,13 +398,13 @@ def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
         drawn = strong(dict(values.sample(key, _levels(values, source.taken))))
-        return {name: jnp.broadcast_to(x.astype(types[name].dtype), types[name].shape) for name, x in drawn.items()}
+        return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
     return {name: distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
 
 
-def _check_traceable(env: Any, types: Mapping[str, Any]) -> None:
-    """Raises ValueError if a parameter decides shapes or Python control flow, so that it cannot be data."""
+def _check_data(env: Any, types: Mapping[str, Any]) -> None:
+    """Raises ValueError if a parameter decides shapes or Python control flow, so that it cannot be data, or has no effect."""
     agents = (len(env.agents),) if has_agents(env) else ()
     action = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*agents, *x.shape), x.dtype), spaces.struct(env.action_space))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -405,21 +412,21 @@ def _check_traceable(env: Any, types: Mapping[str, Any]) -> None:
     def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
         its = with_params(env, params)
         state, obs = strong(its.reset(key))
-        return (state, obs), strong(its.step(key, state, action))
+        also = [getattr(its, method)(state) for method in ("action_mask", "global_state") if hasattr(its, method)]
+        return (state, obs), strong(its.step(key, state, action)), also
 
-    def problem(params: Mapping[str, Any]) -> Exception | None:
-        try:
-            jax.eval_shape(play, params, key, action)
-        except Exception as error:  # whatever an environment raises there
-            return error
-        return None
-
-    if (error := problem(types)) is None:
-        return
-    for name, kind in types.items():
-        if (of_name := problem({name: kind})) is not None:
-            raise ValueError(
-                f"{name} of {env_name(env)} cannot be data, because it decides shapes or control flow of Python "
-                f"({type(of_name).__name__}); set it where the environment is made, envs.make(..., {name}=value)"
-            ) from of_name
-    raise error
+    try:
+        jaxpr = jax.make_jaxpr(play)(types, key, action).jaxpr
+    except Exception:
+        for name, kind in types.items():  # which of them it is
+            try:
+                jax.eval_shape(play, {name: kind}, key, action)
+            except Exception as error:  # whatever an environment raises there
+                raise ValueError(
+                    f"{name} of {env_name(env)} cannot be data, because it decides shapes or control flow of Python "
+                    f"({type(error).__name__}); set it where the environment is made, envs.make(..., {name}=value)"
+                ) from error
+        raise
+    for name, is_used in zip(sorted(types), used_inputs(jaxpr), strict=False):
+        if not is_used:
+            raise ValueError(f"{name} of {env_name(env)} changes nothing in reset and step; leave it out of env_params")
