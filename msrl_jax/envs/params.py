@@ -415,9 +415,11 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
         also = [getattr(its, method)(state) for method in ("action_mask", "global_state") if hasattr(its, method)]
         return (state, obs), strong(its.step(key, state, action)), also
 
+    with_params(env, {})
     try:
         jaxpr = jax.make_jaxpr(play)(types, key, action).jaxpr
     except Exception:
+        jax.eval_shape(play, {}, key, action)  # an environment that fails anyway
         for name, kind in types.items():  # which of them it is
             try:
                 jax.eval_shape(play, {name: kind}, key, action)
