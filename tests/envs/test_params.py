@@ -222,7 +222,7 @@ class Own(Weighing):
 
 REFUSED = {
     "name": ({"wieght": 1}, r"Weighing has no parameter 'wieght' \(did you mean 'weight'\?\) that can be data; it has weight"),
-    "shapes": ({"weight": 1, "size": 2}, "size of Weighing cannot be data, because it decides shapes or control flow of Python"),
+    "shapes": ({"weight": 1, "size": 2}, "size of Weighing cannot be data, because it decides shapes or control flow"),
     "no effect": ({"dead": 1.0}, "dead of Weighing changes nothing in reset and step; leave it out of env_params"),
     "type": ({"steps": 1.5}, "Weighing: steps=1.5 does not fit; the parameter is int32"),
     "nan": ({"weight": float("nan")}, "Weighing: weight=nan does not fit; the parameter is float32"),
