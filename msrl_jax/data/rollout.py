@@ -17,7 +17,8 @@ from msrl_jax.data.files import check_new, save
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment, has_agents, vectorize
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
-from msrl_jax.envs.params import GivenParams, ParamSource, with_source
+from msrl_jax.envs.param_source import with_source
+from msrl_jax.envs.params import GivenParams, ParamSource
 from msrl_jax.fragments.memory import Fitting
 
 _CHUNK = 1024

@@ -16,11 +16,10 @@ import numpy as np
 
 from msrl_jax._compat import used_inputs
 from msrl_jax._spelling import suggestion
-from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.counters import Counter, counter
 from msrl_jax.envs import distributions, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import Environment, PyTree, env_name, strong
-from msrl_jax.metrics import Mean
 
 Params: TypeAlias = Mapping[str, Any]
 """Parameters by name."""
@@ -92,7 +91,7 @@ class RandomizeParams:
     agents = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError if there is one agent.")
 
     def __post_init__(self):
-        for inner in _chain(self.env):
+        for inner in inside(self.env):
             if isinstance(inner, RandomizeParams):
                 raise ValueError(f"the parameters of {self.name} are drawn already; give all of them at once")
             if hasattr(inner, "vectorize"):
@@ -160,7 +159,7 @@ def describe(params: GivenParams | None) -> dict[str, str] | str | None:
     return f"{kind} {getattr(sample, '__module__', '')}.{getattr(sample, '__qualname__', type(sample).__qualname__)}"
 
 
-def _chain(env: Any) -> Iterator[Any]:
+def inside(env: Any) -> Iterator[Any]:
     """An environment and what its wrappers have inside, the outermost first; not what an adapter has inside."""
     while env is not None:
         yield env
@@ -177,7 +176,7 @@ def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
     Raises:
       TypeError: if it has none.
     """
-    for inner in _chain(env):
+    for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
             known = inner.default_params.items()
             return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in known}
@@ -189,10 +188,10 @@ def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 def with_params(env: Any, params: Params) -> Any:
     """The environment with other values of some parameters, which may be traced."""
-    return env.with_params(params) if _has_params(env) else _around(env, with_params(env.env, params))
+    return env.with_params(params) if _has_params(env) else around(env, with_params(env.env, params))
 
 
-def _around(env: E, inner: Any) -> E:
+def around(env: E, inner: Any) -> E:
     """A wrapper around another environment."""
     if not dataclasses.is_dataclass(env) or "env" not in (f.name for f in dataclasses.fields(env)):
         raise TypeError(
@@ -202,115 +201,6 @@ def _around(env: E, inner: Any) -> E:
     wrapper = copy.copy(env)  # dataclasses.replace would check it again
     object.__setattr__(wrapper, "env", inner)
     return wrapper  # type: ignore[return-value]
-
-
-def source_of(env: Any) -> ParamSource | tuple[()]:
-    """What the parameters of an environment, or of the one inside of its wrappers, are drawn from; `()` for constants."""
-    return next((inner.source for inner in _chain(env) if isinstance(inner, RandomizeParams)), ())
-
-
-def with_source(env: E, source: ParamSource | tuple[()]) -> E:
-    """The environment, or a vector environment, with another source of its parameters; itself if that is `()`."""
-    if not source:
-        return env
-    if not isinstance(env, RandomizeParams):
-        return _around(env, with_source(env.env, source))  # type: ignore[attr-defined]
-    env = copy.copy(env)
-    object.__setattr__(env, "source", source)
-    return env
-
-
-def sources(env: Any, num_envs: int) -> ParamSource | tuple[()]:
-    """The source of an environment for each of its copies. `[E, ...]`"""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
-
-
-def after_step(source: Any, num_envs: int) -> Any:
-    """The sources of copies after a step of all of them."""
-    return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
-
-
-def means(env_state: PyTree) -> dict[str, Mean]:
-    """The mean of each parameter over the copies, `env_params/NAME`, of those that are one number."""
-    is_leaf = lambda x: isinstance(x, RandomizedState)  # noqa: E731
-    found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
-    return {
-        f"env_params/{name}": Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size))
-        for params in found
-        for name, x in params.items()
-        if x.ndim == 1
-    }
-
-
-def find_source(state: PyTree) -> ParamSource | tuple[()]:
-    """The first source in a state; `()` if there is none."""
-    return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
-
-
-def _is_source(x: Any) -> bool:
-    return isinstance(x, ParamSource)
-
-
-def in_source(state: PyTree) -> list[bool]:
-    """Whether each leaf of a state is a part of a source."""
-    marked = jax.tree.map(lambda x: jax.tree.map(lambda _: _is_source(x), x), state, is_leaf=_is_source)
-    return jax.tree.leaves(marked)
-
-
-def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]) -> PyTree:
-    """The state with other sources."""
-    return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
-
-
-def changed(env: Any, values: Any) -> Any:
-    """Other values for the source of an environment, checked.
-
-    Args:
-      env: the environment.
-      values: name -> value for some of the parameters that it draws; or the level of its `Curriculum`.
-
-    Returns:
-      The values of the source in which the others are left out; the `Curriculum` with the level.
-
-    Raises:
-      ValueError: if parameters of the environment are not drawn, or drawn otherwise; if a value is not of the kind that it was,
-        with the same number of numbers, because then a program would have to be compiled.
-    """
-    source = source_of(env)
-    if not source or not jax.tree.leaves(source.values):
-        raise ValueError(
-            f"the run on {env_name(env)} has no numbers to set; start it with env_params={{name: value}}, or with "
-            "env_params=envs.Curriculum(sample, level)"
-        )
-    if isinstance(source.values, Curriculum):
-        _check_same("the level", source.values.level, values)
-        return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
-    if not isinstance(values, Mapping):
-        raise ValueError(f"the parameters of {env_name(env)} are set by name, {{name: value}}, not by {values!r}")
-    types, found = default_params(env), {}
-    for name, value in values.items():
-        if name not in source.values:
-            raise ValueError(
-                f"the run draws no parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
-                f"{', '.join(source.values)}. Give all that may change to env_params at the start"
-            )
-        found[name] = distributions.cast(f"{env_name(env)}: {name}", value, types[name])
-        _check_same(name, source.values[name], found[name])
-    return found
-
-
-def _check_same(what: str, old: PyTree, new: PyTree) -> None:
-    """Raises ValueError unless two values have the same structure and shapes."""
-    shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
-    if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
-        raise ValueError(
-            f"{what} was {_shown(old)} and cannot become {_shown(new)} during a run, only another one of its kind: the program "
-            "would be another one"
-        )
-
-
-def _shown(tree: PyTree) -> str:
-    return str(tree) if distributions.is_value(tree) else distributions.text(tree)
 
 
 def _checked(env: Any, params: Any) -> ParamSource:
@@ -327,7 +217,7 @@ def _checked(env: Any, params: Any) -> ParamSource:
             values[key] = distributions.cast(f"{name}: {key}", value, types[key])
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
-        values = jax.tree.map(_number, params if isinstance(params, Curriculum) else Curriculum(_ignoring_level(params), ()))  # type: ignore[arg-type]
+        values = jax.tree.map(as_number, params if isinstance(params, Curriculum) else Curriculum(_ignoring_level(params), ()))  # type: ignore[arg-type]
         names = tuple(_sampled_types(name, values, types))
     else:
         raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
@@ -344,21 +234,12 @@ def _ignoring_level(sample: Callable[[jax.Array], Params]) -> Callable[[jax.Arra
     return lambda key, level: sample(key)
 
 
-def _number(x: Any) -> np.ndarray:
+def as_number(x: Any) -> np.ndarray:
     """A number or an array of a level."""
     x = np.asarray(x)
     if x.dtype.kind not in "biuf":
         raise ValueError(f"the level of a Curriculum holds {x}; use numbers, arrays of numbers and ramps, or pytrees of them")
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
-
-
-def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
-    """A number of a level in the type that it had."""
-    given = _number(new)
-    number = given.astype(old.dtype)
-    if old.dtype.kind != "f" and (number != given).any():
-        raise ValueError(f"the level cannot become {new!r}, as it began as {old.dtype}; begin with a float, such as 0.0")
-    return number
 
 
 def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._deprecated import deprecated
-from msrl_jax.envs import params, reset_pool, spaces
+from msrl_jax.envs import param_source, reset_pool, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
@@ -105,13 +105,13 @@ class Vectorized:
 
         def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            return key, strong(params.with_source(self.env, source).reset(reset_key))
+            return key, strong(param_source.with_source(self.env, source).reset(reset_key))
 
         def spare_one(key, source):
             reset_key = jax.random.split(key)[1]
-            return strong(params.with_source(self.env, source).reset(jax.random.fold_in(reset_key, 1)))
+            return strong(param_source.with_source(self.env, source).reset(jax.random.fold_in(reset_key, 1)))
 
-        keys, source = jax.random.split(key, self.num_envs), params.sources(self.env, self.num_envs)
+        keys, source = jax.random.split(key, self.num_envs), param_source.sources(self.env, self.num_envs)
         key, (env_state, obs) = jax.vmap(reset_one)(keys, source)
         spares = () if self.ratio == 1 else reset_pool.fill(jax.vmap(spare_one)(keys, source))
         return VectorState(key, env_state, spares, source), obs
@@ -121,7 +121,7 @@ class Vectorized:
         action = as_actions(self, action, (state.key.shape[0],), "environment")
 
         def reset(key, source):
-            return strong(params.with_source(self.env, source).reset(key))
+            return strong(param_source.with_source(self.env, source).reset(key))
 
         spares = state.spares
         if spares:
@@ -141,11 +141,11 @@ class Vectorized:
         of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
         key, env_state, t = jax.vmap(step_one)(*of_copies)
         spares = reset_pool.take(spares, t.ended) if spares else ()
-        return VectorState(key, env_state, spares, params.after_step(state.source, self.num_envs)), t
+        return VectorState(key, env_state, spares, param_source.after_step(state.source, self.num_envs)), t
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
         """Returns the share `repeated_starts` of a `ResetPool` and the means `env_params/NAME` of drawn parameters, if any."""
-        metrics = params.means(state.env_state)
+        metrics = param_source.means(state.env_state)
         if not state.spares:
             return state, metrics
         spares, shares = reset_pool.pop_repeats(state.spares)

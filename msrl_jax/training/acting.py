@@ -12,7 +12,8 @@ from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment, MaskedObservation
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import mask_of, with_masks
-from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find_source, in_source, randomized
+from msrl_jax.envs.param_source import find_source, in_source
+from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, randomized
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
 

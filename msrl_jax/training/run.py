@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from msrl_jax.data.experience import ExperienceWriter, without_experience
-from msrl_jax.envs import params
+from msrl_jax.envs.param_source import changed, replace_sources
+from msrl_jax.envs.params import ParamSource
 from msrl_jax.fragments.memory import put
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import processes
@@ -155,7 +156,7 @@ class Run:
 
     def set_env_params(self, values: Any) -> None:
         """Checks what the next chunks draw parameters of the environments from; see `Tick`."""
-        new = params.changed(self.setup.env, values)
+        new = changed(self.setup.env, values)
         self.new_env_params = {**(self.new_env_params or {}), **new} if isinstance(new, Mapping) else new
 
     def apply_env_params(self) -> None:
@@ -176,11 +177,11 @@ class Run:
                 return old
             return put([np.broadcast_to(new, old.shape)], [(old.sharding,)], copy=True)[0][0]  # type: ignore[list-item]
 
-        def replaced(source: params.ParamSource) -> params.ParamSource:
+        def replaced(source: ParamSource) -> ParamSource:
             new = source.values | values if isinstance(values, Mapping) else values
             return source._replace(values=jax.tree.map(placed, source.values, new))
 
-        self.run_state = params.replace_sources(self.run_state, replaced)
+        self.run_state = replace_sources(self.run_state, replaced)
         if not self.non_finite:
             self.guard.changed(self.run_state, self.iteration)
 

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax import envs
-from msrl_jax.envs import distributions, params
+from msrl_jax.envs import distributions
+from msrl_jax.envs.param_source import means
 from tests.envs.agents.leaving import Leaving
 
 E, T = 8, 30
@@ -106,10 +107,10 @@ def test_a_function_draws_what_it_likes():
 
     _, t, state = played(envs.RandomizeParams(Weighing(), heavier))
     np.testing.assert_array_equal(t.obs.obs[..., 0], 10 * t.obs.obs[..., 1])
-    means = params.means(state.env_state)
+    drawn = means(state.env_state)
     expected = state.env_state.params["weight"].mean()
-    assert means["env_params/weight"].mean() == pytest.approx(float(expected))
-    assert float(means["env_params/weight"].count) == E
+    assert drawn["env_params/weight"].mean() == pytest.approx(float(expected))
+    assert float(drawn["env_params/weight"].count) == E
 
 
 def test_ramps_follow_the_steps_of_all_copies():

@@ -11,7 +11,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
-from msrl_jax.envs.params import find_source
+from msrl_jax.envs.param_source import changed, find_source
 from msrl_jax.training import Result
 from msrl_jax.training.folder import RunFolderError
 from tests.training.runs import assert_same_run, stop_after
@@ -191,7 +191,7 @@ def test_what_cannot_be_set_is_refused_in_words(case):
     kind, values, message = REFUSED[case]
     env = envs.RandomizeParams(envs.make("CartPole-v1"), KINDS[kind][0]())
     with pytest.raises(ValueError, match=message):
-        envs.params.changed(env, values)
+        changed(env, values)
 
 
 def test_runs_without_numbers_to_set_say_so():
@@ -199,7 +199,7 @@ def test_runs_without_numbers_to_set_say_so():
     env = envs.make("CartPole-v1")
     for there in (env, envs.RandomizeParams(env, lambda key: {"length": jax.random.uniform(key)})):
         with pytest.raises(ValueError, match=re.escape(message)):
-            envs.params.changed(there, {"length": 1.0})
+            changed(there, {"length": 1.0})
     with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
         msrl.training.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
@@ -208,9 +208,9 @@ def test_a_level_keeps_its_type():
     env = envs.RandomizeParams(
         envs.make("CartPole-v1"), envs.Curriculum(lambda key, level: {"length": 1.0 + level + jnp.float32(0)}, 0)
     )
-    assert envs.params.changed(env, 2.0).level == 2
+    assert changed(env, 2.0).level == 2
     with pytest.raises(ValueError, match=r"cannot become 0\.5, as it began as int32; begin with a float"):
-        envs.params.changed(env, 0.5)
+        changed(env, 0.5)
 
 
 def test_the_folder_knows_what_was_drawn(tmp_path, capsys):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import params, spaces
+from msrl_jax.envs import param_source, spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
 from msrl_jax.envs.agents.conformity import check_agents
 from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, env_name, strong
@@ -126,11 +126,11 @@ class VectorizedAgents:
 
         def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            env_state, obs = strong(params.with_source(self.env, source).reset(reset_key))
+            env_state, obs = strong(param_source.with_source(self.env, source).reset(reset_key))
             absent = jnp.zeros(self.num_agents, bool)
             return key, env_state, absent, self._observation(env_state, obs, absent)
 
-        source = params.sources(self.env, self.num_envs)
+        source = param_source.sources(self.env, self.num_envs)
         key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
         per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
         return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env, source), obs
@@ -155,7 +155,7 @@ class VectorizedAgents:
             terminated |= absent
             ended = truncated | terminated.all()
             final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
-            fresh = strong(params.with_source(self.env, source).reset(reset_key))
+            fresh = strong(param_source.with_source(self.env, source).reset(reset_key))
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
             gone = terminated & ~ended
             obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
@@ -176,7 +176,7 @@ class VectorizedAgents:
             return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
             length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
             num_episodes=state.num_episodes + t.ended,
-            source=params.after_step(state.source, self.num_envs),
+            source=param_source.after_step(state.source, self.num_envs),
         )
         return state, t
 
@@ -191,7 +191,7 @@ class VectorizedAgents:
           (in steps), and `episode_return/TEAM` (summed over the agents of a team) if there are several teams.
         """
         count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
-        metrics = params.means(state.env_state) | {
+        metrics = param_source.means(state.env_state) | {
             "episode_return": Mean(returns.sum(), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
         }
