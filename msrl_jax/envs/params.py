@@ -81,7 +81,8 @@ class RandomizeParams:
     Attributes:
       env: the environment, with parameters as data; wrappers may be around it.
       params: name -> a number, an array, or one of `uniform`, `log_uniform`, `choice` and `ramp`, also as text; or a function
-        `key -> mapping`; or a `Curriculum`. Parameters that it does not name keep their values.
+        `key -> mapping`; or a `Curriculum`; or all as text, `"length=uniform:0.25:1,gravity=9.8"`. What it does not name keeps
+        its value.
       source: the same, checked, with its numbers as arrays of the parameters' dtypes.
     """
 
@@ -217,7 +218,9 @@ def _checked(env: Any, params: Any) -> ParamSource:
             values[key] = distributions.cast(f"{name}: {key}", value, types[key])
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
-        values = jax.tree.map(as_number, params if isinstance(params, Curriculum) else Curriculum(_ignoring_level(params), ()))  # type: ignore[arg-type]
+        given: Any = params
+        values = given if isinstance(given, Curriculum) else Curriculum(_ignoring_level(given), ())
+        values = jax.tree.map(as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
         raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
