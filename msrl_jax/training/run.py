@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from msrl_jax.data.experience import ExperienceWriter, without_experience
-from msrl_jax.envs.param_source import changed, replace_sources
+from msrl_jax.envs.param_source import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSource
 from msrl_jax.fragments.memory import put
 from msrl_jax.fragments.program import Delayed, Program
@@ -157,6 +157,9 @@ class Run:
     def set_env_params(self, values: Any) -> None:
         """Checks what the next chunks draw parameters of the environments from; see `Tick`."""
         new = changed(self.setup.env, values)
+        if not find_source(self.run_state):
+            algo = self.setup.algorithm.name
+            raise ValueError(f"{algo} takes no environment steps, so no parameters can be set during its run")
         self.new_env_params = {**(self.new_env_params or {}), **new} if isinstance(new, Mapping) else new
 
     def apply_env_params(self) -> None:

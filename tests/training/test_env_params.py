@@ -15,6 +15,7 @@ from msrl_jax import cli, envs
 from msrl_jax.envs.param_source import changed, find_source
 from msrl_jax.training import Result
 from msrl_jax.training.folder import RunFolderError
+from tests.algorithms.transitions import noise
 from tests.training.runs import assert_same_run, stop_after
 
 ENV, ITERATIONS = "CartPole-v1:max_steps_in_episode=20", 6
@@ -237,6 +238,14 @@ def test_runs_without_numbers_to_set_say_so():
             changed(there, {"length": 1.0})
     with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
         msrl.training.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
+
+
+def test_a_run_without_environments_plays_its_episodes_with_the_parameters_but_cannot_change_them():
+    env = envs.make(ENV)
+    options = {"data": noise(env), "env_params": {"max_steps_in_episode": 3}, "total_steps": 32, "progress": False}
+    assert set(msrl.train("bc", env, eval_episodes=4, **options).evaluation.lengths) == {3}
+    with pytest.raises(ValueError, match="bc takes no environment steps, so no parameters can be set during its run"):
+        msrl.train("bc", env, eval_episodes=0, callbacks=[lambda t: t.set_env_params({"max_steps_in_episode": 2})], **options)
 
 
 def test_a_level_keeps_its_type():
