@@ -27,6 +27,7 @@ class Train(Where):
     Attributes:
       algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
+      env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
       policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
@@ -53,6 +54,7 @@ class Train(Where):
 
     algo: str = "ppo"
     env: str = "CartPole-v1"
+    env_params: str | None = None
     policy: str = "GPUOnly"
     total_steps: int = 500_000
     seed: int = 0
@@ -86,6 +88,7 @@ class Evaluate(Where):
       seed: the seed of the environments' randomness.
       member: number of the member that plays, in a run of several seeds; the best one if not given.
       max_steps: maximum length of an episode, in steps.
+      env_params: the same with other parameters of the environment, such as length=1.5; those of the run if not given.
       json: print the results as one line of JSON, the last on stdout.
     """
 
@@ -94,6 +97,7 @@ class Evaluate(Where):
     seed: int = 0
     member: int | None = None
     max_steps: int = 10_000
+    env_params: str | None = None
     json: bool = False
 
 
@@ -110,6 +114,7 @@ class Record(Where):
       seed: the seed of all randomness.
       member: number of the member that acts, in a run of several seeds; the best one if not given.
       num_envs: number of parallel environments.
+      env_params: the same with other parameters of the environment, such as length=1.5; those of the run if not given.
       json: print a summary of the data set as one line of JSON, the last on stdout.
     """
 
@@ -120,6 +125,7 @@ class Record(Where):
     seed: int = 0
     member: int | None = None
     num_envs: int = 16
+    env_params: str | None = None
     json: bool = False
 
 
@@ -144,6 +150,7 @@ class Explain(Where):
       algo: name of the algorithm; the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       policy: distribution policy, NAME or NAME:param=value,...
+      env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
       devices: plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared
         in a table.
       envs_per_device: environments for each of these devices, instead of num_envs.
@@ -154,6 +161,7 @@ class Explain(Where):
     algo: str = "ppo"
     env: str = "CartPole-v1"
     policy: str = "GPUOnly"
+    env_params: str | None = None
     devices: tuple[str, ...] = ()
     envs_per_device: int | None = None
     seeds: int = 1
@@ -167,6 +175,7 @@ class Bench(Where):
     Attributes:
       algo: names of algorithms; the fields that all their configs have are flags too.
       env: environments, each NAME or NAME:param=value,...
+      env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
       policy: distribution policies, each NAME or NAME:param=value,...
       num_envs: numbers of environments.
       unroll_length: lengths of an unroll.
@@ -178,6 +187,7 @@ class Bench(Where):
 
     algo: tuple[str, ...] = ("ppo",)
     env: tuple[str, ...] = ("CartPole-v1",)
+    env_params: str | None = None
     policy: tuple[str, ...] = ("GPUOnly",)
     num_envs: PerAlgorithm = ()
     unroll_length: PerAlgorithm = ()

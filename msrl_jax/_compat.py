@@ -212,3 +212,8 @@ def make_jaxpr_of(
 def drop_unused(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` without the equations that no output needs; its inputs and outputs stay as they are."""
     return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def used_inputs(jaxpr: Jaxpr) -> list[bool]:
+    """Whether each input of a jaxpr is used by an output."""
+    return pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]

@@ -77,7 +77,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
     first = processes.is_first()
     out = args.out or _default_folder(args, processes.gathered(time.strftime("%Y%m%d-%H%M%S"))[0])
-    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard")
+    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard", "env_params")
     settings = {name: getattr(args, name) for name in names}
     if args.resume:  # the folder knows what is not given
         settings = {name: value for name, value in settings.items() if name in args.given}
@@ -153,7 +153,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.training import Result
 
     result = Result.load(args.run)
-    played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps)
+    played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
     member = result.member(args.member) if result.seeds > 1 else None
     if member is not None:
         chosen = ", the best one" * (args.member is None)
@@ -172,7 +172,7 @@ def _record(args: Record, config: dict[str, Any]) -> int:
 
     dataset = data.record(
         Result.load(args.run), args.steps, args.out, epsilon=args.epsilon, seed=args.seed, member=args.member,
-        num_envs=args.num_envs,
+        num_envs=args.num_envs, env_params=args.env_params,
     )  # fmt: skip
     print(dataset)
     if args.json:
@@ -208,11 +208,14 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
     from msrl_jax.training.setup import resolve, resolve_policy
 
     if not args.devices:
-        setup = resolve(args.algo, args.env, seeds=args.seeds, overrides=config)
+        setup = resolve(args.algo, args.env, seeds=args.seeds, overrides=config, env_params=args.env_params)
         plan = setup.compile(resolve_policy(args.policy)).explain()
         _show(args, plan.to_dict(), plan)
         return 0
-    rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, seeds=args.seeds, **config)
+    rows = plans(
+        args.algo, args.env, args.policy, args.devices, args.envs_per_device, seeds=args.seeds,
+        env_params=args.env_params, **config,
+    )  # fmt: skip
     if len(rows) == 1:
         _show(args, rows[0].plan.to_dict(), rows[0].plan)
     else:
@@ -232,7 +235,7 @@ def _bench(args: Bench, config: dict[str, Any]) -> int:
 
     measurements = bench(
         args.algo, args.env, args.policy, args.num_envs, args.unroll_length, repeats=args.repeats,
-        seconds=args.seconds, against=args.against, on_stage=_note, on_measurement=_note, **config,
+        seconds=args.seconds, against=args.against, env_params=args.env_params, on_stage=_note, on_measurement=_note, **config,
     )  # fmt: skip
     print(format_table(measurements))
     if args.json:

@@ -46,6 +46,7 @@ RUN_HERE = (
     (DATA, "Learning from data alone"),
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
+    (ENVIRONMENTS, "Parameters as data"),
     (ENVIRONMENTS, "Legal actions"),
     (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
@@ -261,6 +262,14 @@ def test_an_environment_of_ones_own(run_sections):
     result = corridor["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
+
+
+def test_parameters_as_data(run_sections):
+    (poles, levels, springs), _ = run_sections(ENVIRONMENTS, "Parameters as data")
+    for run in (poles["result"], poles["harder"], levels["result"]):
+        lengths = run.history["env_params/length"]
+        assert ((lengths > 0.25) & (lengths < 1)).all()
+    assert springs["result"].description["env_params"] == {"stiffness": "log_uniform(0.1, 10)"}
 
 
 def test_an_environment_with_legal_actions(run_sections):

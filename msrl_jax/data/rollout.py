@@ -17,6 +17,8 @@ from msrl_jax.data.files import check_new, save
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment, has_agents, vectorize
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
+from msrl_jax.envs.param_source import with_source
+from msrl_jax.envs.params import GivenParams, ParamSource
 from msrl_jax.fragments.memory import Fitting
 
 _CHUNK = 1024
@@ -29,6 +31,14 @@ class Acting(Protocol):
     @property
     def env(self) -> Environment:
         """The environment of training."""
+        ...
+
+    def source(self, state: Any) -> ParamSource | tuple[()]:
+        """What a state draws the parameters of its environments from; `()` if they are constants."""
+        ...
+
+    def elsewhere(self, env_params: GivenParams) -> "Acting":
+        """The same behavior where parameters of the environment are drawn from something else."""
         ...
 
     def take(self, state: Any) -> list[jax.Array]:
@@ -80,6 +90,7 @@ def record(
     seed: int = 0,
     member: int | None = None,
     num_envs: int = 16,
+    env_params: GivenParams | None = None,
 ) -> Dataset:
     """Lets a trained policy act, and records every step.
 
@@ -93,6 +104,7 @@ def record(
       seed: seed of all randomness.
       member: the member that acts, in a run of several seeds; the best one if None.
       num_envs: number of parallel environments.
+      env_params: what parameters of the environment are drawn from, as in `Result.evaluate`.
 
     Returns:
       The data set.
@@ -108,9 +120,12 @@ def record(
     if path is not None:
         check_new(path)
     behavior, num_envs = result.behavior, min(num_envs, steps)
+    if env_params is not None:
+        behavior = behavior.elsewhere(env_params)
     length = math.ceil(steps / num_envs)
     chunk = min(length, max(_CHUNK // num_envs, 1))
-    env = vectorize(behavior.env, num_envs)
+    trained = result.member_state(member)
+    env = with_source(vectorize(behavior.env, num_envs), jax.device_get(behavior.source(trained)))
     check_rows_fit(behavior.env, steps, "Record fewer steps at once, with another seed and file each time")
     space, limit = RecordedEnvironment(behavior.env, chunk).action_space, 1.0 if epsilon is None else epsilon
     several = len(behavior.env.agents) if has_agents(behavior.env) else 0  # type: ignore[attr-defined]
@@ -143,7 +158,7 @@ def record(
 
     play = Fitting(jax.jit(roll), f"the program that plays num_envs={num_envs:,} environments", "Use fewer of them")
     action_dtype = np.dtype(space.dtype)  # type: ignore[arg-type]
-    leaves = behavior.take(result.member_state(member))
+    leaves = behavior.take(trained)
     key, env_key = jax.random.split(jax.random.key(seed))
     envs = tree_bytes(jax.eval_shape(env.reset, env_key))
     check_fits_host(envs, f"the state of num_envs={num_envs:,} environments", "Use fewer of them")

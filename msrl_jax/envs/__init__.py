@@ -17,10 +17,15 @@ from msrl_jax.envs.base import TimeStep as TimeStep
 from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
 from msrl_jax.envs.checking import Report as Report
 from msrl_jax.envs.checking import check as check
+from msrl_jax.envs.distributions import choice as choice
+from msrl_jax.envs.distributions import log_uniform as log_uniform
+from msrl_jax.envs.distributions import ramp as ramp
+from msrl_jax.envs.distributions import uniform as uniform
+from msrl_jax.envs.params import Curriculum as Curriculum
+from msrl_jax.envs.params import RandomizeParams as RandomizeParams
 from msrl_jax.envs.registry import make as make
 from msrl_jax.envs.registry import names as names
 from msrl_jax.envs.registry import register as register
-from msrl_jax.envs.reset_pool import PooledVectorized as PooledVectorized
 from msrl_jax.envs.reset_pool import ResetPool as ResetPool
 from msrl_jax.envs.running import RunningStatistics as RunningStatistics
 from msrl_jax.envs.spaces import Box as Box

@@ -22,6 +22,8 @@ class Environment(Protocol):
     Any class with these members is an environment; it inherits nothing. The state is a pytree of arrays with constant
     structure, shapes and dtypes. Messages use an attribute `name`, if there is one. A method `action_mask(state)` is optional:
     it returns bool `[n]`, which of the `n` actions of a `Discrete` space are legal.
+    Optional too are a mapping `default_params` from names to numbers or arrays, and a method `with_params(params)` that returns
+    the same environment with other, perhaps traced, values of some of them: see `RandomizeParams`.
     """
 
     @property

@@ -57,8 +57,8 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
     """Takes random legal actions in an environment, and compares what it returns with what it promises.
 
     It looks at shapes and dtypes, at bounds, at values that are no numbers, at observations after the end of an episode, at
-    legal actions, at randomness that does not come from keys, at side effects, and, unless resets are pooled, at whether `vmap`
-    and `shard_map` change results. All compiles a few times, so it takes seconds; more for simulators.
+    legal actions, at randomness that does not come from keys, at side effects, and at whether `vmap` and `shard_map` change
+    results. All compiles a few times, so it takes seconds; more for simulators.
 
     Args:
       env: the environment, or its name for `make`.
@@ -226,6 +226,7 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
     """Whether the copies can be split over devices without changing results, one step from the first states."""
     if not isinstance(venv, Vectorized):
         return
+    venv = dataclasses.replace(venv, ratio=1)  # a pool needs its groups whole, and devices may have fewer copies
     state, obs = jax.jit(venv.reset)(key)
     action = jax.jit(lambda key, obs: _act(venv, key, obs, (venv.num_envs,)))(key, obs)
     count = max(n for n in range(1, len(jax.local_devices()) + 1) if venv.num_envs % n == 0)

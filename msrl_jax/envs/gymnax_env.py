@@ -1,7 +1,9 @@
 """gymnax environments as `Environment`s."""
 
+import copy
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +26,9 @@ _KNOWN = {
     "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
 }
 """Methods that may be left out, by the names that their definitions have, so that no other environment is imported."""
+
+
+_NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,6 +70,18 @@ class GymnaxEnvironment:
             "action_space": _convert(self.env.action_space(params)),
         }.items():
             object.__setattr__(self, field, value)
+
+    @property
+    def default_params(self) -> dict[str, Any]:
+        """The parameters that are numbers or arrays of numbers, by name."""
+        fields = [field.name for field in dataclasses.fields(self.params) if field.metadata.get("pytree_node", True)]
+        return {name: x for name in fields if isinstance(x := getattr(self.params, name), _NUMBERS)}
+
+    def with_params(self, params: Mapping[str, Any]) -> "GymnaxEnvironment":
+        """The environment with other values of some parameters, which may be traced; its spaces stay the same."""
+        env = copy.copy(self)  # the spaces of parameters that are traced are not known
+        object.__setattr__(env, "params", dataclasses.replace(self.params, **params))
+        return env
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""

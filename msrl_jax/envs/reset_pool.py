@@ -6,7 +6,7 @@ new spare, in turns. (Craftax's optimistic resets, Matthews et al. 2024, arXiv 2
 instead, so copies whose episodes end in the same step may get the same state.)
 """
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, env_name, strong
-from msrl_jax.envs.conformity import as_actions, check_key
+from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.metrics import Mean
 
 
@@ -81,130 +80,70 @@ def ratio_of(env: Any) -> int:
     return 1
 
 
-class PooledState(NamedTuple):
-    """The state of copies with spare first states.
+class Spares(NamedTuple):
+    """The spare first states of copies.
 
     Attributes:
-      key: one typed PRNG key per environment, for all its randomness. `[E]`
-      env_state: the states of the environments. `[E, ...]`
-      spare: the state and the observation with which each environment's next episode begins. `[E, ...]`
+      first: the state and the observation with which each environment's next episode begins. `[E, ...]`
       used: whether an episode has begun with the spare. `[E]` bool
       turn: which copy of a group gets the next spare; the same in all. `[E]` int32
-      starts: number of episodes that began since `pop_episodes`, but the first. `[E]` float32
+      starts: number of episodes that began since `pop_repeats`, but the first. `[E]` float32
       repeats: number of these that began with a used spare. `[E]` float32
     """
 
-    key: jax.Array
-    env_state: PyTree
-    spare: tuple[PyTree, PyTree]
+    first: tuple[PyTree, PyTree]
     used: jax.Array
     turn: jax.Array
     starts: jax.Array
     repeats: jax.Array
 
 
-@dataclass(frozen=True)
-class PooledVectorized:
-    """Copies of an environment, each with its own key and a spare first state; `vectorize` makes them of a `ResetPool`.
+def fill(first: tuple[PyTree, PyTree]) -> Spares:
+    """New spares that no episode has begun with; `first` are states and observations of `reset`. `[E, ...]`"""
+    zero = jnp.zeros(jax.tree.leaves(first)[0].shape[0])
+    return Spares(first, zero > 0, zero.astype(jnp.int32), zero, zero)
 
-    A copy's randomness comes from its own key, as without a pool. Groups of `ratio` adjacent copies that are on one device need
-    no communication.
 
-    Attributes:
-      env: the environment.
-      num_envs: number of copies, `E`.
-      ratio: size of a group; it divides `num_envs`.
+def renew(reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int) -> Spares:
+    """Gives a new spare to one copy of each group, whose turn it is.
+
+    Groups of adjacent copies that are on one device need no communication.
+
+    Args:
+      reset: makes the state and the observation of one copy.
+      spares: the spares.
+      arguments: the arguments of `reset` for each copy. `[E, ...]`
+      ratio: size of a group; it divides the number of copies.
+
+    Returns:
+      The spares before the copies take them.
     """
 
-    env: Environment
-    num_envs: int
-    ratio: int
-    axes = ENV_AXIS
+    def grouped(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, ratio, *x.shape[1:])
 
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
+    turn = grouped(spares.turn)[:, 0]
 
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of one environment's observations."""
-        return self.env.observation_space
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn, new).reshape(old.shape)
 
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of one environment's actions."""
-        return self.env.action_space
-
-    def reset(self, key: jax.Array) -> tuple[PooledState, PyTree]:
-        """Starts all environments; returns the state and the first observations `[E, ...]`."""
-        check_key(key)
-
-        def reset_one(key):
-            key, reset_key = jax.random.split(key)
-            return key, strong(self.env.reset(reset_key)), strong(self.env.reset(jax.random.fold_in(reset_key, 1)))
-
-        key, (env_state, obs), spare = jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
-        zero = jnp.zeros(self.num_envs)
-        return PooledState(key, env_state, spare, zero > 0, jnp.zeros(self.num_envs, jnp.int32), zero, zero), obs
-
-    def step(self, state: PooledState, action: PyTree) -> tuple[PooledState, TimeStep]:
-        """Advances every environment by one action; one of each group gets a new spare."""
-        action = as_actions(self, action, (state.key.shape[0],), "environment")
-
-        def step_one(key, env_state, action):
-            key, step_key = jax.random.split(key)
-            step_key, reset_key = jax.random.split(step_key)
-            return key, reset_key, strong(self.env.step(step_key, env_state, action))
-
-        key, reset_key, stepped = jax.vmap(step_one)(state.key, state.env_state, action)
-        env_state, final_obs, reward, terminated, truncated = stepped
-        spare, used = self._refresh(state, reset_key)
-        done = terminated | truncated
-
-        def begun(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(done.reshape(done.shape + (1,) * (old.ndim - 1)), new, old)
-
-        env_state, obs = jax.tree.map(begun, spare, (env_state, final_obs))
-        turn = (state.turn + 1) % self.ratio
-        starts, repeats = state.starts + done, state.repeats + (done & used)
-        time_step = TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
-        return PooledState(key, env_state, spare, used | done, turn, starts, repeats), time_step
-
-    def _refresh(self, state: PooledState, reset_key: jax.Array) -> tuple[tuple[PyTree, PyTree], jax.Array]:
-        """The spares and whether they are used, after one copy of each group, whose turn it is, got a new one."""
-
-        def grouped(x: jax.Array) -> jax.Array:
-            return x.reshape(-1, self.ratio, *x.shape[1:])
-
-        turn = grouped(state.turn)[:, 0]
-
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn, new).reshape(old.shape)
-
-        keys = jax.vmap(lambda row, i: row[i])(grouped(reset_key), turn)
-        fresh = jax.vmap(lambda key: strong(self.env.reset(key)))(keys)
-        return jax.tree.map(put, state.spare, fresh), put(state.used, jnp.zeros(turn.shape, bool))
-
-    def pop_episodes(self, state: PooledState) -> tuple[PooledState, dict[str, Mean]]:
-        """Returns the share of episodes that began as an earlier one, `repeated_starts`, and starts to count again."""
-        zero = jnp.zeros_like(state.starts)
-        metrics = {"repeated_starts": Mean(state.repeats.sum(), state.starts.sum())}
-        return state._replace(starts=zero, repeats=zero), metrics
-
-    def observe(self, state: PooledState, obs: PyTree) -> PyTree:
-        """Returns the observations unchanged."""
-        return obs
-
-    def statistics(self, state: PooledState) -> tuple[()]:
-        """Returns `()`: there are no statistics."""
-        return ()
-
-    def with_statistics(self, state: PooledState, statistics: tuple[()]) -> PooledState:
-        """Returns the state unchanged."""
-        return state
+    chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn), arguments)
+    fresh = jax.vmap(reset)(*chosen)
+    return spares._replace(
+        first=jax.tree.map(put, spares.first, fresh),
+        used=put(spares.used, jnp.zeros(turn.shape, bool)),
+        turn=(spares.turn + 1) % ratio,
+    )
 
 
-def pooled(env: Environment, num_envs: int, ratio: int) -> PooledVectorized:
-    """Copies with spares, for as large a part of the ratio as divides their number."""
-    return PooledVectorized(env, num_envs, math.gcd(num_envs, ratio))
+def take(spares: Spares, done: jax.Array) -> Spares:
+    """Counts the copies that begin an episode with their spare. `[E]` bool"""
+    starts, repeats = spares.starts + done, spares.repeats + (done & spares.used)
+    return spares._replace(used=spares.used | done, starts=starts, repeats=repeats)
+
+
+def pop_repeats(spares: Spares) -> tuple[Spares, dict[str, Mean]]:
+    """Returns the share of episodes since the last call that began with a used spare, and resets the counts."""
+    zero = jnp.zeros_like(spares.starts)
+    share = Mean(jnp.sum(spares.repeats), jnp.sum(spares.starts))
+    return spares._replace(starts=zero, repeats=zero), {"repeated_starts": share}

@@ -1,5 +1,6 @@
 """`vectorize`: parallel copies of an environment, each with its own key and automatic reset."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._deprecated import deprecated
-from msrl_jax.envs import spaces
+from msrl_jax.envs import param_source, reset_pool, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
 from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
-from msrl_jax.envs.reset_pool import pooled, ratio_of
+from msrl_jax.envs.params import ParamSource
+from msrl_jax.envs.reset_pool import Spares
 from msrl_jax.metrics import Mean
 
 
@@ -23,10 +25,14 @@ class VectorState(NamedTuple):
     Attributes:
       key: one typed PRNG key per environment, for all its randomness. `[E]`
       env_state: the states of the environments. `[E, ...]`
+      spares: what their next episodes begin with, if resets are pooled; else `()`.
+      source: what the parameters of their next episodes are drawn from, if these are data; else `()`. `[E, ...]`
     """
 
     key: jax.Array
     env_state: PyTree
+    spares: Spares | tuple[()] = ()
+    source: ParamSource | tuple[()] = ()
 
 
 def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
@@ -36,8 +42,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     devices, and the split needs no communication.
 
     If the environment has a method `vectorize(num_envs)`, that method makes the copies. An environment of several agents
-    becomes `VectorizedAgents`, and one with a `ResetPool` around it `PooledVectorized`. With a method `action_mask(state)`,
-    observations are `MaskedObservation`s.
+    becomes `VectorizedAgents`. With a method `action_mask(state)`, observations are `MaskedObservation`s.
 
     Args:
       env: the environment.
@@ -60,16 +65,23 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     _check(env)
     if has_masks(env):
         check_masks(env)
-    ratio, env = ratio_of(env), with_masks(env)
-    return Vectorized(env, num_envs) if ratio == 1 else pooled(env, num_envs, ratio)
+    return Vectorized(with_masks(env), num_envs, math.gcd(num_envs, reset_pool.ratio_of(env)))
 
 
 @dataclass(frozen=True)
 class Vectorized:
-    """The `VectorEnvironment` that `vectorize` returns."""
+    """The `VectorEnvironment` that `vectorize` returns.
+
+    Attributes:
+      env: the environment.
+      num_envs: number of copies, `E`.
+      ratio: steps between two resets of a copy, which divides `num_envs`. Above 1, `ratio` adjacent copies share the resets, as
+        `ResetPool` says.
+    """
 
     env: Environment
     num_envs: int
+    ratio: int = 1
     axes = ENV_AXIS
 
     @property
@@ -91,35 +103,53 @@ class Vectorized:
         """Starts all environments; returns the state and the first observations `[E, ...]`."""
         check_key(key)
 
-        def reset_one(key):
+        def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            env_state, obs = strong(self.env.reset(reset_key))
-            return VectorState(key, env_state), obs
+            return key, strong(param_source.with_source(self.env, source).reset(reset_key))
 
-        return jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
+        def spare_one(key, source):
+            reset_key = jax.random.split(key)[1]
+            return strong(param_source.with_source(self.env, source).reset(jax.random.fold_in(reset_key, 1)))
+
+        keys, source = jax.random.split(key, self.num_envs), param_source.sources(self.env, self.num_envs)
+        key, (env_state, obs) = jax.vmap(reset_one)(keys, source)
+        spares = () if self.ratio == 1 else reset_pool.fill(jax.vmap(spare_one)(keys, source))
+        return VectorState(key, env_state, spares, source), obs
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
         """Advances every environment by one action, and resets environments at the end of an episode."""
         action = as_actions(self, action, (state.key.shape[0],), "environment")
 
-        def step_one(state, action):
-            key, step_key = jax.random.split(state.key)
-            step_key, reset_key = jax.random.split(step_key)
-            stepped = self.env.step(step_key, state.env_state, action)
-            env_state, final_obs, reward, terminated, truncated = strong(stepped)
+        def reset(key, source):
+            return strong(param_source.with_source(self.env, source).reset(key))
+
+        spares = state.spares
+        if spares:
+            reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
+            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio)
+
+        def step_one(key, env_state, action, source, spare):
+            key, step_key, reset_key = _keys(key)
+            env_state, final_obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
             # Reset in every step: under vmap a branch is a select anyway, and a branch on "any done" would couple the
             # environments.
-            fresh = strong(self.env.reset(reset_key))
+            fresh = reset(reset_key, source) if spare is None else spare
             done = terminated | truncated
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
-            time_step = TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
-            return VectorState(key, env_state), time_step
+            return key, env_state, TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
 
-        return jax.vmap(step_one)(state, action)
+        of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
+        key, env_state, t = jax.vmap(step_one)(*of_copies)
+        spares = reset_pool.take(spares, t.ended) if spares else ()
+        return VectorState(key, env_state, spares, param_source.after_step(state.source, self.num_envs)), t
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
-        """Returns no metrics; `EpisodeStatistics` has some."""
-        return state, {}
+        """Returns the share `repeated_starts` of a `ResetPool` and the means `env_params/NAME` of drawn parameters, if any."""
+        metrics = param_source.means(state.env_state)
+        if not state.spares:
+            return state, metrics
+        spares, shares = reset_pool.pop_repeats(state.spares)
+        return state._replace(spares=spares), metrics | shares
 
     drain = deprecated("drain", pop_episodes)
 
@@ -134,6 +164,13 @@ class Vectorized:
     def with_statistics(self, state: VectorState, statistics: tuple[()]) -> VectorState:
         """Returns the state unchanged."""
         return state
+
+
+def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next key of a copy, and the keys of its step and of its reset."""
+    key, step_key = jax.random.split(key)
+    step_key, reset_key = jax.random.split(step_key)
+    return key, step_key, reset_key
 
 
 def _check(env: Environment) -> None:

@@ -12,6 +12,8 @@ from msrl_jax.algorithms import Agent
 from msrl_jax.envs import Environment, MaskedObservation
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import mask_of, observation_type
+from msrl_jax.envs.param_source import find_source, in_source
+from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, randomized
 from msrl_jax.fragments.placement import Device
 from msrl_jax.training import processes
 
@@ -31,10 +33,21 @@ class Behavior:
     Attributes:
       agent: the agent of one run.
       env: the environment of the agent.
+      follows: whether parameters of the environment that are data are drawn as a state says, or as `env` does.
     """
 
     agent: Agent
     env: Environment
+    follows: bool = True
+
+    def elsewhere(self, env_params: GivenParams) -> "Behavior":
+        """The same behavior where parameters of the environment are drawn from something else; the defaults if it is empty."""
+        env = self.env.env if isinstance(self.env, RandomizeParams) else self.env
+        return dataclasses.replace(self, env=randomized(env, env_params), follows=False)
+
+    def source(self, state: Any) -> ParamSource | tuple[()]:
+        """What a state of one run draws the parameters of its environments from now; `()` for what `env` draws them from."""
+        return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows else ()
 
     def act(self, state: Any, obs: Any, key: jax.Array | None = None) -> jax.Array:
         """Chooses actions.
@@ -168,7 +181,8 @@ class Behavior:
 
         jaxpr = jax.make_jaxpr(act_both_ways)(self.state_type, batch).jaxpr
         used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
-        return tuple(id(v) in used for v in jaxpr.invars[: len(jax.tree.leaves(self.state_type))])
+        sources = in_source(self.state_type)  # an environment in which the agent acts draws its parameters from them
+        return tuple(id(v) in used or on for v, on in zip(jaxpr.invars[: len(sources)], sources, strict=True))
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
         """Copies the leaves of `state` that acting needs to one device.

@@ -12,6 +12,7 @@ import jax
 
 from msrl_jax import algorithms
 from msrl_jax._tables import table
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
@@ -260,6 +261,7 @@ def bench(
     seconds: float = 1.0,
     against: Literal["jit"] | None = None,
     devices: Sequence[Device] | None = None,
+    env_params: GivenParams | None = None,
     on_stage: Callable[[str], None] | None = None,
     on_measurement: Callable[[Measurement], None] | None = None,
     **overrides: Any,
@@ -276,6 +278,7 @@ def bench(
       seconds: approximate length of a timed run.
       against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
       devices: the devices for the policies; all if None.
+      env_params: what parameters of the environments are drawn from, as in `train`.
       on_stage: called with a line of text before a setting is compiled, and before it is timed.
       on_measurement: called with each measurement as soon as it is done.
       **overrides: other fields of the algorithms' configs.
@@ -301,7 +304,7 @@ def bench(
     options = [[(name, value) for value in values] for name, values in given.items() if values]
     sizes = [dict(choice) for choice in itertools.product(*options)]
     grid = [
-        (resolve(algo, env, overrides=overrides | size), resolve_policy(policy))
+        (resolve(algo, env, overrides=overrides | size, env_params=env_params), resolve_policy(policy))
         for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
     ]
     for setup, policy in grid:

@@ -10,6 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 
+def _no_run(values: Any) -> None:
+    raise RuntimeError("this Tick belongs to no run, so it has no parameters to set")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tick:
     """The progress of a run after a chunk of iterations.
@@ -22,6 +26,9 @@ class Tick:
       get_state: returns the state of the run.
       unit: the unit of steps, `Agent.unit`.
       resumed_from: the step at which this run went on from a checkpoint; 0 for a new run.
+      set_env_params: changes what the next episodes draw the parameters of their environments from, of a run with
+        `env_params`: name -> value for some of them, each of the kind that it was; or the level of a `Curriculum`. Nothing is
+        compiled again. Several processes have to call it alike.
     """
 
     step: int
@@ -31,6 +38,7 @@ class Tick:
     get_state: Callable[[], Any] = dataclasses.field(repr=False)
     unit: str = "environment steps"
     resumed_from: int = 0
+    set_env_params: Callable[[Any], None] = dataclasses.field(default=_no_run, repr=False)
 
     @property
     def state(self) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from msrl_jax._checks import whole
 from msrl_jax.envs import has_agents, vectorize
 from msrl_jax.envs.masks import check_played
+from msrl_jax.envs.param_source import with_source
 from msrl_jax.fragments.memory import Fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
@@ -152,10 +153,11 @@ def make_evaluator(
         memory than the device has.
     """
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps, most=2**31 - 1)
-    env, several = vectorize(behavior.env, episodes), has_agents(behavior.env)
+    copies, several = vectorize(behavior.env, episodes), has_agents(behavior.env)
 
     def play(leaves: list[jax.Array], key: jax.Array):
         state = behavior.restore(leaves)
+        env = with_source(copies, behavior.source(state))
         env_state, obs = env.reset(key)
 
         def step(e: _Episodes) -> _Episodes:

@@ -21,6 +21,7 @@ from msrl_jax._checks import writing
 from msrl_jax._compat import aval
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.masks import FAULTS
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
 from msrl_jax.fragments.trace import trace
 from msrl_jax.training.folder import to_json
@@ -151,12 +152,15 @@ def _to_jax(kind: Mapping[str, str], x: np.ndarray) -> jax.Array:
     return jnp.asarray(x.view(jnp.dtype(kind["dtype"])))
 
 
-def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data: Any = None) -> Failure | None:
+def replay_step(
+    path: str | os.PathLike, *, env: Environment | None = None, env_params: GivenParams | None = None, data: Any = None
+) -> Failure | None:
     """Evaluates the first step of a run with a nan or infinity again, outside of `jax.jit`, operation by operation.
 
     Args:
       path: the file `non_finite.npz` in the folder of the run, or `DivergedError.replay`.
       env: the environment, if the run was given an environment object.
+      env_params: what its parameters are drawn from, if that is a function.
       data: the data, if the run learned from data.
 
     Returns:
@@ -181,7 +185,13 @@ def replay_step(path: str | os.PathLike, *, env: Environment | None = None, data
         config = algorithms.get(run["algorithm"]).config(**fields)
     except TypeError as error:
         raise ValueError(f"this version cannot read the config of the run in {path}: {error}") from error
-    setup = resolve(run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], config=config)
+    was = run.get("env_params")
+    if env_params is None and isinstance(was, str):
+        raise ValueError(f"{path} is of a run whose env_params are a {was}; give it again: replay_step(path, env_params=...)")
+    setup = resolve(
+        run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], config=config,
+        env_params=was if env_params is None else env_params,
+    )  # fmt: skip
     setup = dataclasses.replace(setup, skips=run["guard"] == "skip")
     if about["record"] is not None:
         setup = setup.record(about["record"])

@@ -1,6 +1,7 @@
 """The guard of a run: notices nan and infinities within one chunk, and tells where the first one came from."""
 
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -140,6 +141,7 @@ class Guard:
         self._kept: tuple[Any, int] | None = None
         self._kept_at = time.monotonic()
         self._begin = iteration
+        self._changed_at = 0
         self._streak: np.ndarray = np.zeros(setup.seeds, np.int64)
 
     def check(self, run_state: Any, metrics: HostMetrics, iteration: int) -> Finding | None:
@@ -187,6 +189,16 @@ class Guard:
         if self._watch.is_whole(self._program.unwrap(run_state)):
             self._kept = self._program.place(run_state), iteration
 
+    def changed(self, run_state: Any, iteration: int) -> None:
+        """Notes that the host has changed the state, so that the run cannot go again from an earlier one.
+
+        Args:
+          run_state: the state from now on.
+          iteration: iterations done so far.
+        """
+        self._changed_at, self._kept, self._kept_at = iteration, None, -math.inf
+        self._keep(run_state, iteration)
+
     def locate(
         self,
         finding: Finding,
@@ -216,6 +228,9 @@ class Guard:
             return self._unknown(finding, "The state is on several processes, so the cause was not looked for.")
         state, begin = self.earlier(checkpoints)
         iterations = finding.iteration - begin
+        if begin < self._changed_at:
+            when = f"after iteration {self._changed_at}, which is later than the last kept state"
+            return self._unknown(finding, f"A callback changed parameters of the environments {when}.")
         if iterations < 1:
             return self._unknown(finding, "There is no finite state from before that iteration.")
         if self._program.traced.jaxpr.effects:

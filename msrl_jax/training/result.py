@@ -15,6 +15,7 @@ import numpy as np
 from msrl_jax._checks import check_seed
 from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
@@ -259,7 +260,13 @@ class Result:
         return probabilities[0] if single else probabilities
 
     def evaluate(
-        self, episodes: int = 128, seed: int = 0, *, member: int | None = None, max_steps: int = MAX_STEPS
+        self,
+        episodes: int = 128,
+        seed: int = 0,
+        *,
+        member: int | None = None,
+        max_steps: int = MAX_STEPS,
+        env_params: GivenParams | None = None,
     ) -> Evaluation:
         """Plays greedy episodes in parallel.
 
@@ -268,6 +275,8 @@ class Result:
           seed: seed of the environments' randomness.
           member: number of the member that plays; the best one if None.
           max_steps: maximum length of an episode, in steps.
+          env_params: what parameters of the environment are drawn from, as in `train`. None draws those of the run from what
+            it drew them from at its end; `{}` leaves all constant.
 
         Returns:
           The returns and lengths of the episodes.
@@ -275,7 +284,8 @@ class Result:
         Raises:
           ValueError: if a number is out of range, or the run has no such member.
         """
-        evaluator = make_evaluator(self.behavior, episodes, max_steps=max_steps)
+        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
+        evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
         return evaluator(self.member_state(member), jax.random.key(check_seed(seed)))
 
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
@@ -348,6 +358,7 @@ class Result:
         path: str | os.PathLike,
         *,
         env: Environment | None = None,
+        env_params: GivenParams | None = None,
         checkpoint: Literal["newest", "best"] | int = "newest",
     ) -> "Result":
         """Reads a run from its folder, also while it is in progress or after it was killed.
@@ -355,6 +366,7 @@ class Result:
         Args:
           path: a folder that `save`, `train(out=...)` or the command line wrote.
           env: the environment, if `train` got an environment object.
+          env_params: what its parameters are drawn from, if `train` got a function or a `Curriculum`.
           checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
             of iterations.
 
@@ -376,6 +388,7 @@ class Result:
         setup = resolve(
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], config=resume.config_of(description),
+            env_params=resume.env_params_of(description, env_params, f"the run in {path}"),
         )  # fmt: skip
         saved, state, registers = resume.load_agent(path, checkpoint, setup)
         resume.check_settings(path, description, saved)

@@ -13,6 +13,7 @@ import numpy as np
 
 from msrl_jax import algorithms, data
 from msrl_jax.data.experience import at_rest, awake, without_experience
+from msrl_jax.envs.params import GivenParams, describe
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import checkpoint, folder, processes
 from msrl_jax.training.checkpoint import Checkpoint, CheckpointError
@@ -164,10 +165,31 @@ def describe_env(env: Any) -> str | None:
     return None if " at 0x" in text else text
 
 
+def env_params_of(description: Mapping[str, Any], given: GivenParams | None, where: str) -> GivenParams | None:
+    """What the parameters of a run's environment are drawn from.
+
+    Args:
+      description: the content of `config.json`.
+      given: the same, if the user gave it.
+      where: the run in messages.
+
+    Returns:
+      What the user gave, or else what the run began with.
+
+    Raises:
+      RunFolderError: if that was a function, and the user did not give it.
+    """
+    was = description.get("env_params")
+    if given is None and isinstance(was, str):
+        raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
+    return was if given is None else given
+
+
 def fingerprint(description: Mapping[str, Any]) -> str:
     """The SHA-256 of the settings that decide what a run computes, besides `total_steps` and the data set."""
     fields = {name: value for name, value in description["config"].items() if name not in ("total_steps", "data")}
     about = [description[name] for name in ("algorithm", "env", "env_spec", "seed", "seeds")]
+    about += filter(None, [description.get("env_params")])
     text = json.dumps(folder.to_json([about, fields, description.get("rollbacks", [])]), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -184,7 +206,7 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
 
     Args:
       saved: the run.
-      given: `algo`, `env`, `seed` and `seeds`; None is not given.
+      given: `algo`, `env`, `seed`, `seeds` and `env_params`; None is not given.
       config: a config, or None.
       overrides: config fields.
 
@@ -197,6 +219,8 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
         ("seed", given["seed"], was["seed"]),
         ("seeds", given["seeds"], was["seeds"]),
     ]
+    if given["env_params"] is not None:
+        pairs.append(("env_params", describe(given["env_params"]), was.get("env_params")))
     env = given["env"]
     if env is not None:
         named = env if isinstance(env, str) else getattr(env, "name", type(env).__name__)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,9 @@ import jax
 import numpy as np
 
 from msrl_jax.data.experience import ExperienceWriter, without_experience
+from msrl_jax.envs.param_source import changed, find_source, replace_sources
+from msrl_jax.envs.params import ParamSource
+from msrl_jax.fragments.memory import put
 from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import processes
 from msrl_jax.training.evaluate import Evaluation, Evaluator, make_evaluator
@@ -52,6 +56,7 @@ class Run:
       compiled_before: time that earlier processes spent on compiling.
       last_seconds: time of the last chunk.
       fingerprint: the settings that decide what the run computes, as a sum.
+      new_env_params: what callbacks have set since the last chunk; None if nothing.
     """
 
     setup: Setup
@@ -75,6 +80,7 @@ class Run:
     compiled_before: float = 0.0
     last_seconds: float = 0.0
     fingerprint: str = ""
+    new_env_params: Any = None
 
     @property
     def steps_per_iteration(self) -> int:
@@ -147,6 +153,40 @@ class Run:
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
         self.pace.measured(count, processes.agreed(seconds))
         return metrics
+
+    def set_env_params(self, values: Any) -> None:
+        """Checks what the next chunks draw parameters of the environments from; see `Tick`."""
+        new = changed(self.setup.env, values)
+        if not find_source(self.run_state):
+            algo = self.setup.algorithm.name
+            raise ValueError(f"{algo} takes no environment steps, so no parameters can be set during its run")
+        self.new_env_params = {**(self.new_env_params or {}), **new} if isinstance(new, Mapping) else new
+
+    def apply_env_params(self) -> None:
+        """Puts what was set into the state.
+
+        Raises:
+          ValueError: if the processes of the run set different values.
+        """
+        values, self.new_env_params = self.new_env_params, None
+        digest = "" if values is None else hashlib.sha256(repr(jax.tree.leaves_with_path(values)).encode()).hexdigest()
+        if len(set(processes.gathered(digest))) > 1:
+            raise ValueError("the processes of the run called tick.set_env_params with different values; call it alike in all")
+        if values is None:
+            return
+
+        def placed(old: jax.Array, new: Any) -> jax.Array:
+            if new is old:
+                return old
+            return put([np.broadcast_to(new, old.shape)], [(old.sharding,)], copy=True)[0][0]  # type: ignore[list-item]
+
+        def replaced(source: ParamSource) -> ParamSource:
+            new = source.values | values if isinstance(values, Mapping) else values
+            return source._replace(values=jax.tree.map(placed, source.values, new))
+
+        self.run_state = replace_sources(self.run_state, replaced)
+        if not self.non_finite:
+            self.guard.changed(self.run_state, self.iteration)
 
     def _to_boundary(self, iteration: int) -> int:
         """Iterations until the chunk has to end."""

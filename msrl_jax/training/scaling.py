@@ -7,6 +7,7 @@ from typing import Any
 from msrl_jax._checks import whole
 from msrl_jax._device_memory import planning_for
 from msrl_jax._tables import table
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.plan import Plan, size
 from msrl_jax.fragments.topologies import plan_devices
 from msrl_jax.policies.base import spec
@@ -60,6 +61,7 @@ def plans(
     envs_per_device: int | None = None,
     *,
     seeds: int = 1,
+    env_params: GivenParams | None = None,
     **overrides: Any,
 ) -> list[Scaled]:
     """Plans an algorithm for several sets of devices; compiles, but runs nothing.
@@ -71,6 +73,7 @@ def plans(
       devices: names of devices as in `plan_devices`.
       envs_per_device: environments for each device; if None, their number stays the same.
       seeds: number of runs to train at once.
+      env_params: what parameters of the environment are drawn from, as in `train`.
       **overrides: fields of the algorithm's config.
 
     Returns:
@@ -90,7 +93,7 @@ def plans(
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
         placed = resolve_policy(policy.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
         with planning_for(there):
-            setup = resolve(algo, env, seeds=seeds, overrides=overrides | sized)
+            setup = resolve(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
             plan = setup.compile(placed, there).explain()
         found.append(Scaled(algo, spec(placed), name, count, getattr(setup.config, "num_envs", None), plan))
     return found

@@ -10,16 +10,20 @@ from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter
 from msrl_jax.data.files import check_new
 from msrl_jax.data.spaces import bytes_per_step
+from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
 from msrl_jax.training import folder
 from msrl_jax.training.guard import GuardPolicy, check_guard
 from msrl_jax.training.pace import chunk_length
-from msrl_jax.training.resume import Saved, config_of, describe_env, find_dataset, holds_run, same_settings
+from msrl_jax.training.resume import Saved, config_of, describe_env, env_params_of, find_dataset, holds_run, same_settings
 from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
-DEFAULTS = {"algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1}
+DEFAULTS = {
+    "algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1,
+    "env_params": None,
+}  # fmt: skip
 """What a new run uses where nothing is given; a run that goes on uses what it began with."""
 
 _TICKS = {"eval_episodes": 32, "eval_every": None, "chunk": None}
@@ -141,6 +145,7 @@ def resolve_run(
         same_settings(saved, given, config, overrides)
         fallback = {name: was[name] for name in ("policy", "total_steps", "seed", "seeds")}
         fallback |= {"algo": was["algorithm"], "env": was["env_spec"]}
+        fallback["env_params"] = env_params_of(was, given["env_params"], f"the run in {saved.path}")
         dataset = find_dataset(saved, overrides.get("data", getattr(config, "data", None)))
         config, overrides = config_of(was, dataset), {}
     else:
@@ -150,7 +155,7 @@ def resolve_run(
     distribution = resolve_policy(settings["policy"])
     setup = resolve(
         settings["algo"], settings["env"], seed=settings["seed"], seeds=settings["seeds"], config=config,
-        overrides=overrides | {"total_steps": total_steps},
+        overrides=overrides | {"total_steps": total_steps}, env_params=settings["env_params"],
     )  # fmt: skip
     return setup, distribution, total_steps
 
@@ -214,7 +219,8 @@ def describe(
         "algorithm": setup.algorithm.name,
         "env": setup.env_name,
         "env_spec": setup.env_spec,
-        "env_object": None if setup.env_spec else describe_env(setup.env),
+        "env_object": None if setup.env_spec else describe_env(setup.env if setup.env_params is None else setup.env.env),  # type: ignore[attr-defined]
+        "env_params": describe_params(setup.env_params),
         "policy": spec(distribution),
         "seed": setup.seed,
         "seeds": setup.seeds,

@@ -14,6 +14,7 @@ from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams, randomized
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -28,7 +29,7 @@ class Setup:
 
     Attributes:
       algorithm: the algorithm.
-      env: the environment.
+      env: the environment, with the parameters that are drawn.
       env_spec: name and parameters of the environment as text; None if it was given as an object.
       config: the algorithm's config.
       seed: the first seed.
@@ -38,6 +39,7 @@ class Setup:
       recorded_steps: the steps that these environments keep.
       skips: whether the run drops updates that are not finite.
       dataset: the data set of the run, if it has one.
+      env_params: what parameters of the environment are drawn from; None if all are constants.
     """
 
     algorithm: Algorithm
@@ -51,6 +53,7 @@ class Setup:
     recorded_steps: int | None = None
     skips: bool = False
     dataset: data.Dataset | None = None
+    env_params: GivenParams | None = None
 
     @property
     def env_name(self) -> str:
@@ -155,6 +158,7 @@ def resolve(
     seeds: int = 1,
     config: Any = None,
     overrides: dict[str, Any] | None = None,
+    env_params: GivenParams | None = None,
 ) -> Setup:
     """Looks everything up, and builds the agent.
 
@@ -165,6 +169,7 @@ def resolve(
       seeds: the number of members.
       config: the algorithm's config; the defaults if None.
       overrides: fields of the config to replace.
+      env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
 
     Returns:
       The setup of the run.
@@ -180,6 +185,7 @@ def resolve(
     if isinstance(env, str):
         env = envs.make(env)
     algorithm.check_env(env)
+    env = randomized(env, env_params)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
     behavior = Behavior(_build(algorithm, env, config, dataset), env)
-    return Setup(algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset)
+    return Setup(algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset, env_params=env_params or None)

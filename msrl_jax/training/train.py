@@ -14,6 +14,7 @@ import numpy as np
 from msrl_jax import _compile_cache
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import checkpoint, folder, processes, stopping
 from msrl_jax.training.begin import begin
@@ -50,6 +51,7 @@ def train(
     time_limit: float | str | None = None,
     guard: GuardPolicy | None = None,
     record: str | os.PathLike | None = None,
+    env_params: GivenParams | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
     **overrides: Any,
@@ -92,6 +94,10 @@ def train(
         numbers, at most 5 times.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
         until its end, so they must fit there. Recording does not change the run.
+      env_params: what parameters of the environment are drawn from at each reset, as in `envs.RandomizeParams`: name -> a
+        number, `envs.uniform(low, high)` and the like, also as text (`"length=uniform:0.25:1,gravity=9.8"`); a function
+        `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them (`Tick.set_env_params`). Evaluations
+        draw from the same.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True. Each process calls its own.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
       **overrides: fields of the algorithm's config.
@@ -110,7 +116,10 @@ def train(
     limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
     display = choose_display(progress if processes.is_first() else False)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
-    given = {"algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds}
+    given = {
+        "algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds,
+        "env_params": env_params,
+    }  # fmt: skip
     ticks = check_ticks(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
     # Absolute, because a callback may change the working directory.
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
@@ -123,7 +132,7 @@ def train(
             settings = settle(given, ticks, config, overrides, guard, record, devices, saved)
             if settings is None:
                 assert saved is not None
-                return _already_done(saved, env)
+                return _already_done(saved, env, env_params)
             saver = None if path is None else Saver(path, every, keep)
             writer = folder.RowWriter(path, settings.description) if path is not None and processes.is_first() else None
         agent = settings.setup.behavior.agent
@@ -205,9 +214,9 @@ def _saved_states(path: Path | None, run: Run) -> Iterator[tuple[Any, int]]:
         yield restore_state(found, run.setup, run.program), found.iteration
 
 
-def _already_done(saved: Saved, env: Any) -> Result:
+def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Result:
     """The result of a run that has done all its steps, and may have been killed before its summary."""
-    result = Result.load(saved.path, env=None if isinstance(env, str) else env)
+    result = Result.load(saved.path, env=None if isinstance(env, str) else env, env_params=env_params)
     if result.status == "unfinished":
         result = dataclasses.replace(result, status="finished")
         if processes.is_first():
@@ -242,7 +251,7 @@ def _loop(
         run.advance()
         unit = run.setup.behavior.agent.unit
         state = lambda: processes.to_hosts(run.state())  # noqa: E731
-        tick = Tick(run.step, run.iteration, run.total_steps, dict(run.rows[-1]), state, unit, first)
+        tick = Tick(run.step, run.iteration, run.total_steps, dict(run.rows[-1]), state, unit, first, run.set_env_params)
         with processes.together("a callback"):
             try:
                 stops = [_is_true(callback(tick)) for callback in callbacks]
@@ -250,6 +259,7 @@ def _loop(
             except KeyboardInterrupt:
                 answer = "SIGINT"
         answers = processes.gathered(answer)
+        run.apply_env_params()
         if "SIGINT" in answers:
             return "interrupted", "SIGINT"
         if run.non_finite:

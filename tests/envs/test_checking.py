@@ -114,6 +114,12 @@ def test_what_is_wrong_is_named(kind, capfd):
     capfd.readouterr()
 
 
+def test_pooled_resets_hide_nothing():
+    report = envs.check(envs.ResetPool(Rounding(), 4), steps=20)
+    assert any(re.match(BROKEN[Rounding], problem) for problem in report.problems), report
+    assert any("under jax.shard_map over 4 devices returns another reward" in problem for problem in report.problems), report
+
+
 def test_shapes_that_do_not_fit_are_the_only_problem():
     class Wide(Walk):
         observation_space = envs.Box(-20, 20, (2,))
@@ -122,7 +128,10 @@ def test_shapes_that_do_not_fit_are_the_only_problem():
     assert problem.startswith("the observation of Wide.reset has a value of float32[1], but its observation_space has ")
 
 
-@pytest.mark.parametrize("env", [Walk(), Corridor(), Leaving(), "RockPaperScissors"], ids=["one", "ends", "agents", "name"])
+@pytest.mark.parametrize(
+    "env", [Walk(), envs.ResetPool(Walk(), 4), Corridor(), Leaving(), "RockPaperScissors"],
+    ids=["one", "pool", "ends", "agents", "name"],
+)  # fmt: skip
 def test_an_environment_that_conforms_has_no_problems(env):
     report = envs.check(env, steps=40)
     assert report.ok and report.steps == 160 and report.episodes > 0

@@ -44,17 +44,16 @@ def played(venv, key=0):
 
 
 def test_with_a_ratio_of_one_the_run_is_the_one_without_a_pool():
-    plain, pool = (jax.jit(lambda venv=venv: played(venv)[:2])() for venv in (
-        envs.Vectorized(Dice(), E), envs.PooledVectorized(Dice(), E, 1),
-    ))  # fmt: skip
+    plain, pool = (jax.jit(lambda env=env: played(envs.vectorize(env, E)))() for env in (Dice(), envs.ResetPool(Dice(), 1)))
     chex.assert_trees_all_equal(plain, pool)
+    assert plain[2].spares == ()
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 8])
 def test_copies_begin_with_their_spares_which_are_renewed_in_turns(ratio):
     env = Dice()
     venv = envs.vectorize(envs.ResetPool(env, ratio), E)
-    assert isinstance(venv, envs.PooledVectorized) and venv.ratio == ratio
+    assert isinstance(venv, envs.Vectorized) and venv.ratio == ratio
     first, steps, state = jax.jit(lambda: played(venv))()
     reset, step = jax.jit(env.reset), jax.jit(env.step)
     starts = repeats = 0

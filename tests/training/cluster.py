@@ -24,7 +24,7 @@ def train(case, devices=None):
     """Trains for a few iterations.
 
     Args:
-      case: ALGORITHM/POLICY.
+      case: ALGORITHM/POLICY; ALGORITHM+curriculum changes parameters of the environment after every chunk.
       devices: the devices; all of all processes if None.
 
     Returns:
@@ -32,11 +32,16 @@ def train(case, devices=None):
     """
     import msrl_jax as msrl
 
-    algo, policy = case.split("/")
-    config = CONFIGS[algo]
+    name, policy = case.split("/")
+    algo, _, changes = name.partition("+")
+    config, options = CONFIGS[algo], {}
+    if changes:
+        length = msrl.envs.uniform(0.25, msrl.envs.ramp(0.5, 1.0, 300))
+        options["env_params"] = {"length": length, "max_steps_in_episode": 9}
+        options["callbacks"] = [lambda tick: tick.set_env_params({"max_steps_in_episode": tick.iteration})]
     result = msrl.train(
         algo, ENV, policy=policy, total_steps=ITERATIONS * config["num_envs"] * config["unroll_length"], chunk=CHUNK,
-        eval_episodes=2, seed=3, progress=False, devices=devices, **config,
+        eval_episodes=2, seed=3, progress=False, devices=devices, **options, **config,
     )  # fmt: skip
     arrays = {f"state{jax.tree_util.keystr(path)}": x for path, x in jax.tree.leaves_with_path(result.state)}
     arrays |= {f"register {i}": x for i, x in enumerate(result.registers)}

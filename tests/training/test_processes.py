@@ -64,7 +64,7 @@ def assert_equal_runs(folder, count, devices, case, rtol=0.0, atol=0.0):
 
 
 # One program over both processes; the actor on one and the learner on the other; exchanges with every minibatch.
-PAIR = ["ppo/GPUOnly", "ppo/SingleLearnerCoarse", "ppo/Central"]
+PAIR = ["ppo/GPUOnly", "ppo/SingleLearnerCoarse", "ppo/Central", "ppo+curriculum/SingleLearnerCoarse"]
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import spaces
+from msrl_jax.envs import param_source, spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
 from msrl_jax.envs.agents.conformity import check_agents
 from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action
+from msrl_jax.envs.params import ParamSource
 from msrl_jax.metrics import Mean
 
 
@@ -28,6 +29,7 @@ class AgentsState(NamedTuple):
       return_sum: sums of the returns of the episodes completed since `pop_episodes`. `[E, A]` float32
       length_sum: sums of the lengths of these episodes. `[E]` float32
       num_episodes: numbers of these episodes. `[E]` float32
+      source: what the parameters of the next episodes are drawn from, if these are data; else `()`. `[E, ...]`
     """
 
     key: jax.Array
@@ -38,6 +40,7 @@ class AgentsState(NamedTuple):
     return_sum: jax.Array
     length_sum: jax.Array
     num_episodes: jax.Array
+    source: ParamSource | tuple[()] = ()
 
 
 def vectorize_agents(
@@ -121,15 +124,16 @@ class VectorizedAgents:
         """Starts all environments; returns the state and the first observations `[E, A, ...]`."""
         check_key(key)
 
-        def reset_one(key):
+        def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            env_state, obs = strong(self.env.reset(reset_key))
+            env_state, obs = strong(param_source.with_source(self.env, source).reset(reset_key))
             absent = jnp.zeros(self.num_agents, bool)
             return key, env_state, absent, self._observation(env_state, obs, absent)
 
-        key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs))
+        source = param_source.sources(self.env, self.num_envs)
+        key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
         per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
-        return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env), obs
+        return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env, source), obs
 
     def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
         """The global states, given the observations that belong to the state. `[E, S]` float32."""
@@ -140,7 +144,7 @@ class VectorizedAgents:
         """Advances every environment by one action of every agent `[E, A, ...]`, and resets environments that ended."""
         action = as_actions(self, action, (state.key.shape[0], self.num_agents), "agent of each environment")
 
-        def step_one(key, env_state, absent, action):
+        def step_one(key, env_state, absent, action, source):
             key, step_key = jax.random.split(key)
             step_key, reset_key = jax.random.split(step_key)
             before = env_state
@@ -151,7 +155,7 @@ class VectorizedAgents:
             terminated |= absent
             ended = truncated | terminated.all()
             final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
-            fresh = strong(self.env.reset(reset_key))
+            fresh = strong(param_source.with_source(self.env, source).reset(reset_key))
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
             gone = terminated & ~ended
             obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
@@ -160,7 +164,7 @@ class VectorizedAgents:
             )
             return key, env_state, gone, time_step
 
-        key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action)
+        key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action, state.source)
         ended = t.ended[:, None]
         episode_return, episode_length = state.episode_return + t.reward, state.episode_length + 1
         state = AgentsState(
@@ -172,6 +176,7 @@ class VectorizedAgents:
             return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
             length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
             num_episodes=state.num_episodes + t.ended,
+            source=param_source.after_step(state.source, self.num_envs),
         )
         return state, t
 
@@ -186,7 +191,7 @@ class VectorizedAgents:
           (in steps), and `episode_return/TEAM` (summed over the agents of a team) if there are several teams.
         """
         count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
-        metrics = {
+        metrics = param_source.means(state.env_state) | {
             "episode_return": Mean(returns.sum(), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
         }

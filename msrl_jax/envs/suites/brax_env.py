@@ -1,6 +1,8 @@
 """Environments of Brax (https://github.com/google/brax; Freeman et al. 2021, arXiv 2106.13281)."""
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -65,6 +67,20 @@ class BraxEnvironment:
         object.__setattr__(self, "observation_space", common.unbounded(obs))
         object.__setattr__(self, "action_space", spaces.Box(-1, 1, (self.env.action_size,)))
 
+    @property
+    def default_params(self) -> dict[str, jax.Array]:
+        """The arrays of floats of the system of bodies, by their path in it, such as `opt.gravity` or `dof.damping`."""
+        arrays = [(path, x) for path, x in jax.tree.leaves_with_path(_model(self.env)) if "._" not in f".{_named(path)}"]
+        return {_named(path): x for path, x in arrays if isinstance(x, jax.Array) and x.dtype == jnp.float32 and x.size}
+
+    def with_params(self, params: Mapping[str, Any]) -> "BraxEnvironment":
+        """The environment with other values of some of them, which may be traced."""
+        model = jax.tree.map_with_path(lambda path, x: params.get(_named(path), x), _model(self.env))
+        env, inner = copy.copy(self), copy.copy(self.env)
+        setattr(inner, _field(inner), model)
+        object.__setattr__(env, "env", inner)
+        return env
+
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         with common.quiet():
@@ -91,3 +107,16 @@ class BraxEnvironment:
             state, rewards = jax.lax.scan(once, state, length=self.action_repeat)
             reward = jnp.sum(rewards)
         return state, state.obs, reward, state.done.astype(bool), jnp.asarray(False)
+
+
+def _field(env: Any) -> str:
+    """The attribute with the system of bodies, Brax's or Playground's."""
+    return "sys" if hasattr(env, "sys") else "_mjx_model"
+
+
+def _model(env: Any) -> Any:
+    return getattr(env, _field(env))
+
+
+def _named(path: Any) -> str:
+    return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)

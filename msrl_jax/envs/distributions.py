@@ -1,0 +1,268 @@
+"""Values of environment parameters: distributions, and numbers that follow the steps of a run.
+
+All are pytrees whose leaves are their numbers, so a program takes the numbers as data: other numbers compile nothing. As text
+they look as in Python, `uniform(0.25, 1)`, or on the command line, without commas, `uniform:0.25:1`.
+"""
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._checks import whole
+from msrl_jax._spelling import suggestion
+from msrl_jax.counters import Counter, fraction
+
+Kind: TypeAlias = Literal["uniform", "log_uniform", "choice"]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind"])
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """A distribution of one parameter; `uniform`, `log_uniform` and `choice` make it.
+
+    Attributes:
+      kind: its name.
+      numbers: the bounds `(low, high)`, or the options; numbers, or `Ramp`s.
+    """
+
+    kind: Kind
+    numbers: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        inner = ", ".join(map(text, self.numbers))
+        return f"{self.kind}([{inner}])" if self.kind == "choice" else f"{self.kind}({inner})"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "end"], meta_fields=["steps"])
+@dataclasses.dataclass(frozen=True)
+class Ramp:
+    """A number that changes linearly over the first steps of a run; `ramp` makes it.
+
+    Attributes:
+      start: the number at the start.
+      end: the number after `steps`.
+      steps: environment steps of the run, over all its environments.
+    """
+
+    start: Any
+    end: Any
+    steps: int
+
+    def __str__(self) -> str:
+        return f"ramp({text(self.start)}, {text(self.end)}, {self.steps})"
+
+
+def uniform(low: Any, high: Any) -> Distribution:
+    """All values from `low` to `high` with the same probability; of a whole number, both bounds are among them."""
+    return Distribution("uniform", (low, high))
+
+
+def log_uniform(low: Any, high: Any) -> Distribution:
+    """Values from `low` to `high`, above 0, whose logarithm is uniform."""
+    return Distribution("log_uniform", (low, high))
+
+
+def choice(options: Sequence[Any]) -> Distribution:
+    """One of the options, each with the same probability."""
+    return Distribution("choice", tuple(options))
+
+
+def ramp(start: Any, end: Any, steps: int) -> Ramp:
+    """A number that goes linearly from `start` to `end` over the first `steps` environment steps of a run, and stays there."""
+    return Ramp(start, end, whole("steps of a ramp", steps, most=2**63))
+
+
+_NAMES = {"uniform": uniform, "log_uniform": log_uniform, "choice": choice, "ramp": ramp}
+
+
+def is_value(x: Any) -> bool:
+    """Whether a value is a `Distribution` or a `Ramp`."""
+    return isinstance(x, Distribution | Ramp)
+
+
+def at(value: Any, taken: Counter | tuple[()]) -> jax.Array:
+    """A number, or a `Ramp` after a number of steps."""
+    if not isinstance(value, Ramp):
+        return value
+    assert isinstance(taken, Counter)
+    done, dtype = fraction(taken, 1, value.steps), jnp.result_type(value.start)
+    # Both ends exactly, whatever the rounding.
+    number = value.start * (1 - done) + value.end * done
+    return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)
+
+
+def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
+    """A value of one parameter.
+
+    Args:
+      value: a number, a `Ramp` or a `Distribution`, with numbers of the parameter's dtype.
+      key: typed PRNG key.
+      like: shape and dtype of the parameter.
+      taken: environment steps so far; `()` if there is no ramp.
+
+    Returns:
+      The value; the elements of an array are independent, but for those of `choice`.
+    """
+    if not isinstance(value, Distribution):
+        return jnp.asarray(at(value, taken), like.dtype)
+    numbers = [jnp.asarray(at(number, taken), like.dtype) for number in value.numbers]
+    if value.kind == "choice":
+        which = jax.random.randint(key, (), 0, len(numbers))
+        return jnp.stack(numbers)[which]
+    low, high = numbers
+    if jnp.issubdtype(like.dtype, jnp.integer):
+        return jax.random.randint(key, like.shape, low, high + 1, like.dtype)
+    if value.kind == "log_uniform":
+        drawn = jnp.exp(jax.random.uniform(key, like.shape, like.dtype, jnp.log(low), jnp.log(high)))
+        return jnp.clip(drawn, low, high)
+    return jax.random.uniform(key, like.shape, like.dtype, low, high)
+
+
+def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """Gives the numbers of a value the dtype of a parameter.
+
+    Args:
+      what: the parameter in messages.
+      value: a number, an array, a `Ramp`, a `Distribution`, or one of these as text.
+      like: shape and dtype of the parameter.
+
+    Returns:
+      The value with NumPy arrays as its numbers.
+
+    Raises:
+      ValueError: if a number does not fit the parameter, or bounds are in the wrong order, at any time of a ramp.
+    """
+    value = parse(what, value) if isinstance(value, str) else value
+    if isinstance(value, Distribution):
+        if not value.numbers:
+            raise ValueError(f"{what}=choice([]) has no options; give at least one")
+        if like.dtype == bool and value.kind != "choice":
+            raise ValueError(f"{what}={value}: it is a bool; use choice([True, False])")
+        if jnp.issubdtype(like.dtype, jnp.integer) and value.kind == "log_uniform":
+            raise ValueError(f"{what}={value}: it is a whole number; use uniform or choice")
+        numbers = tuple(_cast_number(what, value, number, like) for number in value.numbers)
+        value = dataclasses.replace(value, numbers=numbers)
+        if value.kind != "choice":
+            for when in _corners(numbers):
+                low, high = (_host_at(number, when) for number in numbers)
+                if (low > high).any() or (value.kind == "log_uniform" and (low <= 0).any()):
+                    above = " above 0" if value.kind == "log_uniform" else ""
+                    since = f" after {when:,} steps" if when else ""
+                    raise ValueError(f"{what}={value}: the bounds{since} are {low} and {high}; give low <= high{above}")
+        return value
+    return _cast_number(what, value, value, like)
+
+
+def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeStruct) -> Any:
+    if isinstance(number, Distribution):
+        raise ValueError(f"{what}={whole_value}: a distribution stands inside of another one; use numbers, or ramps")
+    if isinstance(number, Ramp):
+        if like.dtype == bool:
+            raise ValueError(f"{what}={whole_value}: a bool cannot follow a ramp; use choice([True, False])")
+        start, end = (_cast_number(what, whole_value, x, like) for x in (number.start, number.end))
+        return dataclasses.replace(number, start=start, end=end)
+    try:
+        given = np.asarray(number)
+        converted = given.astype(like.dtype)
+        fits = given.dtype.kind in "biuf" and given.shape == like.shape and not np.isnan(converted).any()
+        fits &= given.dtype.kind == "b" if like.dtype == bool else given.dtype.kind != "b"
+        fits &= bool(np.all(converted == given)) if np.dtype(like.dtype).kind in "iu" else True
+    except (TypeError, ValueError, OverflowError):
+        fits, converted = False, None
+    if not fits:
+        kind = np.dtype(like.dtype).name + (str(list(like.shape)) if like.shape else "")
+        raise ValueError(f"{what}={text(whole_value)} does not fit; the parameter is {kind}")
+    return converted
+
+
+def _corners(numbers: Sequence[Any]) -> list[int]:
+    """The steps at which ramps bend; between them, bounds are linear."""
+    return sorted({0, *(x.steps for x in numbers if isinstance(x, Ramp))})
+
+
+def _host_at(number: Any, step: int) -> np.ndarray:
+    if not isinstance(number, Ramp):
+        return np.asarray(number)
+    done = min(step / number.steps, 1.0)
+    return np.asarray(number.start * (1 - done) + number.end * done)
+
+
+def text(value: Any) -> str:
+    """A value as `parse` reads it."""
+    if is_value(value):
+        return str(value)
+    if isinstance(value, str):
+        return text(parse("a parameter", value))
+    value = np.asarray(value).tolist() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
+    return repr(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
+def parse(what: str, value: str) -> Any:
+    """Reads a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`.
+
+    Raises:
+      ValueError: if it cannot be read.
+    """
+    try:
+        return _built(what, ast.parse(_COLONS.sub(_call, value.strip()), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6") from None
+
+
+def parse_many(given: str) -> dict[str, Any]:
+    """Reads `length=uniform:0.25:1,gravity=9.8`.
+
+    Raises:
+      ValueError: if it cannot be read, or gives a name twice.
+    """
+    found: dict[str, Any] = {}
+    try:
+        call = ast.parse(f"_({_COLONS.sub(_call, given)})", mode="eval").body
+        assert isinstance(call, ast.Call) and not call.args and all(k.arg for k in call.keywords)
+    except (SyntaxError, AssertionError):
+        raise ValueError(f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1") from None
+    for keyword in call.keywords:
+        found[str(keyword.arg)] = _built(str(keyword.arg), keyword.value)
+    return found
+
+
+_COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
+"""A call without commas, `uniform:0.25:1`."""
+
+
+def _call(found: re.Match[str]) -> str:
+    name, *numbers = found[0].split(":")
+    return f"{name}([{', '.join(numbers)}])" if name == "choice" else f"{name}({', '.join(numbers)})"
+
+
+def _built(what: str, node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        name = node.func.id
+        if name not in _NAMES:
+            raise ValueError(f"{what}: there is no {name!r}{suggestion(name, _NAMES)}; use {', '.join(_NAMES)}")
+        arguments = [
+            [_built(what, x) for x in argument.elts] if isinstance(argument, ast.List | ast.Tuple) else _built(what, argument)
+            for argument in node.args
+        ]
+        try:
+            return _NAMES[name](*arguments)
+        except TypeError:
+            usage = {"choice": "choice([1, 2])", "ramp": "ramp(start, end, steps)"}.get(name, f"{name}(low, high)")
+            raise ValueError(f"{what}={ast.unparse(node)}: write {usage}") from None
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise ValueError(f"{what}={ast.unparse(node)} is no number; write one, or one of {', '.join(_NAMES)}") from None
+
+
+def ramps(tree: Any) -> Iterator[Ramp]:
+    """The ramps in a pytree of values."""
+    is_leaf = lambda x: isinstance(x, Ramp)  # noqa: E731
+    return (x for x in jax.tree.leaves(tree, is_leaf=is_leaf) if isinstance(x, Ramp))

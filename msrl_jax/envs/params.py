@@ -1,0 +1,318 @@
+"""Parameters of environments as data: drawn anew in every episode, and changed during a run, without compiling anything again.
+
+An environment with `default_params` and `with_params` has parameters as data. `RandomizeParams` draws them and keeps them in
+the state. What it draws them from, a `ParamSource`, is in the state of a vector environment.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import used_inputs
+from msrl_jax._spelling import suggestion
+from msrl_jax.counters import Counter, counter
+from msrl_jax.envs import distributions, spaces
+from msrl_jax.envs.agents.base import has_agents
+from msrl_jax.envs.base import Environment, PyTree, env_name, strong
+
+Params: TypeAlias = Mapping[str, Any]
+"""Parameters by name."""
+
+E = TypeVar("E")
+
+_SALT = 0x70617261
+"""Makes the key of parameters from that of a reset, which the environment has too."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["level"], meta_fields=["sample"])
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    """Parameters of episodes that depend on a level, which may change during a run.
+
+    Attributes:
+      sample: `(key, level) -> mapping` from names to values, with `jax.numpy`.
+      level: the level at the start: a number, or a pytree of numbers, arrays and `ramp`s.
+    """
+
+    sample: Callable[[jax.Array, Any], Params]
+    level: PyTree
+
+
+GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | str
+"""What `RandomizeParams` takes: name -> value, also as text; a function of a key; or a `Curriculum`."""
+
+
+class ParamSource(NamedTuple):
+    """What parameters are drawn from.
+
+    Attributes:
+      values: name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`.
+      taken: environment steps of all copies so far, if a ramp needs them; else `()`.
+    """
+
+    values: Any
+    taken: Counter | tuple[()] = ()
+
+
+class RandomizedState(NamedTuple):
+    """State of `RandomizeParams`.
+
+    Attributes:
+      env_state: state of the environment.
+      params: name -> the value in this episode.
+    """
+
+    env_state: PyTree
+    params: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomizeParams:
+    """Draws parameters of an environment from the key of each reset, and keeps them for the episode.
+
+    Spaces are those of the environment as it is given.
+
+    Attributes:
+      env: the environment, with parameters as data; wrappers may be around it.
+      params: name -> a number, an array, or one of `uniform`, `log_uniform`, `choice` and `ramp`, also as text; or a function
+        `key -> mapping`; or a `Curriculum`; or all as text, `"length=uniform:0.25:1,gravity=9.8"`. What it does not name keeps
+        its value.
+      source: the same, checked, with its numbers as arrays of the parameters' dtypes.
+    """
+
+    env: Environment
+    params: GivenParams
+    source: ParamSource = dataclasses.field(init=False, repr=False)
+    agents = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError if there is one agent.")
+
+    def __post_init__(self):
+        for inner in inside(self.env):
+            if isinstance(inner, RandomizeParams):
+                raise ValueError(f"the parameters of {self.name} are drawn already; give all of them at once")
+            if hasattr(inner, "vectorize"):
+                raise TypeError(f"{self.name} makes its parallel copies itself, so its parameters cannot be data here")
+        object.__setattr__(self, "source", _checked(self.env, self.params))
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> spaces.Space:
+        """The space of the environment."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> spaces.Space:
+        """The space of the environment."""
+        return self.env.action_space
+
+    @property
+    def action_mask(self) -> Callable[[RandomizedState], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        return self._of_state("action_mask")
+
+    @property
+    def global_state(self) -> Callable[[RandomizedState], jax.Array]:
+        """The global state of an environment of several agents; AttributeError if it has none."""
+        return self._of_state("global_state")
+
+    def _of_state(self, method: str) -> Callable[[RandomizedState], jax.Array]:
+        getattr(self.env, method)
+        return lambda state: getattr(with_params(self.env, state.params), method)(state.env_state)
+
+    def reset(self, key: jax.Array) -> tuple[RandomizedState, PyTree]:
+        """Draws parameters, and starts an episode with them."""
+        params = _draw(self.env, self.source, jax.random.fold_in(key, _SALT))
+        env_state, obs = with_params(self.env, params).reset(key)
+        return RandomizedState(env_state, params), obs
+
+    def step(
+        self, key: jax.Array, state: RandomizedState, action: PyTree
+    ) -> tuple[RandomizedState, PyTree, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        env_state, *stepped = with_params(self.env, state.params).step(key, state.env_state, action)
+        return RandomizedState(env_state, state.params), *stepped  # type: ignore[return-value]
+
+
+def randomized(env: Environment, params: GivenParams | None) -> Environment:
+    """The environment with these parameters as data; itself if there are none."""
+    return RandomizeParams(env, params) if params else env
+
+
+def describe(params: GivenParams | None) -> dict[str, str] | str | None:
+    """Parameters as text: by name, as `RandomizeParams` takes them, or a name of a function, which it does not take."""
+    if not params:
+        return None
+    if isinstance(params, str):
+        params = distributions.parse_many(params)
+    if isinstance(params, Mapping):
+        return {name: distributions.text(value) for name, value in params.items()}
+    sample = params.sample if isinstance(params, Curriculum) else params
+    kind = "Curriculum" if isinstance(params, Curriculum) else "function"
+    return f"{kind} {getattr(sample, '__module__', '')}.{getattr(sample, '__qualname__', type(sample).__qualname__)}"
+
+
+def inside(env: Any) -> Iterator[Any]:
+    """An environment and what its wrappers have inside, the outermost first; not what an adapter has inside."""
+    while env is not None:
+        yield env
+        env = None if _has_params(env) else getattr(env, "env", None)
+
+
+def _has_params(env: Any) -> bool:
+    return hasattr(env, "default_params") and hasattr(env, "with_params")
+
+
+def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters of an environment, or of the one inside of its wrappers, that can be data: name -> shape and dtype.
+
+    Raises:
+      TypeError: if it has none.
+    """
+    for inner in inside(env):
+        if _has_params(inner) and isinstance(inner.default_params, Mapping):
+            known = inner.default_params.items()
+            return {name: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)) for name, x in known}
+    raise TypeError(
+        f"{env_name(env)} has no parameters as data. An environment of your own has them with a mapping default_params and a "
+        "method with_params(params); else set parameters where it is made, envs.make(name, parameter=value)"
+    )
+
+
+def with_params(env: Any, params: Params) -> Any:
+    """The environment with other values of some parameters, which may be traced."""
+    return env.with_params(params) if _has_params(env) else around(env, with_params(env.env, params))
+
+
+def around(env: E, inner: Any) -> E:
+    """A wrapper around another environment."""
+    if not dataclasses.is_dataclass(env) or "env" not in (f.name for f in dataclasses.fields(env)):
+        raise TypeError(
+            f"{type(env).__name__} has an environment with parameters as data inside, but is no dataclass with a field env; "
+            "make it one, or give it default_params and with_params too"
+        )
+    wrapper = copy.copy(env)  # dataclasses.replace would check it again
+    object.__setattr__(wrapper, "env", inner)
+    return wrapper  # type: ignore[return-value]
+
+
+def _checked(env: Any, params: Any) -> ParamSource:
+    """The source for `RandomizeParams`."""
+    name, types = env_name(env), default_params(env)
+    if isinstance(params, str):
+        params = distributions.parse_many(params)
+    if isinstance(params, Mapping):
+        if not params:
+            raise ValueError(f"env_params of {name} is empty; name parameters, or leave it out")
+        values: Any = {}
+        for key, value in params.items():
+            _check_name(name, key, types)
+            values[key] = distributions.cast(f"{name}: {key}", value, types[key])
+        names = tuple(values)
+    elif isinstance(params, Curriculum) or callable(params):
+        given: Any = params
+        values = given if isinstance(given, Curriculum) else Curriculum(_ignoring_level(given), ())
+        values = jax.tree.map(as_number, values)
+        names = tuple(_sampled_types(name, values, types))
+    else:
+        raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
+    source = ParamSource(values, _zero() if any(distributions.ramps(values)) else ())
+    _check_data(env, {key: types[key] for key in names})
+    return source
+
+
+def _zero() -> Counter:
+    return jax.tree.map(np.asarray, counter())
+
+
+def _ignoring_level(sample: Callable[[jax.Array], Params]) -> Callable[[jax.Array, Any], Params]:
+    return lambda key, level: sample(key)
+
+
+def as_number(x: Any) -> np.ndarray:
+    """A number or an array of a level."""
+    x = np.asarray(x)
+    if x.dtype.kind not in "biuf":
+        raise ValueError(f"the level of a Curriculum holds {x}; use numbers, arrays of numbers and ramps, or pytrees of them")
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
+    if name not in types:
+        near = suggestion(name, types) if isinstance(name, str) else ""
+        raise ValueError(f"{env} has no parameter {name!r}{near} that can be data; it has {_listed(types)}")
+
+
+def _listed(names: Mapping[str, Any], most: int = 20) -> str:
+    rest = f" and {len(names) - most} others (default_params)" if len(names) > most else ""
+    return ", ".join(list(names)[:most]) + rest
+
+
+def _levels(values: Curriculum, taken: Counter | tuple[()]) -> PyTree:
+    """The level, with numbers for its ramps."""
+    is_ramp = lambda x: isinstance(x, distributions.Ramp)  # noqa: E731
+    return jax.tree.map(lambda x: distributions.at(x, taken) if is_ramp(x) else x, values.level, is_leaf=is_ramp)
+
+
+def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
+    """The shapes and dtypes that a function returns, checked."""
+    taken = counter() if any(distributions.ramps(values)) else ()
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    drawn = jax.eval_shape(lambda key: dict(jax.tree.map(jnp.asarray, values.sample(key, _levels(values, taken)))), key)
+    for name, x in drawn.items():
+        _check_name(env, name, types)
+        if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
+            raise ValueError(
+                f"the function of env_params returned {x.dtype}{list(x.shape)} for {name} of {env}, which is "
+                f"{types[name].dtype}{list(types[name].shape)}"
+            )
+    return drawn
+
+
+def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]:
+    """The parameters of an episode."""
+    types, values = default_params(env), source.values
+    if isinstance(values, Curriculum):
+        drawn = strong(dict(values.sample(key, _levels(values, source.taken))))
+        return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
+    keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
+    return {name: distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
+
+
+def _check_data(env: Any, types: Mapping[str, Any]) -> None:
+    """Raises ValueError if a parameter decides shapes or Python control flow, so that it cannot be data, or has no effect."""
+    agents = (len(env.agents),) if has_agents(env) else ()
+    action = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*agents, *x.shape), x.dtype), spaces.struct(env.action_space))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
+        its = with_params(env, params)
+        state, obs = strong(its.reset(key))
+        also = [getattr(its, method)(state) for method in ("action_mask", "global_state") if hasattr(its, method)]
+        return (state, obs), strong(its.step(key, state, action)), also
+
+    with_params(env, {})
+    try:
+        jaxpr = jax.make_jaxpr(play)(types, key, action).jaxpr
+    except Exception:
+        jax.eval_shape(play, {}, key, action)  # an environment that fails anyway
+        for name, kind in types.items():  # which of them it is
+            try:
+                jax.eval_shape(play, {name: kind}, key, action)
+            except Exception as error:  # whatever an environment raises there
+                raise ValueError(
+                    f"{name} of {env_name(env)} cannot be data, because it decides shapes or control flow of Python "
+                    f"({type(error).__name__}); set it where the environment is made, envs.make(..., {name}=value)"
+                ) from error
+        raise
+    for name, is_used in zip(sorted(types), used_inputs(jaxpr), strict=False):
+        if not is_used:
+            raise ValueError(f"{name} of {env_name(env)} changes nothing in reset and step; leave it out of env_params")
