@@ -84,6 +84,7 @@ class _Emitter:
         self.indices: dict[Mesh, Value] = {}
         self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
         self._inherited = {*part.region.consts, *part.region.carry, *part.region.xs}
+        self._has_host_calls = any(node.is_host_call for node in part.region.nodes)
         self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
         self._read_from = self._find_readers(stacked)
 
@@ -158,7 +159,8 @@ class _Emitter:
         eqns = [n.eqn for n in group.nodes]
         made = dict.fromkeys(v for e in eqns for v in e.outvars)
         reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
-        reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
+        if not self._has_host_calls:  # else this would wait for other calls of the host
+            reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
         entries = {a: self.entry(a, placement) for a in reads}
         self.flush()
         rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, _Row))
