@@ -17,7 +17,7 @@ class NetworkConfig(Config):
     Attributes:
       hidden_sizes: widths of the dense layers. Usual: (64, 64), or (128,) after a convolution.
       activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.
-      network: "mlp" for dense layers only, "cnn" for a convolution first, or "auto", which is "cnn" for observations with
+      network: "mlp" for dense layers only, "cnn" for convolutions first, or "auto", which is "cnn" for observations with
         three dimensions. Usual: "auto".
     """
 

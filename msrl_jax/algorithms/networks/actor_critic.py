@@ -28,14 +28,23 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+_LARGE = 36
+"""Images of this height and width have something left after the three convolutions."""
+_FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
+"""Number, size and stride of filters, by whether images are large."""
+
+
 class Torso(nn.Module):
-    """Features of an observation: an optional convolution of 16 3x3 filters (MinAtar's), then dense layers.
+    """Features of an observation: convolutions of images, if wanted, then dense layers.
+
+    Images of at least 36x36 pass through three convolutions (Mnih et al., 2015, doi:10.1038/nature14236), uint8 divided by 255;
+    smaller ones through MinAtar's 16 3x3 filters (Young & Tian, 2019, arXiv 1903.03176).
 
     Attributes:
       observation_space: the space of one observation; of images `[H, W, C]` if `convolve`.
       hidden_sizes: widths of the dense layers.
       activation: a key of `ACTIVATIONS`.
-      convolve: whether the convolution comes first.
+      convolve: whether convolutions come first.
     """
 
     observation_space: Space
@@ -49,7 +58,10 @@ class Torso(nn.Module):
         obs = unmasked(obs)
         activation = ACTIVATIONS[self.activation]
         if self.convolve:
-            x = activation(convolution(16, 3)(obs.astype(jnp.float32)))
+            x = obs.astype(jnp.float32)
+            x = x / 255 if obs.dtype == jnp.uint8 else x
+            for size, window, stride in _FILTERS[min(obs.shape[-3:-1]) >= _LARGE]:
+                x = activation(convolution(size, window, stride)(x))
             x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
         else:
             x = flatten(self.observation_space, obs)

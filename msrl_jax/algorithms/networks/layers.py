@@ -1,5 +1,6 @@
 """Layers with weight gradients that XLA computes quickly on CPUs; on other platforms they are the usual layers."""
 
+import functools
 import math
 
 import jax
@@ -38,34 +39,37 @@ matmul = jax.custom_vjp(jnp.matmul)
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _convolve(x, w):
-    return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+def _convolve(x, w, stride):
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def _convolve_forward(x, w):
-    return _convolve(x, w), (x, w)
+def _convolve_forward(x, w, stride):
+    return _convolve(x, w, stride), (x, w)
 
 
-def _convolve_backward(residuals, g):
+def _convolve_backward(stride, residuals, g):
     x, w = residuals
-    (x_gradient,) = jax.vjp(lambda x: _convolve(x, w), x)[1](g)
+    (x_gradient,) = jax.vjp(lambda x: _convolve(x, w, stride), x)[1](g)
     # Inside a loop, XLA's CPU convolution is slow for filters as large as in this gradient: a PPO update on MinAtar took
     # ten times as long.
     w_gradient = jax.lax.platform_dependent(
-        x, w, g, cpu=_patch_gradient, default=lambda x, w, g: jax.vjp(lambda w: _convolve(x, w), w)[1](g)[0]
-    )
+        x, w, g, cpu=functools.partial(_patch_gradient, stride),
+        default=lambda x, w, g: jax.vjp(lambda w: _convolve(x, w, stride), w)[1](g)[0],
+    )  # fmt: skip
     return x_gradient, w_gradient
 
 
-def _patch_gradient(x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
-    height, width = g.shape[1:3]
-    shifted = [x[:, i : i + height, j : j + width] for i in range(w.shape[0]) for j in range(w.shape[1])]
+def _patch_gradient(stride: int, x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
+    height, width = (stride * (size - 1) + 1 for size in g.shape[1:3])
+    shifted = [
+        x[:, i : i + height : stride, j : j + width : stride] for i in range(w.shape[0]) for j in range(w.shape[1])
+    ]
     patches = jnp.concatenate(shifted, axis=-1)
     return _product_gradient(patches, g).reshape(w.shape)
 
 
-convolve = jax.custom_vjp(_convolve)
-"""Convolves images `x` `[B, H, W, C]` with filters `w` `[h, w, C, D]`, without padding, with stride 1."""
+convolve = jax.custom_vjp(_convolve, nondiff_argnums=(2,))
+"""Convolves images `x` `[B, H, W, C]` with filters `w` `[h, w, C, D]`, without padding, with a stride."""
 convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
@@ -75,13 +79,14 @@ def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:
     return nn.Dense(size, kernel_init=kernel_init, dot_general=lambda x, w, *_, **__: matmul(x, w), name=name)
 
 
-def convolution(size: int, window: int) -> nn.Conv:
+def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
     """A convolution with `size` square filters, without padding; the kernel starts orthogonal, scaled for ReLUs."""
     kernel_init = nn.initializers.orthogonal(math.sqrt(2))
     return nn.Conv(
         size,
         (window, window),
+        strides=stride,
         padding="VALID",
         kernel_init=kernel_init,
-        conv_general_dilated=lambda x, w, *_, **__: convolve(x, w),
+        conv_general_dilated=lambda x, w, *_, **__: convolve(x, w, stride),
     )

@@ -145,10 +145,10 @@ class Pools:
 
     def _begin(self, envs: np.ndarray) -> Any:
         key, pool = envs.tobytes(), self._make(num_envs=len(envs), seed=self._seeds[envs].tolist())
-        with common.quiet():
-            self._action_dtype = pool.action_space.dtype
         self._pools[key], self._envs[key] = pool, envs.copy()
-        return self._observed(pool.reset()[0])
+        with common.quiet():  # spaces are made, with warnings, when they are first used
+            self._action_dtype = pool.action_space.dtype
+            return self._observed(pool.reset()[0])
 
     def start(self, envs: np.ndarray, action: np.ndarray) -> Callable[[], Outcome]:
         """See `Simulators`. Raises RuntimeError if the environments have been stepped in other groups before."""

@@ -48,6 +48,17 @@ def test_images_are_convolved_by_default(batch_shape):
     assert network.value(params, obs).shape == batch_shape
 
 
+def test_large_images_pass_through_three_convolutions():
+    network = actor_critic(Box(0, 255, (84, 84, 4), np.uint8), Discrete(6), CONFIG)
+    obs = np.random.default_rng(0).integers(0, 256, (2, 84, 84, 4), np.uint8)
+    params = network.init(jax.random.key(0), obs)
+    torso = params["params"]["actor_torso"]
+    assert [torso[f"Conv_{i}"]["kernel"].shape for i in range(3)] == [(8, 8, 4, 32), (4, 4, 32, 64), (3, 3, 64, 64)]
+    assert torso["Dense_0"]["kernel"].shape == (7 * 7 * 64, 8)
+    floats = actor_critic(Box(0.0, 1.0, (84, 84, 4)), Discrete(6), CONFIG)
+    np.testing.assert_array_equal(network.value(params, obs), floats.value(params, obs.astype(np.float32) / 255))
+
+
 def test_images_may_be_flattened_instead():
     network = actor_critic(Box(0.0, 1.0, (10, 10, 4)), Discrete(6), FLAT)
     params = network.init(jax.random.key(0), jnp.zeros((1, 10, 10, 4)))

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from msrl_jax.algorithms.networks.layers import convolve, matmul
 
@@ -20,14 +21,15 @@ def test_matmul_and_its_gradients_equal_a_plain_product():
     np.testing.assert_allclose(dw, np.einsum("tbi,tbo->io", wide[0], wide[2]), rtol=1e-5, atol=1e-5)
 
 
-def test_a_convolution_and_its_gradients_are_sums_over_patches():
-    x, w, g = normal((4, 6, 7, 3), (3, 2, 3, 5), (4, 4, 6, 5))
-    out, vjp = jax.vjp(convolve, x, w)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_and_its_gradients_are_sums_over_patches(stride):
+    x, w, g = normal((4, 6 + 3 * (stride - 1), 7 + 5 * (stride - 1), 3), (3, 2, 3, 5), (4, 4, 6, 5))
+    out, vjp = jax.vjp(lambda x, w: convolve(x, w, stride), x, w)
     x, w, wide_g = (np.asarray(a, np.float64) for a in (x, w, g))
     want, dx, dw = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape)
     for i in range(3):
         for j in range(2):
-            part = np.s_[:, i : i + 4, j : j + 6]
+            part = np.s_[:, i : i + 4 * stride - (stride - 1) : stride, j : j + 6 * stride - (stride - 1) : stride]
             want += x[part] @ w[i, j]
             dx[part] += wide_g @ w[i, j].T
             dw[i, j] = np.einsum("bhwc,bhwd->cd", x[part], wide_g)
@@ -38,6 +40,6 @@ def test_a_convolution_and_its_gradients_are_sums_over_patches():
 
 def test_batched_gradients_equal_the_gradients_of_each_member():
     x, w = normal((4, 6, 6, 2), (5, 3, 3, 2, 3))
-    gradient = jax.grad(lambda w: (convolve(x, w) ** 2).sum())
+    gradient = jax.grad(lambda w: (convolve(x, w, 1) ** 2).sum())
     each = np.stack([gradient(one) for one in w])
     np.testing.assert_allclose(jax.vmap(gradient)(w), each, rtol=1e-4, atol=1e-3)

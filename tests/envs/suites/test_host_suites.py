@@ -1,0 +1,120 @@
+"""Suites on the host: names, and EnvPool's steps against EnvPool's own, one environment at a time."""
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+
+from msrl_jax import envs
+from msrl_jax._suites import SUITES
+from msrl_jax.envs.suites.common import load, quiet
+
+
+def test_gymnasiums_names_are_registered():
+    names = set(SUITES["gymnasium"].read())
+    assert len(names) > 50 and names <= set(gymnasium.registry)
+    assert "gymnasium:HalfCheetah-v5" in envs.names()
+
+
+def pool(task, seed, **params):
+    with quiet():
+        made = load("envpool").make_gymnasium(task, num_envs=1, seed=[seed], **params)
+        return made, made.reset()[0], made.action_space.dtype
+
+
+def sampled(env, steps, num_envs):
+    space = env.action_space
+    keys = jax.random.split(jax.random.key(0), (steps, num_envs))
+    return np.asarray(jax.vmap(jax.vmap(space.sample))(keys))
+
+
+TASKS = {
+    "CartPole-v1": {},
+    "HalfCheetah-v5": {"max_episode_steps": 7},
+    "FrozenLake-v1": {},
+    "Pong-v5": {"max_episode_steps": 9},
+    "CheetahRun-v1": {"max_episode_steps": 6},
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_steps_are_those_of_envpool(task):
+    """EnvPool resets in the step after the end of an episode, and ignores that step's action."""
+    env = envs.make(f"envpool:{task}", **TASKS[task])
+    seeds, number = np.array([5, 9], np.uint32), np.arange(2, dtype=np.int32)
+    actions = sampled(env, 25, 2)
+    sim = env.vectorize(2).simulators
+    steps, first = sim.reset(number, seeds)
+    played = []
+    for action in actions:
+        steps, outcome = sim(number, seeds, steps, action)
+        played.append(outcome)
+    obs, reward, terminated, truncated, final_obs, present = jax.tree.map(lambda *x: np.stack(x), *played)
+    assert present.all() and (terminated | truncated).any()
+    for e in range(2):
+        theirs, begun, dtype = pool(task, int(seeds[e]), **TASKS[task])
+        same(env._observed(begun), jax.tree.map(lambda x, e=e: x[e : e + 1], first))
+        for t, action in enumerate(actions[:, e]):
+            made, r, term, trunc, _ = theirs.step(np.asarray([action], dtype))
+            made = env._observed(made)
+            same(made, jax.tree.map(lambda x, t=t, e=e: x[t, e : e + 1], final_obs))
+            assert (np.float32(r[0]), bool(term[0]), bool(trunc[0])) == (reward[t, e], terminated[t, e], truncated[t, e])
+            if term[0] or trunc[0]:
+                made = env._observed(theirs.step(np.asarray([action], dtype))[0])
+            same(made, jax.tree.map(lambda x, t=t, e=e: x[t, e : e + 1], obs))
+
+
+def same(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_groups_of_envpool_have_pools_of_their_own():
+    env = envs.make("envpool:HalfCheetah-v5", max_episode_steps=7)
+    seeds, number = np.arange(4, dtype=np.uint32), np.arange(4, dtype=np.int32)
+    actions, runs = sampled(env, 20, 4), []
+    for groups in ([number], [number[::2], number[1::2]]):
+        sim = env.vectorize(4).simulators
+        steps, first = sim.reset(number, seeds)
+        rows = []
+        for action in actions:
+            rewards = np.zeros(4, np.float32)
+            finish = [sim.start(g, seeds[g], steps[g], action[g]) for g in groups]
+            for g, end in zip(groups, finish, strict=True):
+                steps[g], outcome = end()
+                rewards[g] = outcome[1]
+            rows.append(rewards)
+        runs.append((first, np.stack(rows)))
+    same(*runs)
+
+
+def test_groups_cannot_change_on_the_way():
+    env = envs.make("envpool:CartPole-v1")
+    seeds, number = np.arange(4, dtype=np.uint32), np.arange(4, dtype=np.int32)
+    sim = env.vectorize(4).simulators
+    steps, _ = sim.reset(number, seeds)
+    steps, _ = sim(number, seeds, steps, np.zeros(4, np.int32))
+    with pytest.raises(RuntimeError, match="keep the groups in which they were stepped first"):
+        sim(number[::2], seeds[::2], steps[::2], np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("name", ["Pong-v5", "CartPole-v1"])
+def test_environments_of_envpool_conform(name):
+    report = envs.check(f"envpool:{name}", steps=20)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("envpool:Pong", ValueError, r"EnvPool has no environment 'Pong' \(did you mean 'Pong-v5'\?\); it has 1,\d+ others"),
+        ("envpool:Pong-v5:stack=3", ValueError, r"envpool:Pong-v5 has no parameter 'stack' \(did you mean 'stack_num'\?\)"),
+        ("envpool:Pong-v5:num_threads=0", ValueError, "num_threads=0: use an integer of at least 1"),
+        ("gymnasium:HalfCheeta-v5", ValueError, r"no environment 'HalfCheeta-v5' \(did you mean 'HalfCheetah-v5'\?\)"),
+        ("gymnasium:CartPole-v1:length=3", ValueError, "CartPole-v1 cannot be made with .*unexpected keyword argument"),
+    ],
+    ids=["name", "option", "threads", "gymnasium name", "gymnasium option"],
+)
+def test_what_a_suite_does_not_have_is_refused(name, error, message):
+    with pytest.raises(error, match=message):
+        envs.make(name)
