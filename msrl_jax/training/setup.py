@@ -14,6 +14,8 @@ from msrl_jax.algorithms import Agent, Algorithm
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.params import GivenParams, randomized
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -185,6 +187,10 @@ def resolve(
     if isinstance(env, str):
         env = envs.make(env)
     algorithm.check_env(env)
+    if seeds > 1 and is_on_host(env):
+        raise ValueError(
+            f"seeds={seeds}: members share a program, but {env_name(env)} is simulated on the host; run one seed after another"
+        )
     env = randomized(env, env_params)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
     behavior = Behavior(_build(algorithm, env, config, dataset), env)

@@ -1,0 +1,97 @@
+"""Runs with simulators on the host: killed workers, evaluation, recording, resuming."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+
+PENDULUM = "gymnasium:Pendulum-v1:num_workers=2"
+SMALL = {"num_envs": 8, "unroll_length": 32, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,), "progress": False}
+POLICY = "MultiLearner:num_devices=1"
+
+
+def children():
+    """The worker processes of this process."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            command, parent = path.with_name("cmdline").read_bytes(), path.read_text().rsplit(")", 1)[1].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"msrl_jax._simulate" in command and int(parent) == os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_a_run_goes_on_when_its_workers_are_killed(caplog):
+    killed, over = [], threading.Event()
+
+    def kill():
+        while len(killed) < 10 and not over.wait(0.7):
+            if pids := children():
+                os.kill(pids[len(killed) % len(pids)], signal.SIGKILL)
+                killed.append(pids)
+
+    def enough(tick):
+        return len(killed) == 10
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        result = msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=10**7, callbacks=[enough], chunk=2, **SMALL)
+    finally:
+        over.set()
+        killer.join()
+    history = result.history
+    assert len(killed) == 10 and caplog.text.count("the worker ended with code -9") == 10
+    np.testing.assert_array_equal(np.diff(history["step"]), 2 * 8 * 32)  # every step of the run was taken
+    absent = history["absent"]
+    assert 0 < absent.mean() < 0.9 and absent.min() == 0
+    returns = history["episode_return"][np.isfinite(history["episode_return"])]
+    assert ((returns > -2000) & (returns < -500)).all(), "episodes that were cut do not count"
+
+
+def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
+    out = tmp_path / "run"
+    data = tmp_path / "data.npz"
+    options = SMALL | {"policy": POLICY, "out": out}
+    first = msrl.train("ppo", PENDULUM, total_steps=2048, record=data, **options)
+    recorded = msrl.data.load(data)
+    assert len(recorded) == 2048 and len(recorded.episodes.start) == 16
+    evaluated = first.evaluate(3)
+    assert (evaluated.lengths == 200).all() and (evaluated.returns < -200).all()
+    np.testing.assert_array_equal(evaluated.returns, msrl.Result.load(out).evaluate(3).returns)
+    assert len(msrl.data.record(first, 100, seed=1)) == 100
+    after = msrl.train("ppo", PENDULUM, total_steps=4096, resume=True, **options)
+    absent = after.history["absent"][np.searchsorted(after.history["step"], 2049)]
+    assert absent > 0, "the steps that cut the episodes do not count"
+    assert after.history["step"][-1] == 4096 and after.history["absent"][-1] == 0
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(ValueError, match=r"seeds=2: .* gymnasium:Pendulum-v1 is simulated on the host; run one seed after"):
+        msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, seeds=2, **SMALL)
+    with pytest.raises(ValueError, match="env_groups=2: a run whose steps are recorded takes env_groups=1"):
+        msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, record="x.npz", env_groups=2, **SMALL)
+    with pytest.raises(TypeError, match="has no parameters as data"):
+        msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, env_params={"g": 5.0}, **SMALL)
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_a_million_steps():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    held = []
+    msrl.train(
+        "ppo", "gymnasium:CartPole-v1:num_workers=2", policy=POLICY, total_steps=1_000_000,
+        callbacks=[lambda tick: held.append((tick.step, resident()))], chunk=20, **SMALL | {"num_envs": 64},
+    )  # fmt: skip
+    early = [size for step, size in held if 200_000 < step < 400_000]
+    late = [size for step, size in held if step > 800_000]
+    assert np.mean(late) - np.mean(early) < 2**23, "8 MiB"
