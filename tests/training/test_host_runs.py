@@ -57,17 +57,17 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
 
 
 def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
-    out = tmp_path / "run"
-    data = tmp_path / "data.npz"
-    options = SMALL | {"policy": POLICY, "out": out}
-    first = msrl.train("ppo", PENDULUM, total_steps=2048, record=data, **options)
+    out, data = tmp_path / "run", tmp_path / "data.npz"
+    options = SMALL | {"policy": POLICY}
+    msrl.train("ppo", PENDULUM, total_steps=2048, record=data, **options)
     recorded = msrl.data.load(data)
     assert len(recorded) == 2048 and len(recorded.episodes.start) == 16
+    first = msrl.train("ppo", PENDULUM, total_steps=2048, out=out, **options)
     evaluated = first.evaluate(3)
     assert (evaluated.lengths == 200).all() and (evaluated.returns < -200).all()
     np.testing.assert_array_equal(evaluated.returns, msrl.Result.load(out).evaluate(3).returns)
     assert len(msrl.data.record(first, 100, seed=1)) == 100
-    after = msrl.train("ppo", PENDULUM, total_steps=4096, resume=True, **options)
+    after = msrl.train("ppo", PENDULUM, total_steps=4096, out=out, resume=True, **options)
     absent = after.history["absent"][np.searchsorted(after.history["step"], 2049)]
     assert absent > 0, "the steps that cut the episodes do not count"
     assert after.history["step"][-1] == 4096 and after.history["absent"][-1] == 0
@@ -78,7 +78,7 @@ def test_what_cannot_run_is_refused():
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, seeds=2, **SMALL)
     with pytest.raises(ValueError, match="env_groups=2: a run whose steps are recorded takes env_groups=1"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, record="x.npz", env_groups=2, **SMALL)
-    with pytest.raises(TypeError, match="has no parameters as data"):
+    with pytest.raises(TypeError, match="makes its parallel copies itself, so its parameters cannot be data"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, env_params={"g": 5.0}, **SMALL)
 
 
