@@ -1,0 +1,94 @@
+"""Simulators on the host: what share of their speed training reaches, and how fast Stable-Baselines3 trains with them.
+
+    python3 -m venv /tmp/sb3 && /tmp/sb3/bin/pip install stable-baselines3 'gymnasium[mujoco]'
+    python benchmarks/hosts.py --python /tmp/sb3/bin/python --json benchmarks/results/hosts.json
+
+Without `--python` only the shares are measured. All runs take turns: random actions in the simulators alone, training with one
+and with two groups of environments, and Stable-Baselines3's PPO with the same environments and sizes.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from comparison import Peer, Setting, commit
+
+import msrl_jax as msrl
+from msrl_jax.training.benchmark import calibrated_chunk, interleave, program_runner
+from msrl_jax.training.setup import resolve, resolve_policy
+
+PPO = {"num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4}
+SETTINGS = [Setting("ppo", f"gymnasium:{name}", PPO) for name in ("HalfCheetah-v5", "Ant-v5")]
+SETTINGS += [Setting("ppo", "gymnasium:HalfCheetah-v5", PPO | {"num_epochs": 1, "num_minibatches": 4})]
+SETTINGS += [Setting("impala", "envpool:HalfCheetah-v5", {"num_envs": 16, "unroll_length": 32})]
+
+
+class Simulating:
+    """The simulators alone, with random actions."""
+
+    def __init__(self, env: str, num_envs: int):
+        made: Any = msrl.envs.make(env)
+        self._sim = made.vectorize(num_envs).simulators
+        self._number, self._seed = np.arange(num_envs, dtype=np.int32), np.arange(num_envs, dtype=np.uint32)
+        self._steps, _ = self._sim.reset(self._number, self._seed)
+        keys = jax.random.split(jax.random.key(0), (64, num_envs))
+        self._actions = np.asarray(jax.vmap(jax.vmap(made.action_space.sample))(keys))
+
+    def run(self, seconds: float) -> float:
+        """Steps per second, over about `seconds`."""
+        start, taken = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            for action in self._actions:
+                self._steps, _ = self._sim(self._number, self._seed, self._steps, action)
+            taken += self._actions[..., 0].size if self._actions.ndim > 2 else self._actions.size
+        return taken / (time.perf_counter() - start)
+
+
+def training(setting: Setting, groups: int, policy: str) -> Callable[[float], float]:
+    """A runner of training, compiled."""
+    setup = resolve(setting.algo, setting.env, overrides=setting.config | {"env_groups": groups})
+    program = setup.compile(resolve_policy(policy), jax.devices()[:1])
+    return program_runner(setup, program, calibrated_chunk(setup, program))
+
+
+def measure(setting: Setting, policy: str, python: str | None, repeats: int, seconds: float) -> dict[str, Any]:
+    """One row: medians of all runs, in steps per second."""
+    with contextlib.ExitStack() as stack:
+        runners: dict[str, Any] = {"simulators": Simulating(setting.env, setting.config["num_envs"])}
+        runners |= {f"{groups} groups": training(setting, groups, policy) for groups in (1, 2)}
+        if python and setting.algo == "ppo":
+            worker = Path(__file__).with_name("sb3_worker.py")
+            runners["Stable-Baselines3"] = stack.enter_context(Peer([python, worker], setting))
+        runs = dict(zip(runners, interleave(list(runners.values()), seconds, repeats), strict=True))
+    return {"label": setting.label, "policy": policy, "commit": commit(), "runs": runs} | {
+        name: statistics.median(values) for name, values in runs.items()
+    }
+
+
+def main() -> None:
+    """Measures all settings."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", help="the Python of an environment with Stable-Baselines3")
+    parser.add_argument("--policy", default="MultiLearner:num_devices=1")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for setting in SETTINGS:
+        row = measure(setting, args.policy, args.python, args.repeats, args.seconds)
+        rows.append(row)
+        print(row["label"], {k: round(v) for k, v in row.items() if isinstance(v, float)}, flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
