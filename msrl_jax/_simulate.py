@@ -157,6 +157,8 @@ class _Worker:
             x = np.asarray(x)
             if x.shape != leaf.shape:
                 raise ValueError(f"the observation has shape {x.shape}, but the observation space says {leaf.shape}")
+            if leaf.dtype[1] in "iub" and x.dtype.str != leaf.dtype and not (x.astype(leaf.dtype) == x).all():
+                raise ValueError(f"the observation {x} does not fit {np.dtype(leaf.dtype)} of the observation space")
             self.view[f"{name}{k}"][number] = x
 
 

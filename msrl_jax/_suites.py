@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,16 @@ def _xminigrid() -> tuple[str, ...]:
 
 
 @functools.cache
+def _navix() -> tuple[str, ...]:
+    spec = importlib.util.find_spec("navix")
+    folders = spec.submodule_search_locations if spec else None
+    files = sorted(Path(folders[0], "environments").glob("*.py")) if folders else []
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return tuple(sorted({word for word in words if re.fullmatch(r"Navix-[\w-]+-v\d+", word)}))
+
+
+@functools.cache
 def _jumanji() -> tuple[str, ...]:
     return _registered("jumanji")
 
@@ -128,6 +139,7 @@ SUITES: dict[str, Suite] = {
         Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "suites.gymnasium_env", _gymnasium, "Gymnasium"),
         Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "agents.jaxmarl_env", _jaxmarl.available, "JaxMARL"),
         Suite("jumanji", "jumanji", (1, 1), "jumanji", "suites.jumanji_env", _jumanji, "Jumanji"),
+        Suite("navix", "navix", (4, 0), "navix", "suites.navix_env", _navix, "NAVIX"),
         Suite("pgx", "pgx", (2, 6), "marl", "agents.pgx_env", _pgx.games, "Pgx"),
         Suite("playground", "playground", (0, 2), "playground", "suites.playground_env", _playground, "MuJoCo Playground"),
         Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "suites.xminigrid_env", _xminigrid, "XLand-MiniGrid"),

@@ -40,6 +40,7 @@ RUN_HERE = (
     (README, "From Python"),
     (README, "A loop of your own"),
     (POLICIES, "Your own policy"),
+    (POLICIES, "Functions that the host calls"),
     (ALGORITHMS, "Self-play"),
     (ALGORITHMS, "Your own algorithm"),
     (DATA, "Recording"),
@@ -47,6 +48,7 @@ RUN_HERE = (
     (DATA, "Learning from data and experience"),
     (ENVIRONMENTS, "Your own environment"),
     (ENVIRONMENTS, "Parameters as data"),
+    (ENVIRONMENTS, "Simulators on the host"),
     (ENVIRONMENTS, "Legal actions"),
     (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
@@ -270,6 +272,22 @@ def test_parameters_as_data(run_sections):
         lengths = run.history["env_params/length"]
         assert ((lengths > 0.25) & (lengths < 1)).all()
     assert springs["result"].description["env_params"] == {"stiffness": "log_uniform(0.1, 10)"}
+
+
+def test_a_function_that_the_host_calls(run_sections):
+    (namespace,), output = run_sections(POLICIES, "Functions that the host calls")
+    step, position, rewards = 0.3, 0.0, []
+    for _ in range(5):
+        position += step
+        rewards.append(1 - abs(position))
+        step *= np.sign(rewards[-1])
+    np.testing.assert_allclose(namespace["metrics"]["reward"], rewards, rtol=1e-5)
+    assert "called by the host" in output and "measure" in output
+
+
+def test_simulators_on_the_host(run_sections):
+    (namespace,), output = run_sections(ENVIRONMENTS, "Simulators on the host", steps=512)
+    assert namespace["result"].evaluation.lengths.max() <= 100 and output.startswith("Evaluation(4 episodes")
 
 
 def test_an_environment_with_legal_actions(run_sections):

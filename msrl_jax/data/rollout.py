@@ -16,9 +16,11 @@ from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.files import check_new, save
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment, has_agents, vectorize
+from msrl_jax.envs.host.base import release
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.param_source import with_source
 from msrl_jax.envs.params import GivenParams, ParamSource
+from msrl_jax.fragments.host import host_errors
 from msrl_jax.fragments.memory import Fitting
 
 _CHUNK = 1024
@@ -164,9 +166,11 @@ def record(
     check_fits_host(envs, f"the state of num_envs={num_envs:,} environments", "Use fewer of them")
     running = (*env.reset(env_key), behavior.initial_carry(num_envs), key)
     parts = []
-    for _ in range(math.ceil(length / chunk)):
-        running, rows = play(leaves, running)
-        parts.append(jax.device_get(rows))
+    with host_errors():
+        for _ in range(math.ceil(length / chunk)):
+            running, rows = play(leaves, running)
+            parts.append(jax.device_get(rows))
+    release(env)
     rows = jax.tree.map(lambda *x: np.concatenate(x)[:length], *parts)
     how = "sampled actions" if epsilon is None else f"greedy but for epsilon={epsilon:g}"
     description = result.description

@@ -52,6 +52,8 @@ def check_space(space: Any, where: str) -> None:
             check_space(part, f"{where}.spaces[{key!r}]")
     elif not isinstance(space, spaces.Discrete | spaces.Box):
         kind = f"{type(space).__module__}.{type(space).__qualname__}"
+        if kind.startswith("gymnasium."):
+            raise TypeError(f"{where} is a space of Gymnasium; give msrl_jax.envs.GymnasiumEnvironment(function that makes it)")
         raise TypeError(f"{where} is {space!r} of type {kind}; use Discrete, Box, Tuple or Dict of msrl_jax.envs")
     elif 0 in space.shape:
         raise TypeError(f"{where} is {space}, which has no elements; give it at least one, for example a constant")

@@ -148,6 +148,10 @@ def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
         if jnp.issubdtype(like.dtype, jnp.integer) and value.kind == "log_uniform":
             raise ValueError(f"{what}={value}: it is a whole number; use uniform or choice")
         numbers = tuple(_cast_number(what, value, number, like) for number in value.numbers)
+        if jnp.issubdtype(like.dtype, jnp.integer) and value.kind == "uniform":
+            most = np.iinfo(like.dtype).max
+            if any((_host_at(numbers[1], when) == most).any() for when in _corners(numbers)):
+                raise ValueError(f"{what}={value}: give a bound below the largest {np.dtype(like.dtype)}, {most:,}")
         value = dataclasses.replace(value, numbers=numbers)
         if value.kind != "choice":
             for when in _corners(numbers):
@@ -172,6 +176,7 @@ def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeS
         given = np.asarray(number)
         converted = given.astype(like.dtype)
         fits = given.dtype.kind in "biuf" and given.shape == like.shape and not np.isnan(converted).any()
+        fits &= np.isfinite(given).all() == np.isfinite(converted).all()
         fits &= given.dtype.kind == "b" if like.dtype == bool else given.dtype.kind != "b"
         fits &= bool(np.all(converted == given)) if np.dtype(like.dtype).kind in "iu" else True
     except (TypeError, ValueError, OverflowError):
@@ -224,14 +229,25 @@ def parse_many(given: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     try:
-        call = ast.parse(f"_({_COLONS.sub(_call, given)})", mode="eval").body
+        names: list[str] = []  # with dots, which Python's do not have
+
+        def number(match: re.Match[str]) -> str:
+            names.append(match[2])
+            return f"{match[1]}_{len(names) - 1}="
+
+        call = ast.parse(f"_({_COLONS.sub(_call, _NAME.sub(number, given))})", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args and all(k.arg for k in call.keywords)
     except (SyntaxError, AssertionError):
         raise ValueError(f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1") from None
     for keyword in call.keywords:
-        found[str(keyword.arg)] = _built(str(keyword.arg), keyword.value)
+        name = names[int(str(keyword.arg)[1:])]
+        if name in found:
+            raise ValueError(f"{given!r} gives {name} twice")
+        found[name] = _built(name, keyword.value)
     return found
 
+
+_NAME = re.compile(r"(^|,)\s*([A-Za-z_][\w.]*)\s*=(?!=)")
 
 _COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
 """A call without commas, `uniform:0.25:1`."""

@@ -23,7 +23,8 @@
 Other modules: program.py (`Program`), marker.py and implementations.py (`fragment`), graph.py and instructions.py (data of
 the passes), placement.py (sub-meshes and layouts), divisibility.py (whether a policy fits devices and sizes), executables.py
 and program_key.py (compiled programs, sharing of equal ones), given_state.py (checks of a state), memory.py (placing a
-state, and whether states and programs fit), crossing.py and processes.py (moves and arrays of several processes),
+state, and whether states and programs fit), host.py and host_calls.py (functions that the host calls), staged.py (states that
+such functions make), crossing.py and processes.py (moves and arrays of several processes),
 trip_counts.py (lengths of XLA's loops), topologies.py (devices that are not there), readings.py (metrics on the host) and
 origin.py (the first operation whose result is nan).
 """

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from msrl_jax._compat import Jaxpr, sub_jaxprs
 from msrl_jax.codecs import get
 from msrl_jax.fragments.cost import flops
-from msrl_jax.fragments.instructions import Instruction, Loop, Move, Run, Value, walk
+from msrl_jax.fragments.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout
 from msrl_jax.fragments.plan import ProgramPlan, size
 
@@ -74,6 +74,8 @@ def _loop_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str]:
         if not isinstance(loop, Loop):
             continue
         inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, Run)]
+        if any(isinstance(i, HostCall) for i in loop.body):
+            continue  # no policy drives it otherwise
         dispatches = sum(t for _, t in inner)
         work = sum(flops(i.jaxpr.jaxpr) * t for i, t in inner)
         if dispatches and work / dispatches < _TINY_BODY:

@@ -211,6 +211,8 @@ def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
         if eqn.primitive is while_p
         else "call the fragments outside of it"
     )
+    if any(p.name == HOST for p in found):
+        return f"a {kind} holds calls of the host: {places}. A program cannot wait for them in it; {remedy}"
     return (
         f"a {kind} spans placements: {places}. The host would have to read the device at every step. "
         f"Either {remedy}, or choose a policy that places these roles together, such as GPUOnly()"

@@ -4,7 +4,8 @@ Simulators, robots and services are no XLA programs. The compiler opens the loop
 it is a callback of the program. Its arguments and results cross to and from the host's memory once.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -32,6 +33,22 @@ class Starting(Protocol):
         ...
 
 
+_raised: list[Exception] = []
+"""The last exception of a function."""
+
+
+@contextlib.contextmanager
+def host_errors() -> Iterator[None]:
+    """Raises what a function raised as a callback of a program, in place of JAX's report of it."""
+    _raised.clear()
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        if _raised:
+            raise _raised.pop() from None
+        raise
+
+
 @dataclass(frozen=True, eq=False)
 class HostFunction:
     """A Python function of flat arguments with results of known types.
@@ -52,7 +69,11 @@ class HostFunction:
 
     def __call__(self, *leaves: Any) -> list[np.ndarray]:
         """Calls the function, and checks its results."""
-        return self.start(*leaves)()
+        try:
+            return self.start(*leaves)()
+        except Exception as error:
+            _raised[:] = [error]
+            raise
 
     def start(self, *leaves: Any) -> Callable[[], list[np.ndarray]]:
         """Starts a call; if the function has no `start`, it is called at once."""

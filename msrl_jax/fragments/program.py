@@ -35,6 +35,7 @@ from msrl_jax.fragments.placement import Device, Layout
 from msrl_jax.fragments.plan import Plan
 from msrl_jax.fragments.readings import join, read, stack
 from msrl_jax.fragments.runtime import Executor
+from msrl_jax.fragments.staged import calls_host, evaluate
 from msrl_jax.fragments.trace import Traced
 
 State = TypeVar("State")
@@ -202,10 +203,15 @@ class Program(Generic[State]):
         state, registers = self._shardings[:num_leaves], self._shardings[num_leaves:]
         sizes = [array_bytes(copies[0].aval) for copies in self.schedule.inputs]
         given = constants(closed)
+        leaves, staged = jax.tree.leaves(args), calls_host(closed.jaxpr)
         large = {i for i in range(num_leaves) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
+        large = set() if staged else large
         small = [i for i in range(num_leaves) if i not in large and i not in given]
-        leaves = jax.tree.leaves(args)
-        flat = given | dict(zip(small, jax.jit(lambda *xs: select(closed, xs, small))(*leaves), strict=True))
+        if staged:
+            made = evaluate(closed, leaves)
+            flat = given | {i: made[i] for i in small}
+        else:
+            flat = given | dict(zip(small, jax.jit(lambda *xs: select(closed, xs, small))(*leaves), strict=True))
         newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
         placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
         found = compute(closed, leaves, {i: state[i] for i in large}) | dict(zip(flat, placed, strict=False))

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import whole
-from msrl_jax.envs import has_agents, vectorize
+from msrl_jax.envs import VectorEnvironment, has_agents, vectorize
 from msrl_jax.envs.masks import check_played
 from msrl_jax.envs.param_source import with_source
+from msrl_jax.fragments.host import host_errors
 from msrl_jax.fragments.memory import Fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
@@ -107,10 +108,12 @@ class Evaluator:
     Attributes:
       behavior: the behavior that plays.
       play: maps the leaves that `behavior.take` returns, and a key, to fields of an `Evaluation`.
+      env: the environments that it plays in.
     """
 
     behavior: Behavior
     play: Fitting
+    env: VectorEnvironment
 
     @property
     def teams(self) -> Mapping[str, tuple[int, ...]]:
@@ -128,7 +131,8 @@ class Evaluator:
         Raises:
           ValueError: if an observation has no legal action.
         """
-        played = jax.device_get(self.play(self.behavior.take(state), key))
+        with host_errors():
+            played = jax.device_get(self.play(self.behavior.take(state), key))
         check_played(self.behavior.env, played["returns"])
         teams = {team: played["agent_returns"][..., list(members)].sum(-1) for team, members in self.teams.items()}
         return Evaluation(**played, team_returns=teams)
@@ -197,4 +201,4 @@ def make_evaluator(
         jax.jit(jax.vmap(play) if members else play), f"an evaluation of {episodes:,} episodes at once",
         "Play fewer episodes; several evaluations with other seeds play as many in less memory",
     )  # fmt: skip
-    return Evaluator(behavior, fits)
+    return Evaluator(behavior, fits, copies)

@@ -15,6 +15,7 @@ import numpy as np
 from msrl_jax._checks import check_seed
 from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import Environment
+from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
@@ -286,7 +287,10 @@ class Result:
         """
         behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
         evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
-        return evaluator(self.member_state(member), jax.random.key(check_seed(seed)))
+        try:
+            return evaluator(self.member_state(member), jax.random.key(check_seed(seed)))
+        finally:
+            release(evaluator.env)
 
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.

@@ -14,6 +14,7 @@ import numpy as np
 from msrl_jax import _compile_cache
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
+from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import checkpoint, folder, processes, stopping
@@ -139,6 +140,9 @@ def train(
         title = f"{settings.setup.algorithm.name} {settings.setup.env_name}"
         show = stack.enter_context(display(title, settings.iterations * agent.steps_per_iteration, short_unit(agent.unit)))
         run = begin(settings, saved, every, started)
+        stack.callback(release, run.setup.agent.env)
+        if run.evaluate is not None:
+            stack.callback(release, run.evaluate.play.env)
         if writer is not None:
             writer.flush()  # from now on the folder is a run's
             callbacks = (writer, *callbacks)

@@ -223,7 +223,7 @@ def test_what_the_host_cannot_do_is_refused_in_words():
     with pytest.raises(TypeError, match="host fragment 'f' declares 3 for result; declare a"):
         host_fragment(lambda x: x, 3, name="f")
     iteration = lambda x: (jax.lax.cond(x[0] > 0, host, lambda x: x, x), {})  # noqa: E731
-    with pytest.raises(ValueError, match=r"a `cond` spans placements: fragment 'f' \(role 'host'\) runs at host"):
+    with pytest.raises(ValueError, match=r"a `cond` holds calls of the host: fragment 'f' \(role 'host'\) runs at host"):
         msrl.compile(iteration, jnp.zeros(4), policy=msrl.policies.MultiLearner())
 
 

@@ -5,6 +5,7 @@ import signal
 import threading
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -80,6 +81,36 @@ def test_what_cannot_run_is_refused():
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, record="x.npz", env_groups=2, **SMALL)
     with pytest.raises(TypeError, match="makes its parallel copies itself, so its parameters cannot be data"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, env_params={"g": 5.0}, **SMALL)
+
+
+class Licensed(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, **options):
+        raise PermissionError("no licence file")
+
+
+def test_errors_of_environments_are_those_of_the_run():
+    env = msrl.envs.GymnasiumEnvironment(Licensed, "licensed", num_workers=1)
+    with pytest.raises(RuntimeError, match=r"of licensed failed 3 times in a row(.|\n)*PermissionError: no licence file"):
+        msrl.train("ppo", env, policy=POLICY, total_steps=2048, **SMALL)
+
+
+def test_workers_end_with_the_run_and_with_the_evaluation():
+    result = msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=512, eval_episodes=1, **SMALL)
+    assert not children()
+    result.evaluate(1, max_steps=3)
+    assert not children()
+
+
+def test_learning_from_data_alone_and_evaluating_on_the_host(tmp_path):
+    name = "gymnasium:CartPole-v1:num_workers=1"
+    options = {"hidden_sizes": (8,), "progress": False, "eval_episodes": 2}
+    made = msrl.train("a2c", name, policy=POLICY, total_steps=512, num_envs=8, **options)
+    data = msrl.data.record(made, 300, tmp_path / "data.npz")
+    result = msrl.train("bc", name, data=data, total_steps=20, batch_size=32, **options)
+    assert result.evaluation.lengths.min() > 5
 
 
 @pytest.mark.slow

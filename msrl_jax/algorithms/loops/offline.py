@@ -101,7 +101,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
 
     def init(key: jax.Array) -> OfflineState:
         params_key, learner_key, data_key = jax.random.split(key, 3)
-        example = jax.eval_shape(env.reset, key)[1]
+        example = observation_type(env)
         learner = rule.init(params_key, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), example))
         return OfflineState(
             **learner._asdict(),

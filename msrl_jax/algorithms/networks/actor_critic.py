@@ -58,9 +58,11 @@ class Torso(nn.Module):
         obs = unmasked(obs)
         activation = ACTIVATIONS[self.activation]
         if self.convolve:
+            large = min(obs.shape[-3:-1]) >= _LARGE
             x = obs.astype(jnp.float32)
-            x = x / 255 if obs.dtype == jnp.uint8 else x
-            for size, window, stride in _FILTERS[min(obs.shape[-3:-1]) >= _LARGE]:
+            if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
+                x /= 255
+            for size, window, stride in _FILTERS[large]:
                 x = activation(convolution(size, window, stride)(x))
             x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
         else:

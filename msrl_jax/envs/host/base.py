@@ -18,6 +18,14 @@ def is_on_host(env: Any) -> bool:
     return False
 
 
+def release(env: Any) -> None:
+    """Ends the simulators of a vector environment, until they are needed again; does nothing if it has none."""
+    while env is not None:
+        if is_on_host(env) and hasattr(env, "simulators"):
+            env.simulators.close()
+        env = getattr(env, "env", None)
+
+
 class Outcome(NamedTuple):
     """What a step of `N` environments led to, as in `TimeStep`; NumPy arrays that nobody else writes to.
 
@@ -66,4 +74,8 @@ class Simulators(Protocol):
         Returns:
           A function that waits for the outcome.
         """
+        ...
+
+    def close(self) -> None:
+        """Ends them."""
         ...

@@ -21,8 +21,12 @@ def converted(space: Any, what: str) -> spaces.Space:
     Raises:
       TypeError: if there is no such space here.
     """
+    if 0 in (getattr(space, "shape", None) or ()) or not getattr(space, "spaces", [0]):
+        raise TypeError(f"{what} is {space}, which has no elements; give it at least one, for example a constant")
     match space:
         case gymnasium_spaces.Discrete():
+            if max(abs(int(space.start)), int(space.start + space.n)) > np.iinfo(np.int32).max:
+                raise TypeError(f"{what} is {space}, whose numbers exceed int32; wrap the environment")
             if space.start == 0:
                 return spaces.Discrete(int(space.n))
             return spaces.Box(space.start, space.start + space.n - 1, (), np.int32)

@@ -125,6 +125,12 @@ class Stepping:
             self._simulators = self._make()
         return self._simulators
 
+    def close(self) -> None:
+        """Ends the simulators, until they are needed again."""
+        if self._simulators is not None:
+            self._simulators.close()
+        self._simulators, self._started[:] = None, False
+
     def reset(self, number: np.ndarray, seed: np.ndarray) -> tuple[np.ndarray, Any]:
         """Starts episodes; returns the numbers of steps, and the first observations `[N, ...]`."""
         obs = self.simulators.reset(number, seed)

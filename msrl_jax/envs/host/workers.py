@@ -30,7 +30,7 @@ from msrl_jax.envs.host.base import Outcome
 _log = logging.getLogger("msrl_jax")
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _TRIES, _TRIES_AT_FIRST = 10, 3
-"""An environment that fails so often in a row is not started again; the second number counts before it first starts."""
+"""An environment that fails so often in a row is not started again; the second number counts before its first step."""
 _START = 60.0
 """Seconds that a new worker has beyond `timeout` until its first answer, to import its modules."""
 
@@ -135,7 +135,7 @@ class Workers:
         self.failures = 0
         count = layout.num_envs
         self._is = np.full(count, _Is.DOWN, np.uint8)
-        self._in_a_row, self._has_started = np.zeros(count, np.int64), np.zeros(count, bool)
+        self._in_a_row, self._has_stepped = np.zeros(count, np.int64), np.zeros(count, bool)
         parts = np.array_split(np.arange(count), max(1, min(num_workers, count)))
         self._processes = [_Process(part) for part in parts]
         self._owner = np.concatenate([np.full(len(part), k) for k, part in enumerate(parts)])
@@ -186,7 +186,7 @@ class Workers:
         lost = np.isin(now, (_Is.DOWN, _Is.STARTING, _Is.FRESH))
         self._is[envs[now == _Is.STEPPING]] = _Is.LATE
         self._is[envs[np.isin(now, (_Is.DONE, _Is.CAUGHT_UP, _Is.FRESH))]] = _Is.READY
-        self._in_a_row[envs[present]] = 0
+        self._in_a_row[envs[present]], self._has_stepped[envs[present]] = 0, True
         terminated, truncated = view["terminated"][envs], view["truncated"][envs]
         return Outcome(
             self._read("obs", envs),
@@ -247,7 +247,6 @@ class Workers:
                 if error is not None:
                     self._failed(process, np.array(envs), error)
                 for e in envs if error is None else ():
-                    self._has_started[e] = True
                     self._is[e] = _ANSWERED.get(_Is(self._is[e]), self._is[e])
         except (EOFError, OSError):
             assert process.process is not None
@@ -263,7 +262,7 @@ class Workers:
         self._in_a_row[envs] += 1
         process.again_at = time.monotonic() + min(_PAUSE * 2.0 ** (self._in_a_row[envs].max() - 1), _LONGEST_PAUSE)
         which = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
-        tries = np.where(self._has_started[envs], _TRIES, _TRIES_AT_FIRST)
+        tries = np.where(self._has_stepped[envs], _TRIES, _TRIES_AT_FIRST)
         if (self._in_a_row[envs] >= tries).any():
             raise RuntimeError(f"{which} of {self._name} failed {tries.min()} times in a row, at last with: {why.strip()}")
         _log.warning("%s of %s failed and will start again: %s", which, self._name, why.strip().splitlines()[-1])
@@ -285,7 +284,11 @@ class Workers:
 
 def _environment() -> dict[str, str]:
     """The environment of a worker: it finds the modules that this process finds."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    paths = [str(path) for path in sys.path if path]
+    if "" in sys.path:
+        with contextlib.suppress(FileNotFoundError):
+            paths.insert(0, os.getcwd())
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _stop(processes: Iterable[_Process], file: int) -> None:

@@ -133,6 +133,11 @@ class Pools:
         self._pools: dict[bytes, Any] = {}
         self._envs: dict[bytes, np.ndarray] = {}
 
+    def close(self) -> None:
+        """Ends the pools."""
+        self._pools.clear()
+        self._envs.clear()
+
     def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
         """See `Simulators`. Some environments of a pool keep their random numbers."""
         for key, others in self._envs.items():

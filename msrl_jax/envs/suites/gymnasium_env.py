@@ -43,7 +43,8 @@ def make(
             f"Gymnasium has no environment {name!r}{suggestion(name, gymnasium.registry)}; `msrl-jax list --envs` lists its "
             "own ones, and GymnasiumEnvironment(factory) takes any other"
         )
-    factory = functools.partial(gymnasium.make, name, **params)
+    # The specification, not the name, because a worker does not know what was registered here.
+    factory = functools.partial(gymnasium.make, gymnasium.spec(name), **params)
     return GymnasiumEnvironment(factory, f"gymnasium:{name}", num_workers, timeout, drop_slowest)
 
 
@@ -76,7 +77,14 @@ class GymnasiumEnvironment:
         if self.num_workers is not None:
             whole(f"{self.name}: num_workers", self.num_workers)
         Faults(self.timeout, self.drop_slowest)
-        env = common.build(self.name, self.factory, {})
+        if not callable(self.factory):
+            raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
+        try:
+            env = common.build(self.name, self.factory, {})
+        except gymnasium.error.Error as error:
+            raise ValueError(f"{self.name} cannot be made: {error}") from error
+        if not hasattr(env, "action_space"):
+            raise TypeError(f"the factory of {self.name} returned {env!r}; return a gymnasium.Env")
         for field in ("observation_space", "action_space"):
             object.__setattr__(self, field, converted(getattr(env, field), f"{self.name}: {field}"))
         env.close()

@@ -132,7 +132,7 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatc
     env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
     sim, number, seed = simulators(env, 1)
     steps, _ = sim.reset(number, seed)
-    with pytest.raises(RuntimeError, match=r"environment 0 of .* failed 10 times in a row(.|\n)*ArithmeticError: the physics"):
+    with pytest.raises(RuntimeError, match=r"environment 0 of .* failed 3 times in a row(.|\n)*ArithmeticError: the physics d"):
         for _ in range(1000):
             steps, _ = sim(number, seed, steps, np.ones(1, np.float32))
 
@@ -255,6 +255,54 @@ class Talking(Counting):
 def test_spaces_without_a_counterpart_are_refused():
     with pytest.raises(TypeError, match=r"observation_space is Text.* has no counterpart here; use Box, Discrete"):
         GymnasiumEnvironment(Talking)
+
+
+class Empty(Counting):
+    observation_space = gymnasium.spaces.Box(-1, 1, (0,))
+
+
+class Far(Counting):
+    action_space = gymnasium.spaces.Discrete(3, start=2**40)
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (Empty, "observation_space is Box.* has no elements"),
+        (Far, "action_space is Discrete.* exceed int32"),
+        (lambda: None, "the factory of gymnasium environment returned None; return a gymnasium.Env"),
+        (3, "3 cannot be called; give a function that makes an environment"),
+    ],
+    ids=["empty", "far", "None", "instance"],
+)
+def test_factories_of_something_else_are_refused(factory, message):
+    with pytest.raises(TypeError, match=message):
+        GymnasiumEnvironment(factory)
+
+
+def test_integers_that_do_not_fit_are_errors_of_the_environment():
+    class Large(Counting):
+        observation_space = gymnasium.spaces.Box(0, 2**50, (2,), np.int64)
+
+        def reset(self, **options):
+            super().reset(**options)
+            return np.array([1, 2**40]), {}
+
+    sim, number, seed = simulators(GymnasiumEnvironment(Large, num_workers=1), 1)
+    with pytest.raises(RuntimeError, match=r"the observation \[.*1099511627776\] does not fit int32"):
+        sim.reset(number, seed)
+
+
+def test_environments_registered_in_this_process_are_known_to_workers():
+    gymnasium.register("RegisteredHere-v0", Counting)
+    sim, number, seed = simulators(msrl.envs.make("gymnasium:RegisteredHere-v0", num_workers=1, length=3), 2)
+    _, played = play(sim, number, seed, np.ones((3, 2), np.float32))
+    assert played[3].tolist() == [[False] * 2, [False] * 2, [True] * 2]
+
+
+def test_an_environment_of_gymnasium_itself_is_refused_with_the_remedy():
+    with pytest.raises(TypeError, match=r"is a space of Gymnasium; give msrl_jax.envs.GymnasiumEnvironment\(function"):
+        msrl.envs.vectorize(Counting(), 2)
 
 
 def test_an_observation_of_another_shape_is_an_error_of_the_environment():
