@@ -228,7 +228,8 @@ class Workers:
         """Takes messages of the workers of environments; waits for the first one, but no longer than something is due."""
         processes = self._of(envs)
         if wait_for is None:
-            wait_for = max(min(p.due for p in processes) - time.monotonic(), 0.0)
+            due = [p.due for p in processes if p.asked or (self._is[p.envs] == _Is.DOWN).any()]
+            wait_for = max(min(due, default=0.0) - time.monotonic(), 0.0)
         running = {p.commands: p for p in processes if p.process is not None}
         if not running:
             time.sleep(wait_for)
