@@ -263,6 +263,9 @@ def test_an_environment_of_ones_own(run_sections):
     (corridor, dials), _ = run_sections(ENVIRONMENTS, "Your own environment")
     result = corridor["result"]
     assert result.behavior.env.length == 10 and np.isfinite(result.history["episode_return"]).all()
+    for run in (result, dials["result"]):
+        report = envs.check(run.behavior.env, steps=20)
+        assert report.ok, report
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
 
 
