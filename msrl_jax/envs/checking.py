@@ -250,6 +250,6 @@ def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterat
         yield f"some steps of {name} terminate and truncate at once; terminated takes precedence: no value follows"
     leaves = jax.tree.leaves(unmasked(first))
     if len(played["ended"][0]) > 1 and all((x == x[:1]).all() for x in leaves):
-        yield f"all first observations of {name} are equal; if episodes should begin differently, use the key of reset"
+        yield f"all first observations of {name} are equal; if episodes should begin differently, use the key or seed of reset"
     if (mask := played["mask"]) is not None and has_masks(env) and mask.all():
         yield f"{name}.action_mask allowed all actions in all states"

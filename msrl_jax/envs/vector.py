@@ -123,8 +123,13 @@ class Vectorized:
         def reset(key, source):
             return strong(param_source.with_source(self.env, source).reset(key))
 
-        spares = state.spares
+        spares, copies = state.spares, state.key.shape[0]
         if spares:
+            if copies % self.ratio:
+                raise ValueError(
+                    f"{self.name}: ResetPool(ratio={self.ratio}) does not divide the {copies} copies stepped together; "
+                    f"use a ratio that divides num_envs / env_groups, such as {math.gcd(copies, self.ratio)}"
+                )
             reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
             spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio)
 
