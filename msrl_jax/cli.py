@@ -154,7 +154,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
 
     result = Result.load(args.run)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
-    member = result.member(args.member) if result.seeds > 1 else None
+    member = result.member(args.member) if result.has_members else None
     if member is not None:
         chosen = ", the best one" * (args.member is None)
         print(f"member {member} (seed {result.description['seed'] + member}{chosen})")

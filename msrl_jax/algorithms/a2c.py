@@ -12,6 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
@@ -50,8 +51,8 @@ class A2CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLo
     """
 
     unroll_length: int = 16
-    learning_rate: float = 2e-3
-    max_grad_norm: float = 0.5
+    learning_rate: Tunable = 2e-3
+    max_grad_norm: Tunable = 0.5
     normalize_advantage: Literal["batch", "none"] = "none"
 
 

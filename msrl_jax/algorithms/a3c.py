@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers
 from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
@@ -56,9 +57,9 @@ class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLo
     num_envs: int = 64
     num_workers: int = 8
     unroll_length: int = 16
-    learning_rate: float = 2e-3
-    max_grad_norm: float = 0.5
-    entropy_coef: float = 0.001
+    learning_rate: Tunable = 2e-3
+    max_grad_norm: Tunable = 0.5
+    entropy_coef: Tunable = 0.001
     normalize_advantage: Literal["worker", "none"] = "none"
 
     def check(self) -> None:

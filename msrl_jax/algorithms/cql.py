@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig
@@ -59,13 +60,13 @@ class CQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
         discrete actions. Usual: True.
     """
 
-    max_grad_norm: float = 10.0
-    conservative_weight: float | None = None
-    target_gap: float | None = None
+    max_grad_norm: Tunable = 10.0
+    conservative_weight: Tunable | None = None
+    target_gap: Tunable | None = None
     num_samples: int = 4
-    initial_temperature: float = 1.0
+    initial_temperature: Tunable = 1.0
     learn_temperature: bool = True
-    target_entropy: float | None = None
+    target_entropy: Tunable | None = None
     double: bool = True
 
     def check(self) -> None:

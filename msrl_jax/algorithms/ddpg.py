@@ -9,6 +9,7 @@ import dataclasses
 from msrl_jax.algorithms import td3
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.actor_critic import OffPolicyActorCriticConfig
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.envs import Environment
 
@@ -23,7 +24,7 @@ class DDPGConfig(OffPolicyActorCriticConfig):
     """
 
     num_updates: int = 8
-    exploration_noise: float = 0.1
+    exploration_noise: Tunable = 0.1
 
     def check(self) -> None:
         """Raises ValueError unless the deviation is at least 0."""

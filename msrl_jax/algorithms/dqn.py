@@ -15,6 +15,7 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
@@ -59,13 +60,13 @@ class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig, EnvGroupsConfig):
     unroll_length: int = 4
     batch_size: int = 128
     capacity: int = 20_000
-    learning_rate: float = 2.5e-4
+    learning_rate: Tunable = 2.5e-4
     activation: Activation = "relu"
     double: bool = True
     distribution: Literal["none", "c51", "qr"] = "none"
     num_atoms: int = 51
-    v_min: float | None = None
-    v_max: float | None = None
+    v_min: Tunable | None = None
+    v_max: Tunable | None = None
 
     def check(self) -> None:
         """Raises ValueError unless there are at least two atoms, and limits for the atoms of "c51"."""

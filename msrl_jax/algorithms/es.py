@@ -18,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, counting_environment, logical_axes, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import LearningRateConfig
@@ -50,9 +51,9 @@ class ESConfig(NetworkConfig, LearningRateConfig, RolloutConfig):
 
     num_envs: int = 256
     unroll_length: int = 500
-    noise_scale: float = 0.1
-    learning_rate: float = 0.05
-    weight_decay: float = 0.005
+    noise_scale: Tunable = 0.1
+    learning_rate: Tunable = 0.05
+    weight_decay: Tunable = 0.005
     normalize_observations: bool = False
     hidden_sizes: tuple[int, ...] = (32, 32)
 

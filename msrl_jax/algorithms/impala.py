@@ -15,6 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
@@ -61,12 +62,12 @@ class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPo
     """
 
     unroll_length: int = 16
-    learning_rate: float = 2e-3
-    max_grad_norm: float = 0.5
-    vtrace_lambda: float = 0.95
-    clip_rho: float = 1.0
-    clip_c: float = 1.0
-    clip_pg_rho: float = 1.0
+    learning_rate: Tunable = 2e-3
+    max_grad_norm: Tunable = 0.5
+    vtrace_lambda: Tunable = 0.95
+    clip_rho: Tunable = 1.0
+    clip_c: Tunable = 1.0
+    clip_pg_rho: Tunable = 1.0
     normalize_advantage: Literal["batch", "none"] = "none"
     replay_batches: int = 0
     num_updates: int = 1

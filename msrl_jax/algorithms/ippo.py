@@ -20,6 +20,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Metrics, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers
 from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
@@ -59,8 +60,8 @@ class IPPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, DiscountCon
     num_envs: int = 64
     unroll_length: int = 32
     num_minibatches: int = 4
-    learning_rate: float = 1e-3
-    max_grad_norm: float = 0.5
+    learning_rate: Tunable = 1e-3
+    max_grad_norm: Tunable = 0.5
     core: Core = "none"
     memory_size: int = 64
     share_parameters: bool = True

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig
@@ -48,9 +49,9 @@ class IQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
     """
 
     normalize_rewards: bool = True
-    expectile: float = 0.7
-    inverse_temperature: float = 3.0
-    max_weight: float = 100.0
+    expectile: Tunable = 0.7
+    inverse_temperature: Tunable = 3.0
+    max_weight: Tunable = 100.0
 
     def check(self) -> None:
         """Raises ValueError unless the numbers are in their ranges."""

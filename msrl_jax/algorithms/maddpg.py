@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.algorithms.base import register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
@@ -80,14 +81,14 @@ class MADDPGConfig(NetworkConfig, TargetConfig, OptimizerConfig, OffPolicyConfig
     batch_size: int = 256
     capacity: int = 100_000
     learning_starts: int | None = 4_000
-    learning_rate: float = 1e-3
-    max_grad_norm: float | None = 0.5
-    discount: float = 0.9
-    tau: float = 0.01
+    learning_rate: Tunable = 1e-3
+    max_grad_norm: Tunable | None = 0.5
+    discount: Tunable = 0.9
+    tau: Tunable = 0.01
     activation: Activation = "relu"
-    temperature: float = 1.0
-    output_penalty: float = 1e-3
-    exploration_noise: float = 0.1
+    temperature: Tunable = 1.0
+    output_penalty: Tunable = 1e-3
+    exploration_noise: Tunable = 0.1
     share_parameters: bool = False
     agent_ids: bool = True
 

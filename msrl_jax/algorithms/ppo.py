@@ -12,6 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import ActorCriticConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
@@ -46,8 +47,8 @@ class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConf
     """
 
     unroll_length: int = 64
-    learning_rate: float = 1e-3
-    max_grad_norm: float = 0.5
+    learning_rate: Tunable = 1e-3
+    max_grad_norm: Tunable = 0.5
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax.algorithms.base import register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
@@ -67,9 +68,9 @@ class QMIXConfig(NetworkConfig, QLearningConfig):
     num_updates: int = 8
     capacity: int = 100_000
     learning_starts: int | None = 4_000
-    learning_rate: float = 3e-3
+    learning_rate: Tunable = 3e-3
     exploration_steps: int = 100_000
-    discount: float = 0.9
+    discount: Tunable = 0.9
     hidden_sizes: tuple[int, ...] = (64,)
     activation: Activation = "relu"
     core: Core = "gru"

@@ -18,6 +18,7 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.base import Agent, Algorithm, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.network import Activation, RecurrentConfig
 from msrl_jax.algorithms.configs.q_learning import QLearningConfig
@@ -67,13 +68,13 @@ class R2D2Config(RecurrentConfig, QLearningConfig, EnvGroupsConfig):
     burn_in: int = 8
     trace_length: int = 32
     n_step: int = 5
-    rescale_epsilon: float | None = None
+    rescale_epsilon: Tunable | None = None
     prioritised: bool = True
-    alpha: float = 0.9
-    beta: float | None = None
-    eta: float = 0.9
+    alpha: Tunable = 0.9
+    beta: Tunable | None = None
+    eta: Tunable = 0.9
     exploration_steps: int = 20_000
-    learning_rate: float = 1e-3
+    learning_rate: Tunable = 1e-3
     dueling: bool = True
     activation: Activation = "relu"
 

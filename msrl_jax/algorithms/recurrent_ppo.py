@@ -15,6 +15,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.configs.network import RecurrentConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
@@ -48,8 +49,8 @@ class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPol
 
     unroll_length: int = 64
     num_minibatches: int = 4
-    learning_rate: float = 1e-3
-    max_grad_norm: float = 0.5
+    learning_rate: Tunable = 1e-3
+    max_grad_norm: Tunable = 0.5
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `num_envs`."""

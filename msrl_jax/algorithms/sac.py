@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from msrl_jax import envs
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.actor_critic import OffPolicyActorCriticConfig
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
@@ -50,9 +51,9 @@ class SACConfig(OffPolicyActorCriticConfig):
     """
 
     num_updates: int = 16
-    initial_temperature: float = 1.0
+    initial_temperature: Tunable = 1.0
     learn_temperature: bool = True
-    target_entropy: float | None = None
+    target_entropy: Tunable | None = None
 
     def check(self) -> None:
         """Raises ValueError unless the temperature is above 0 and the entropy a number."""

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.ippo import IPPOConfig, make_team
 from msrl_jax.algorithms.loops.acting import split_keys
@@ -55,10 +56,10 @@ class SelfPlayConfig(IPPOConfig):
 
     pool_size: int = 16
     pool_period: int = 10
-    latest_share: float = 0.8
+    latest_share: Tunable = 0.8
     num_opponents: int = 8
-    discount: float = 1.0
-    entropy_coef: float = 0.15
+    discount: Tunable = 1.0
+    entropy_coef: Tunable = 0.15
     normalize_advantage: Literal["minibatch", "batch", "none"] = "none"
     anneal_learning_rate: bool = True
 

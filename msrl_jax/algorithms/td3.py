@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from msrl_jax import envs
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.actor_critic import OffPolicyActorCriticConfig
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers, check_periods
 from msrl_jax.algorithms.configs.spaces import check_bounded
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
@@ -50,9 +51,9 @@ class TD3Config(OffPolicyActorCriticConfig):
     num_updates: int = 8
     num_critics: int = 2
     policy_period: int = 2
-    exploration_noise: float = 0.1
-    policy_noise: float = 0.2
-    noise_clip: float = 0.5
+    exploration_noise: Tunable = 0.1
+    policy_noise: Tunable = 0.2
+    noise_clip: Tunable = 0.5
 
     def check(self) -> None:
         """Raises ValueError unless numbers are positive integers and deviations at least 0."""

@@ -7,7 +7,7 @@ import jax
 from msrl_jax.training.guard import Guard
 from msrl_jax.training.pace import Pace
 from msrl_jax.training.resume import Saved, continue_from, fingerprint, restore_state, warn_of_schedules
-from msrl_jax.training.rollback import fold_keys
+from msrl_jax.training.rollback import again
 from msrl_jax.training.run import Run, make_evaluation, most_at_once
 from msrl_jax.training.saving import Interval
 from msrl_jax.training.settings import Settings
@@ -30,7 +30,7 @@ def begin(settings: Settings, saved: Saved | None, every: Interval, started: flo
     state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
     if saved and saved.checkpoint:  # the run was killed after a rollback, before its next checkpoint
         for number in range(saved.checkpoint.progress.get("rollbacks", 0), len(description["rollbacks"])):
-            state = program.place(fold_keys(state, number + 1))
+            state = program.place(again(state, number + 1))
     jax.block_until_ready(state)
     run = Run(
         setup=setup,

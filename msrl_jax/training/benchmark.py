@@ -142,7 +142,7 @@ def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[t
 
 def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
     """Makes a runner of a compiled program, with `chunk` iterations per chunk."""
-    steps = setup.behavior.agent.steps_per_iteration * setup.seeds
+    steps = setup.behavior.agent.steps_per_iteration * setup.members
     done = 0
 
     def step(state):
@@ -180,13 +180,13 @@ def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
         jax.device_get(metrics)
         return state
 
-    return Runner(step, state, chunk * setup.behavior.agent.steps_per_iteration * setup.seeds)
+    return Runner(step, state, chunk * setup.behavior.agent.steps_per_iteration * setup.members)
 
 
 def calibrated_chunk(setup: Setup, program: Program) -> int:
     """The number of iterations of a chunk that is long enough to hide the host's work between chunks."""
     rate = program_runner(setup, program, 1).run(_CHUNK_SECONDS)
-    return max(1, round(_CHUNK_SECONDS * rate / (setup.behavior.agent.steps_per_iteration * setup.seeds)))
+    return max(1, round(_CHUNK_SECONDS * rate / (setup.behavior.agent.steps_per_iteration * setup.members)))
 
 
 def measure(

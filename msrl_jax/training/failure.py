@@ -52,9 +52,9 @@ class Failure:
     agent: str | None = None
 
     @classmethod
-    def of(cls, origin: Origin, iteration: int, seeds: int, env: Any = None) -> "Failure":
-        """The failure of a computation in an iteration of a run of that many seeds, with this vector environment."""
-        member, *rest = origin.index if seeds > 1 and origin.index else (None, *origin.index)
+    def of(cls, origin: Origin, iteration: int, has_members: bool, env: Any = None) -> "Failure":
+        """The failure of a computation in an iteration of a run with or without members, with this vector environment."""
+        member, *rest = origin.index if has_members and origin.index else (None, *origin.index)
         if not rest or origin.role != "env":
             return cls(iteration, member, None, origin)
         agent = _agent(env, origin.path, rest[1]) if has_agents(env) and len(rest) > 1 else None
@@ -123,7 +123,7 @@ def save(path: Path, failure: Failure, description: Mapping[str, Any], record: i
     kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
     fields = {f.name: getattr(origin, f.name) for f in dataclasses.fields(origin) if f.name != "operands"}
     about = {
-        "run": description, "record": record, "iteration": failure.iteration, "seeds": description["seeds"],
+        "run": description, "record": record, "iteration": failure.iteration,
         "origin": fields, "operands": kinds,
     }  # fmt: skip
     beside = path.with_name(f".{path.name}.partial")
@@ -190,7 +190,7 @@ def replay_step(
         raise ValueError(f"{path} is of a run whose env_params are a {was}; give it again: replay_step(path, env_params=...)")
     setup = resolve(
         run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], config=config,
-        env_params=was if env_params is None else env_params,
+        env_params=was if env_params is None else env_params, settings=run.get("settings"),
     )  # fmt: skip
     setup = dataclasses.replace(setup, skips=run["guard"] == "skip")
     if about["record"] is not None:
@@ -208,7 +208,7 @@ def replay_step(
     around = [tuple(step) for step in origin["steps"]]
     steps = (*around[: len(around) - len(found.steps)], *found.steps)
     found = dataclasses.replace(found, within=tuple(origin["within"]), steps=steps)
-    return Failure.of(found, about["iteration"], about["seeds"], setup.behavior.agent.env)
+    return Failure.of(found, about["iteration"], setup.has_members, setup.behavior.agent.env)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:

@@ -142,7 +142,7 @@ class Guard:
         self._kept_at = time.monotonic()
         self._begin = iteration
         self._changed_at = 0
-        self._streak: np.ndarray = np.zeros(setup.seeds, np.int64)
+        self._streak: np.ndarray = np.zeros(setup.members, np.int64)
 
     def check(self, run_state: Any, metrics: HostMetrics, iteration: int) -> Finding | None:
         """Looks at the end of a chunk.
@@ -179,7 +179,7 @@ class Guard:
                 self._keep(run_state, iteration)
             return None
         first = iteration - int(self._streak[worst]) + 1
-        return Finding(SKIPPED, None, first, worst if self._setup.seeds > 1 else None)
+        return Finding(SKIPPED, None, first, worst if self._setup.has_members else None)
 
     def _keep(self, run_state: Any, iteration: int) -> None:
         """Copies the state if the last copy is old."""
@@ -254,7 +254,7 @@ class Guard:
         if isinstance(origin, int):
             where = f"state{self._watch.paths[origin]}" if origin < len(self._watch.paths) else "a delayed parameter"
             return self._unknown(finding, f"Before that iteration, {where} was not finite.")
-        blamed = Failure.of(origin, finding.iteration, self._setup.seeds, self._setup.behavior.agent.env)
+        blamed = Failure.of(origin, finding.iteration, self._setup.has_members, self._setup.behavior.agent.env)
         finding = dataclasses.replace(finding, failure=blamed, member=blamed.member)
         if origin.fragment is None:
             return finding

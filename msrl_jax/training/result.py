@@ -24,7 +24,7 @@ from msrl_jax.training.history import last_mean, stack_rows
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.setup import resolve
-from msrl_jax.training.summary import describe, summarize
+from msrl_jax.training.summary import describe, settings_of, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,14 +34,15 @@ Status = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Result:
-    """The result of a run. `C` denotes the number of chunks, `M` of members; a run of one seed has no dimension `M`.
+    """The result of a run. `C` denotes the number of chunks, `M` of members: seeds, settings of the config, or both. A run
+    without members has no dimension `M`.
 
     Attributes:
       history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
         `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return`,
         `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). shape=[C] or [C, M]
-      config: the algorithm's config.
-      state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are several seeds.
+      config: the algorithm's config; that of the first member, if members differ.
+      state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are members.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
         finite; "unfinished" for the folder of a run that is in progress or was killed.
       compile_seconds: time for tracing and compiling the training program.
@@ -85,8 +86,23 @@ class Result:
 
     @property
     def seeds(self) -> int:
-        """The number of members."""
+        """The number of seeds, with each of which every setting of the config has a member."""
         return self.description["seeds"]
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The seed of every member, and its values of the fields of the config in which members differ."""
+        return settings_of(self.description)
+
+    @property
+    def members(self) -> int:
+        """The number of members."""
+        return len(self.settings)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the state has a member axis: the run has several seeds, or fields of its config several values."""
+        return self.members > 1 or bool(self.description.get("settings"))
 
     @property
     def steps_per_second(self) -> float:
@@ -105,7 +121,7 @@ class Result:
           ValueError: if a run of several members learns from data alone and has no validation episodes, or if teams oppose
             each other, so that returns do not tell which member is better.
         """
-        if self.seeds == 1:
+        if self.members == 1:
             return 0
         last = self.evaluation
         if not self.behavior.agent.ranked:
@@ -145,7 +161,7 @@ class Result:
         """The number of a member.
 
         Args:
-          member: the number, from 0 to `seeds - 1`; None for the best one.
+          member: the number, from 0 to `members - 1`; None for the best one.
 
         Returns:
           The number.
@@ -155,8 +171,8 @@ class Result:
         """
         if member is None:
             return self.best
-        if isinstance(member, bool) or not isinstance(member, int | np.integer) or not 0 <= member < self.seeds:
-            which = "only member 0" if self.seeds == 1 else f"members 0 to {self.seeds - 1}"
+        if isinstance(member, bool) or not isinstance(member, int | np.integer) or not 0 <= member < self.members:
+            which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
             raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
         return int(member)
 
@@ -167,14 +183,14 @@ class Result:
           ValueError: if the run has no such member.
         """
         number = self.member(member)
-        if self.seeds == 1:
+        if not self.has_members:
             return self.state
         member, agent = number, self.behavior.agent
         return agent.with_data(jax.tree.map(lambda x: x[member], agent.without_data(self.state)))
 
     @functools.cached_property
     def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
-        behavior, many = self.behavior, self.seeds > 1
+        behavior, many = self.behavior, self.has_members
 
         def act(leaves, member, obs, carry, key):
             leaves = [x[member] for x in leaves] if many else leaves
@@ -185,7 +201,7 @@ class Result:
 
     @functools.cached_property
     def _probabilities(self) -> Callable[..., jax.Array]:
-        behavior, many = self.behavior, self.seeds > 1
+        behavior, many = self.behavior, self.has_members
 
         def probabilities(leaves, member, obs):
             return behavior.probabilities(behavior.restore([x[member] for x in leaves] if many else leaves), obs)
@@ -393,6 +409,7 @@ class Result:
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], config=resume.config_of(description),
             env_params=resume.env_params_of(description, env_params, f"the run in {path}"),
+            settings=description.get("settings"),
         )  # fmt: skip
         saved, state, registers = resume.load_agent(path, checkpoint, setup)
         resume.check_settings(path, description, saved)

@@ -189,7 +189,7 @@ def fingerprint(description: Mapping[str, Any]) -> str:
     """The SHA-256 of the settings that decide what a run computes, besides `total_steps` and the data set."""
     fields = {name: value for name, value in description["config"].items() if name not in ("total_steps", "data")}
     about = [description[name] for name in ("algorithm", "env", "env_spec", "seed", "seeds")]
-    about += filter(None, [description.get("env_params")])
+    about += filter(None, [description.get("env_params"), description.get("settings")])
     text = json.dumps(folder.to_json([about, fields, description.get("rollbacks", [])]), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -226,6 +226,7 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
         named = env if isinstance(env, str) else getattr(env, "name", type(env).__name__)
         pairs.append(("env", named, was["env"]))
     fields = {} if config is None else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    settings = was.get("settings") or {}
     for name, value in (fields | dict(overrides)).items():
         if name in ("total_steps", "data"):
             continue
@@ -233,8 +234,10 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
             raise RunFolderError(
                 f"the run in {saved.path} has no config field {name!r}; its fields are {', '.join(was['config'])}"
             )
+        if name in settings and name not in overrides:  # a config has room for the first setting only
+            continue
         kept = algorithms.get(was["algorithm"]).config.canonical(name, value)
-        pairs.append((name, folder.to_json(kept), was["config"][name]))
+        pairs.append((name, folder.to_json(kept), settings.get(name, was["config"][name])))
     arguments = ("algo", "env", "seed", "seeds")
     for name, value, before in pairs:
         if value != before and not (value is None and name in arguments):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import folder
 from msrl_jax.training.guard import Finding, Guard
+from msrl_jax.training.hyperparameters import FIELD
 from msrl_jax.training.resume import fingerprint
 from msrl_jax.training.run import Run
 
@@ -34,6 +35,18 @@ def slower(config: Any) -> Any:
     """The config with half of every learning rate."""
     rates = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name.endswith("learning_rate")}
     return dataclasses.replace(config, **{name: rate / 2 for name, rate in rates.items() if isinstance(rate, float)})
+
+
+def again(state: Any, number: int) -> Any:
+    """The state with which a run begins again after it went back for the `number`-th time.
+
+    Its keys are other ones, and the learning rates in which its members differ are half as large.
+    """
+    state = fold_keys(state, number)
+    if FIELD not in getattr(state, "_fields", ()):
+        return state
+    values = getattr(state, FIELD)
+    return state._replace(**{FIELD: {name: x / 2 if name.endswith("learning_rate") else x for name, x in values.items()}})
 
 
 def roll_back(
@@ -60,7 +73,7 @@ def roll_back(
     """
     number = len(description["rollbacks"]) + 1
     state, iteration = run.guard.earlier(checkpoints)
-    state = jax.tree.map(lambda x: jnp.copy(x), fold_keys(state, number))
+    state = jax.tree.map(lambda x: jnp.copy(x), again(state, number))
     before = run.setup.config
     run.setup = run.setup.with_config(slower(before))
     run.compiled_before += run.program.compile_seconds

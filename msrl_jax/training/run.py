@@ -19,7 +19,6 @@ from msrl_jax.training import processes
 from msrl_jax.training.evaluate import Evaluation, Evaluator, make_evaluator
 from msrl_jax.training.guard import Finding, Guard
 from msrl_jax.training.history import Row, reduce_chunk
-from msrl_jax.training.members import initial_key
 from msrl_jax.training.pace import Pace
 from msrl_jax.training.setup import Setup
 
@@ -201,11 +200,11 @@ class Run:
             "step": self.step,
             "iteration": self.iteration,
             "seconds": time.perf_counter() - self.started,
-            "steps_per_second": iterations * self.steps_per_iteration * self.setup.seeds / self.last_seconds,
+            "steps_per_second": iterations * self.steps_per_iteration * self.setup.members / self.last_seconds,
             **reduce_chunk(metrics, finite=self.setup.skips),
         })  # fmt: skip
         if self.evaluate is not None:
-            unknown = np.full(self.setup.seeds, np.nan) if self.setup.seeds > 1 else np.nan
+            unknown = np.full(self.setup.members, np.nan) if self.setup.has_members else np.nan
             self.rows[-1] |= dict.fromkeys(self.evaluate.columns, unknown)
 
     def prepare_evaluation(self) -> None:
@@ -250,19 +249,17 @@ class RunEvaluation:
 
     Attributes:
       play: plays the episodes.
-      seed: the first seed of the run.
-      seeds: the number of its members.
+      key: the initial key of the run, or the keys `[M]` of its members.
     """
 
     play: Evaluator
-    seed: int
-    seeds: int
+    key: jax.Array
 
     @functools.cached_property
     def keys(self) -> jax.Array:
         """The key, or the keys `[M]` of the members."""
         fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
-        return (jax.vmap(fold) if self.seeds > 1 else fold)(initial_key(self.seed, self.seeds))
+        return (jax.vmap(fold) if self.key.ndim else fold)(self.key)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -290,4 +287,4 @@ def make_evaluation(setup: Setup, episodes: int) -> RunEvaluation | None:
     """
     if episodes == 0:
         return None
-    return RunEvaluation(make_evaluator(setup.behavior, episodes, members=setup.seeds > 1), setup.seed, setup.seeds)
+    return RunEvaluation(make_evaluator(setup.behavior, episodes, members=setup.has_members), setup.key)

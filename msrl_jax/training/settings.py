@@ -147,7 +147,7 @@ def resolve_run(
         fallback |= {"algo": was["algorithm"], "env": was["env_spec"]}
         fallback["env_params"] = env_params_of(was, given["env_params"], f"the run in {saved.path}")
         dataset = find_dataset(saved, overrides.get("data", getattr(config, "data", None)))
-        config, overrides = config_of(was, dataset), {}
+        config, overrides = config_of(was, dataset), dict(was.get("settings") or {})
     else:
         fallback = DEFAULTS
     settings = {name: fallback[name] if value is None else value for name, value in given.items()}
@@ -206,7 +206,7 @@ def recorded(
         raise ValueError(f"record={os.fspath(record)!r}: {setup.algorithm.name} takes no environment steps; leave it out")
     steps = agent.steps_per_iteration // agent.env.num_envs
     if chunk is None:
-        most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.seeds)))
+        most = max(1, min(most, _RING_BYTES // (bytes_per_step(setup.env) * agent.steps_per_iteration * setup.members)))
     experience = ExperienceWriter(record, setup.about() | {"policy": spec(distribution)}, done)
     return setup.record(most * steps), experience, most
 
@@ -224,6 +224,7 @@ def describe(
         "policy": spec(distribution),
         "seed": setup.seed,
         "seeds": setup.seeds,
+        "settings": {name: list(values) for name, values in setup.settings.items()} or None,
         "total_steps": total_steps,
         "config": folder.to_json(setup.config),
         "data": setup.data_source,

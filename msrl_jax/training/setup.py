@@ -1,6 +1,7 @@
 """From names to a run: looks everything up, and checks it before anything compiles."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.training.acting import Behavior
+from msrl_jax.training.hyperparameters import Settings, arrays, count, read_settings, tuned
 from msrl_jax.training.members import initial_key, population
 from msrl_jax.training.skipping import skipping
 
@@ -35,13 +37,14 @@ class Setup:
       env_spec: name and parameters of the environment as text; None if it was given as an object.
       config: the algorithm's config.
       seed: the first seed.
-      seeds: the number of members.
+      seeds: the number of members of each setting.
       behavior: the behavior of one member, with its agent.
       recorded: the agent with recorded environments, if the run is recorded.
       recorded_steps: the steps that these environments keep.
       skips: whether the run drops updates that are not finite.
       dataset: the data set of the run, if it has one.
       env_params: what parameters of the environment are drawn from; None if all are constants.
+      settings: the fields of the config in which members differ, with the values of every setting.
     """
 
     algorithm: Algorithm
@@ -56,6 +59,22 @@ class Setup:
     skips: bool = False
     dataset: data.Dataset | None = None
     env_params: GivenParams | None = None
+    settings: Settings = dataclasses.field(default_factory=dict)
+
+    @property
+    def members(self) -> int:
+        """The number of members: every setting with every seed."""
+        return self.seeds * count(self.settings)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the state has a member axis."""
+        return self.seeds > 1 or bool(self.settings)
+
+    @property
+    def key(self) -> jax.Array:
+        """The initial key, or keys `[M]`."""
+        return initial_key(self.seed, self.seeds, count(self.settings) if self.settings else None)
 
     @property
     def env_name(self) -> str:
@@ -64,19 +83,19 @@ class Setup:
 
     @property
     def agent(self) -> Agent:
-        """The agent of the whole run: a population if there are several seeds."""
+        """The agent of the whole run: a population if there are several seeds or settings."""
         agent = self.recorded or self.behavior.agent
         agent = skipping(agent) if self.skips else agent
-        return agent if self.seeds == 1 else population(agent)
+        return population(agent, arrays(self.settings, self.seeds)) if self.has_members else agent
 
     def initial_state(self) -> Any:
         """The initial state of the run."""
-        return self.agent.with_data(jax.jit(self.agent.init)(initial_key(self.seed, self.seeds)))
+        return self.agent.with_data(jax.jit(self.agent.init)(self.key))
 
     def start(self, program: Program) -> Any:
         """The initial state of the run, placed for a program."""
         agent = self.agent
-        return program.initialize(lambda key: agent.with_data(agent.init(key)), initial_key(self.seed, self.seeds))
+        return program.initialize(lambda key: agent.with_data(agent.init(key)), self.key)
 
     def about(self) -> dict[str, Any]:
         """A description of the run for its data sets."""
@@ -88,6 +107,7 @@ class Setup:
             "made_by": f"training {self.algorithm.name}",
             "seed": self.seed,
             "seeds": self.seeds,
+            **({"settings": self.settings} if self.settings else {}),
         }
 
     @property
@@ -103,7 +123,7 @@ class Setup:
 
     def with_config(self, config: Any) -> "Setup":
         """The same run with another config."""
-        agent = _build(self.algorithm, self.env, config, self.dataset)
+        agent = _build(self.algorithm, self.env, config, self.dataset, self.settings)
         return dataclasses.replace(self, config=config, behavior=Behavior(agent, self.env))
 
     def record(self, steps: int) -> "Setup":
@@ -111,8 +131,8 @@ class Setup:
         if (groups := getattr(self.config, "env_groups", 1)) > 1:
             raise ValueError(f"env_groups={groups}: a run whose steps are recorded takes env_groups=1")
         env: Any = RecordedEnvironment(self.env, steps)
-        check_rows_fit(self.env, self.config.total_steps * self.seeds, "Record a shorter run, or fewer seeds")
-        recorded = _build(self.algorithm, env, self.config, self.dataset)
+        check_rows_fit(self.env, self.config.total_steps * self.members, "Record a shorter run, or fewer seeds")
+        recorded = _build(self.algorithm, env, self.config, self.dataset, self.settings)
         return dataclasses.replace(self, recorded=recorded, recorded_steps=steps)
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
@@ -148,8 +168,11 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
     return policies.get(name, **params)
 
 
-def _build(algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None) -> Agent:
-    return algorithm.build(env, config if dataset is None else dataclasses.replace(config, data=dataset))
+def _build(algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None, settings: Settings) -> Agent:
+    config = config if dataset is None else dataclasses.replace(config, data=dataset)
+    if not settings:
+        return algorithm.build(env, config)
+    return tuned(functools.partial(algorithm.build, env), config, settings)
 
 
 def resolve(
@@ -161,6 +184,7 @@ def resolve(
     config: Any = None,
     overrides: dict[str, Any] | None = None,
     env_params: GivenParams | None = None,
+    settings: Settings | None = None,
 ) -> Setup:
     """Looks everything up, and builds the agent.
 
@@ -168,10 +192,11 @@ def resolve(
       algo: name of an algorithm.
       env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
       seed: the first seed.
-      seeds: the number of members.
+      seeds: the number of members of each setting.
       config: the algorithm's config; the defaults if None.
-      overrides: fields of the config to replace.
+      overrides: fields of the config to replace; those that are `Tunable` may have a sequence of values.
       env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
+      settings: further fields with several values, as `Setup.settings` has them.
 
     Returns:
       The setup of the run.
@@ -182,16 +207,21 @@ def resolve(
     seeds = whole("seeds", seeds)
     seed = check_seed(seed, seeds)
     algorithm = algorithms.get(algo)
-    config = algorithm.make_config(config, overrides or {})
+    overrides, settings = read_settings(algorithm, config, {**(overrides or {}), **(settings or {})}, seeds)
+    config = algorithm.make_config(config, overrides)
     env_spec = env if isinstance(env, str) else None
     if isinstance(env, str):
         env = envs.make(env)
     algorithm.check_env(env)
-    if seeds > 1 and is_on_host(env):
+    if (seeds > 1 or settings) and is_on_host(env):
+        given = f"seeds={seeds}" if seeds > 1 else ", ".join(f"{name}={list(x)}" for name, x in settings.items())
         raise ValueError(
-            f"seeds={seeds}: members share a program, but {env_name(env)} is simulated on the host; run one seed after another"
+            f"{given}: members share a program, but {env_name(env)} is simulated on the host; run one after another"
         )
     env = randomized(env, env_params)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
-    behavior = Behavior(_build(algorithm, env, config, dataset), env)
-    return Setup(algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset, env_params=env_params or None)
+    behavior = Behavior(_build(algorithm, env, config, dataset, settings), env)
+    return Setup(
+        algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset, env_params=env_params or None,
+        settings=settings,
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.history import decimals, team_of
+from msrl_jax.training.hyperparameters import in_words
 
 
 class _Summarized(Protocol):
@@ -40,6 +41,20 @@ class _Summarized(Protocol):
     def final(self, name: str) -> np.ndarray: ...
 
 
+def settings_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The seed of every member of a run, and its values of the fields of the config in which members differ.
+
+    Args:
+      description: the content of `config.json`.
+
+    Returns:
+      A dictionary for each member.
+    """
+    seeds, settings = range(description["seeds"]), description.get("settings") or {}
+    each = [dict(zip(settings, values, strict=True)) for values in zip(*settings.values(), strict=True)] or [{}]
+    return [{"seed": description["seed"] + i} | setting for setting in each for i in seeds]
+
+
 def summarize(result: _Summarized) -> dict[str, Any]:
     """A run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
@@ -47,15 +62,18 @@ def summarize(result: _Summarized) -> dict[str, Any]:
     if result.evaluation is not None:
         means = result.evaluation.means.items()
         returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
-    per_seed = {f"{name}_per_seed": x.tolist() for name, x in returns.items() if x.ndim}
+    settings = result.description.get("settings")
+    each = "member" if settings else "seed"
+    per_member = {f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim}
     return about | {
+        **({"members": settings_of(result.description)} if settings else {}),
         "devices": result.description["devices"]["count"],
         "platform": result.description["devices"]["platform"],
         "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
         "status": result.status,
         **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
         **{name: float(np.mean(x)) for name, x in returns.items()},
-        **per_seed,
+        **per_member,
         "steps_per_second": result.steps_per_second,
         "compile_seconds": result.compile_seconds,
         **result.timings,
@@ -67,33 +85,48 @@ def describe(result: _Summarized) -> str:
     """A run in a few lines of text."""
     s = summarize(result)
     seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
+    fields = list(result.description.get("settings") or {})
+    if fields:
+        seeds += f", {len(s['members']) // s['seeds']} settings of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
     unit, asked = short_unit(result.behavior.agent.unit), result.description["total_steps"]
     partly = result.status == "finished" and s["total_steps"] < asked
     why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
-    steps = f"{s['total_steps']:,} {unit}{' per seed' * (s['seeds'] > 1)}{why}"
+    each = " per member" if fields else " per seed" * (s["seeds"] > 1)
+    steps = f"{s['total_steps']:,} {unit}{each}{why}"
     rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if result.history else ""
     lines = [
         f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
         f"  {steps} in {s['wall_seconds']:.1f} s{rate}",
         f"  {_parts(result)}",
     ]
+    what = "members" if fields else "seeds"
     if "episode_return" in result.history:
-        lines.append(f"  training return {_by_team(result, 'episode_return')} over the last tenth")
+        lines.append(f"  training return {_by_team(result, 'episode_return', what)} over the last tenth")
     if result.evaluation is not None:
-        what = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
+        greedy = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
         teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
-        lines.append(f"  {what} {_spread(np.asarray(result.evaluation.mean_return))}{_of_teams(teams)}")
+        lines.append(f"  {greedy} {_spread(np.asarray(result.evaluation.mean_return), what)}{_of_teams(teams, what)}")
+        lines += _best_setting(np.asarray(result.evaluation.mean_return), settings_of(result.description)) if fields else []
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)
 
 
-def _by_team(result: _Summarized, name: str) -> str:
+def _best_setting(returns: np.ndarray, members: list[dict[str, Any]]) -> list[str]:
+    """The member with the highest return, as a line of text."""
+    if np.isnan(returns).all():
+        return []
+    best = int(np.nanargmax(returns))
+    digits = decimals(returns, np.ptp(returns))
+    return [f"  best: member {best} with {returns[best]:.{digits}f} ({in_words(members[best])})"]
+
+
+def _by_team(result: _Summarized, name: str, what: str) -> str:
     """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
     teams = [team for column in result.history if (team := team_of(column, name))]
-    return _spread(result.final(name)) + _of_teams({team: result.final(f"{name}/{team}") for team in teams})
+    return _spread(result.final(name), what) + _of_teams({team: result.final(f"{name}/{team}") for team in teams}, what)
 
 
 def _parts(result: _Summarized) -> str:
@@ -105,13 +138,13 @@ def _parts(result: _Summarized) -> str:
     return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
 
 
-def _of_teams(returns: Mapping[str, np.ndarray]) -> str:
+def _of_teams(returns: Mapping[str, np.ndarray], what: str) -> str:
     """The returns of teams as text; empty if there are none."""
-    return f" ({', '.join(f'{team} {_spread(x)}' for team, x in returns.items())})" if returns else ""
+    return f" ({', '.join(f'{team} {_spread(x, what)}' for team, x in returns.items())})" if returns else ""
 
 
-def _spread(values: np.ndarray) -> str:
+def _spread(values: np.ndarray, what: str) -> str:
     digits = decimals(values, np.ptp(values))
     if not values.ndim:
         return f"{values:.{digits}f}"
-    return f"{np.mean(values):.{digits}f} (seeds: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"
+    return f"{np.mean(values):.{digits}f} ({what}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.configs.replay import MixingConfig
@@ -23,6 +24,6 @@ class OffPolicyActorCriticConfig(NetworkConfig, TargetConfig, OptimizerConfig, M
     """
 
     learning_starts: int = 1_000
-    learning_rate: float = 1e-3
+    learning_rate: Tunable = 1e-3
     hidden_sizes: tuple[int, ...] = (256, 256)
     activation: Activation = "relu"

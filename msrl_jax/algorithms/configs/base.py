@@ -1,14 +1,21 @@
 """The base of all configs: keyword-only fields, checked when a config is made."""
 
+import copy
 import dataclasses
+import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Collection
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 from msrl_jax.algorithms.configs.checks import check_booleans, check_choice
+
+_TUNABLE = "may differ between the members of a program"
+
+Tunable = Annotated[float, _TUNABLE]
+"""The type of a field that changes no shape and no branch of the program: the members of a run may have different values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,30 @@ def _options(hint: Any) -> tuple[str, ...]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return tuple(option for part in typing.get_args(hint) for option in _options(part))
     return typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+
+
+@functools.cache
+def tunable_fields(config: type) -> tuple[str, ...]:
+    """The names of the fields of a config that are `Tunable`, or `Tunable | None`."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    kinds = {name: (hint, *typing.get_args(hint)) for name, hint in hints.items()}
+    return tuple(name for name, parts in kinds.items() if any(part is Tunable or part == Tunable for part in parts))
+
+
+def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config whose `Tunable` fields are traced numbers.
+
+    Args:
+      config: the config; its other fields stay.
+      values: numbers that are checked already, arrays `[]` float32, by field.
+
+    Returns:
+      The config, which is not checked again: numbers of a trace cannot be compared.
+    """
+    traced = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(traced, name, value)
+    return traced
 
 
 def field_docs(config: type) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.base import Config, Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers, check_periods
 
 
@@ -23,8 +23,8 @@ class ExplorationConfig(Config):
 
     exploration: Literal["annealed", "per_env"] = "annealed"
     exploration_steps: int = 10_000
-    final_epsilon: float = 0.05
-    base_epsilon: float = 0.4
+    final_epsilon: Tunable = 0.05
+    base_epsilon: Tunable = 0.4
     actor_period: int = 1
 
     def check(self) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.base import Config, Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 
@@ -16,8 +16,8 @@ class ActorCriticLossConfig(Config):
       value_coef: weight of the value loss (half the squared error). Usual: 0.5 to 1.
     """
 
-    entropy_coef: float = 0.01
-    value_coef: float = 0.5
+    entropy_coef: Tunable = 0.01
+    value_coef: Tunable = 0.5
 
     def check(self) -> None:
         """Raises ValueError unless the weights are at least 0."""
@@ -32,7 +32,7 @@ class AdvantageConfig(Config):
       gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.
     """
 
-    gae_lambda: float = 0.95
+    gae_lambda: Tunable = 0.95
 
     def check(self) -> None:
         """Raises ValueError unless lambda is in [0, 1]."""
@@ -57,9 +57,9 @@ class ProximalConfig(AdvantageConfig, ActorCriticLossConfig):
 
     num_epochs: int = 4
     num_minibatches: int = 8
-    clip_ratio: float = 0.2
-    clip_value: float | None = None
-    target_kl: float | None = None
+    clip_ratio: Tunable = 0.2
+    clip_value: Tunable | None = None
+    target_kl: Tunable | None = None
     normalize_advantage: Literal["minibatch", "batch", "none"] = "minibatch"
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
@@ -27,7 +28,7 @@ class OfflineConfig(NetworkConfig, OptimizerConfig, BatchConfig, DataConfig):
 
     validation_fraction: float = 0.1
     num_updates: int = 20
-    learning_rate: float = 1e-3
+    learning_rate: Tunable = 1e-3
     anneal_learning_rate: bool = True
     activation: Activation = "relu"
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.base import Config, Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 
@@ -17,7 +17,7 @@ class LearningRateConfig(Config):
       total_steps: environment steps over which the learning rate falls; needed only if it does.
     """
 
-    learning_rate: float
+    learning_rate: Tunable
     anneal_learning_rate: bool = False
     total_steps: int | None = None
 
@@ -45,7 +45,7 @@ class OptimizerConfig(LearningRateConfig):
       max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.
     """
 
-    max_grad_norm: float | None = None
+    max_grad_norm: Tunable | None = None
 
     def check(self) -> None:
         """Raises ValueError unless the norm is above 0."""
@@ -65,8 +65,8 @@ class RMSPropConfig(OptimizerConfig):
     """
 
     optimizer: Literal["rmsprop", "adam"] = "rmsprop"
-    rms_decay: float = 0.99
-    epsilon: float = 1e-5
+    rms_decay: Tunable = 0.99
+    epsilon: Tunable = 1e-5
 
     def check(self) -> None:
         """Raises ValueError unless the decay is in [0, 1] and epsilon above 0."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from msrl_jax.algorithms.configs.base import Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers
 from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
@@ -23,9 +24,9 @@ class QLearningConfig(PeriodicTargetConfig, ExplorationConfig, PriorityConfig, O
     """
 
     dueling: bool = False
-    huber_delta: float | None = None
-    adam_epsilon: float = 1e-5
-    max_grad_norm: float = 10.0
+    huber_delta: Tunable | None = None
+    adam_epsilon: Tunable = 1e-5
+    max_grad_norm: Tunable = 10.0
 
     def check(self) -> None:
         """Raises ValueError unless the numbers are above 0."""

@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection
 from typing import Literal
 
-from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.base import Config, Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.configs.optimizer import LearningRateConfig
 from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
@@ -75,8 +75,8 @@ class PriorityConfig(LearningRateConfig):
     """
 
     prioritised: bool = False
-    alpha: float = 0.4
-    beta: float | None = 0.4
+    alpha: Tunable = 0.4
+    beta: Tunable | None = 0.4
     anneal_learning_rate: bool = True
 
     def check(self) -> None:

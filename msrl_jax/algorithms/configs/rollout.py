@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.base import Config, Tunable
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 
 
@@ -62,7 +62,7 @@ class DiscountConfig(Config):
       discount: discount factor per step. Usual: 0.99.
     """
 
-    discount: float = 0.99
+    discount: Tunable = 0.99
 
     def check(self) -> None:
         """Raises ValueError unless the discount is in [0, 1]."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from msrl_jax.algorithms.configs.base import Config
+from msrl_jax.algorithms.configs.base import Config, Tunable
 from msrl_jax.algorithms.configs.checks import check_numbers, check_periods
 
 
@@ -14,7 +14,7 @@ class TargetConfig(Config):
       tau: share of the way that target networks move towards the trained networks per update. Usual: 0.001 to 0.05.
     """
 
-    tau: float = 0.005
+    tau: Tunable = 0.005
 
     def check(self) -> None:
         """Raises ValueError unless the share is in (0, 1]."""
@@ -32,7 +32,7 @@ class PeriodicTargetConfig(TargetConfig):
     """
 
     target_period: int = 1
-    tau: float = 0.02
+    tau: Tunable = 0.02
 
     def check(self) -> None:
         """Raises ValueError unless the period is a positive integer."""
