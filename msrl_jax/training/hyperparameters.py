@@ -1,0 +1,158 @@
+"""Hyper-parameters as data: numbers of a config that the members of one program have each for themselves.
+
+An algorithm reads `config.learning_rate` whether it is a constant or an array: the agent of a member is built anew in the trace,
+from a config whose `Tunable` fields are numbers of the member's state.
+"""
+
+import collections
+import dataclasses
+import functools
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms import Agent, Algorithm
+from msrl_jax.algorithms.configs.base import tunable_fields, with_traced
+
+FIELD = "hyperparameters"
+"""The field of a state that holds them: a dictionary of arrays `[]` float32, by field of the config."""
+
+Settings: TypeAlias = Mapping[str, tuple[float, ...]]
+"""The values of every setting, by field of the config; empty if the config has constants only."""
+
+
+def read_settings(
+    algorithm: Algorithm, config: Any, overrides: Mapping[str, Any], seeds: int
+) -> tuple[dict[str, Any], Settings]:
+    """Separates the fields that have several values from the others.
+
+    Args:
+      algorithm: the algorithm.
+      config: the config to start from; the defaults if None.
+      overrides: fields of the config; a `Tunable` field may have a sequence or an array `[S]` of values.
+      seeds: the number of members of each setting.
+
+    Returns:
+      The fields with the values of the first setting, and the settings.
+
+    Raises:
+      ValueError: if a field that is not `Tunable` has several values, if lengths differ, or if a value is invalid.
+    """
+    fields = {field.name: field for field in dataclasses.fields(algorithm.config)}
+    several: dict[str, tuple[float, ...]] = {}
+    for name, value in overrides.items():
+        values = _values(value)
+        if values is None or name not in fields or _holds_sequences(fields[name]):
+            continue
+        if name not in tunable_fields(algorithm.config):
+            others = ", ".join(tunable_fields(algorithm.config)) or "none of its fields"
+            raise ValueError(
+                f"{algorithm.config.__name__}.{name}={value!r}: {name} changes shapes or branches of the program, so the members "
+                f"of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+            )
+        several[name] = tuple(_number(algorithm, name, i, x) for i, x in enumerate(values))
+    if not several:
+        return dict(overrides), {}
+    lengths = {name: len(values) for name, values in several.items()}
+    if 0 in lengths.values() or len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the second "
+            "ones the next. msrl.sweep(..., method='grid') takes all combinations"
+        )
+    for i in range(next(iter(lengths.values()))):
+        setting = {name: values[i] for name, values in several.items()}
+        try:
+            algorithm.make_config(config, {**overrides, **setting})
+        except ValueError as error:
+            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
+    return {**overrides, **{name: values[0] for name, values in several.items()}}, several
+
+
+def _values(value: Any) -> Sequence[Any] | None:
+    """The values of a field that has several."""
+    if isinstance(value, list | tuple | range):
+        return value
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) and value.ndim else None
+
+
+def _holds_sequences(field: dataclasses.Field) -> bool:
+    """Whether a single value of the field may be a sequence."""
+    return not isinstance(field.default, str | numbers.Number | None | type(dataclasses.MISSING))
+
+
+def _number(algorithm: Algorithm, name: str, i: int, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
+        raise ValueError(f"{algorithm.config.__name__}.{name}[{i}]={value!r}: use a number for each member")
+    return float(value)
+
+
+def in_words(setting: Mapping[str, float]) -> str:
+    """A setting as text: `learning_rate=0.001, discount=0.99`."""
+    return ", ".join(f"{name}={value:.6g}" for name, value in setting.items())
+
+
+def count(settings: Settings) -> int:
+    """The number of settings; 1 if the config has constants only."""
+    return len(next(iter(settings.values()))) if settings else 1
+
+
+def arrays(settings: Settings, seeds: int) -> dict[str, np.ndarray]:
+    """The values of every member: each setting has one member for each seed, side by side. `[M]` float32"""
+    return {name: np.repeat(np.asarray(values, np.float32), seeds) for name, values in settings.items()}
+
+
+@functools.cache
+def _with_hyperparameters(state: type) -> Any:
+    """The state of an agent with one more field."""
+    return collections.namedtuple(state.__name__, (*state._fields, FIELD))  # type: ignore[attr-defined]
+
+
+def tuned(build: Callable[[Any], Agent], config: Any, settings: Settings) -> Agent:
+    """Builds an agent that finds some fields of its config in its state.
+
+    Args:
+      build: builds the agent for a config.
+      config: the config of the first setting.
+      settings: the fields, and their values.
+
+    Returns:
+      The agent. Its state has one more field, `hyperparameters`; `init(key, values=None)` takes their values, those of the
+      first setting if None.
+    """
+    agent = build(config)
+    kind = type(agent.axes)
+    larger = _with_hyperparameters(kind)
+
+    def of(state: Any) -> tuple[Agent, Any, dict[str, jax.Array]]:
+        values = getattr(state, FIELD)
+        return build(with_traced(config, values)), kind(*state[:-1]), values
+
+    def init(key: jax.Array, values: Mapping[str, jax.Array] | None = None) -> Any:
+        given = {name: x[0] for name, x in settings.items()} if values is None else values
+        given = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+        return larger(*build(with_traced(config, given)).init(key), given)
+
+    def iteration(state: Any) -> tuple[Any, Any]:
+        member, state, values = of(state)
+        state, metrics = member.iteration(state)
+        return larger(*state, values), metrics
+
+    def act(state: Any, *args: Any) -> Any:
+        member, state, _ = of(state)
+        return member.act(state, *args)
+
+    def probabilities(state: Any, obs: Any) -> jax.Array:
+        member, state, _ = of(state)
+        assert member.probabilities is not None
+        return member.probabilities(state, obs)
+
+    return dataclasses.replace(
+        agent, init=init, iteration=iteration, act=act, axes=larger(*agent.axes, P()),
+        probabilities=None if agent.probabilities is None else probabilities,
+    )  # fmt: skip
