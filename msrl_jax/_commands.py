@@ -41,8 +41,8 @@ class Train(Where):
       checkpoint_every: steps between checkpoints, or their time such as 10m; about a minute if not given.
       keep_checkpoints: number of checkpoints to keep, besides the best one.
       time_limit: time after which the run is saved and ends, such as 5h50m; the exit code is then 75.
-      guard: what to do about nan and infinities: halt, skip (drop the update) or rollback (to the last good state, with half
-        the learning rate); halt if not given.
+      guard: what to do about nan and infinities: halt, skip (drop the update), rollback (to the last good state, with half
+        the learning rate) or ignore; halt if not given.
       record: file for a data set of all environment steps, such as experience.npz
       tensorboard: also log to TensorBoard, in the run's folder.
       wandb: also log to Weights & Biases, in the project with this name.
@@ -67,7 +67,7 @@ class Train(Where):
     checkpoint_every: str | None = None
     keep_checkpoints: int = 2
     time_limit: str | None = None
-    guard: Literal["halt", "skip", "rollback"] = "halt"
+    guard: Literal["halt", "skip", "rollback", "ignore"] = "halt"
     record: Path | None = None
     tensorboard: bool = False
     wandb: str | None = None

@@ -79,7 +79,8 @@ def ramp(start: Any, end: Any, steps: int) -> Ramp:
     return Ramp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
-_NAMES = {"uniform": uniform, "log_uniform": log_uniform, "choice": choice, "ramp": ramp}
+_NAMES = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}
+"""The calls that text may have; `log` is short for `log_uniform`."""
 
 
 def is_value(x: Any) -> bool:

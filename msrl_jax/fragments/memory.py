@@ -171,6 +171,22 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
     return kept - getattr(memory, "alias_size_in_bytes", 0)
 
 
+def temporary_bytes(jaxpr: Jaxpr) -> int:
+    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
+    last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
+    held: dict[Var, int] = {}
+    total = most = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        made = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
+        held |= made
+        total += sum(made.values())
+        most = max(most, total + max(map(temporary_bytes, sub_jaxprs(eqn)), default=0))
+        unused = {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and last.get(v, i) <= i}
+        total -= sum(held.pop(v, 0) for v in unused)
+    return most
+
+
 def largest_array(jaxpr: Jaxpr) -> str:
     """Names the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
 

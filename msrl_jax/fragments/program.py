@@ -159,12 +159,17 @@ class Program(Generic[State]):
         """Bytes of the metrics of one iteration."""
         return sum(v.nbytes for v in self.schedule.metrics)
 
+    @property
+    def state_bytes(self) -> dict[Device, int]:
+        """Bytes of the state on every device of this process."""
+        return state_bytes([copies[0].aval for copies in self.schedule.inputs], self._shardings)
+
     def check_memory(self) -> None:
         """Raises ValueError if the state takes more memory than the devices have; names the bytes and the largest leaf."""
         avals = [copies[0].aval for copies in self.schedule.inputs]
         largest = max(range(len(avals)), key=lambda i: array_bytes(avals[i]))
         aval, label = avals[largest], self.schedule.inputs[largest][0].label
-        check_state_fits(state_bytes(avals, self._shardings), f"{label}, {aval.dtype}{list(aval.shape)}")
+        check_state_fits(self.state_bytes, f"{label}, {aval.dtype}{list(aval.shape)}")
 
     def _check_present(self) -> None:
         if missing := [d for d in self.devices if is_planned(d)]:

@@ -22,7 +22,7 @@ from msrl_jax.training.setup import Setup
 from msrl_jax.training.skipping import SKIPPED
 from msrl_jax.training.watch import Watch
 
-GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback"]
+GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]
 """What a run does about numbers that are not finite."""
 
 KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27
@@ -153,8 +153,10 @@ class Guard:
           iteration: iterations done, those of the chunk included.
 
         Returns:
-          What is not finite, or None. With `guard="skip"`, only what dropped updates cannot repair.
+          What is not finite, or None. With `guard="skip"`, only what dropped updates cannot repair; nothing with "ignore".
         """
+        if self._policy == "ignore":
+            return None
         length = len(jax.tree.leaves(metrics)[0]) if jax.tree.leaves(metrics) else 1
         if self._policy == "skip":
             return self._check_skipped(run_state, np.asarray(metrics[SKIPPED]), iteration)

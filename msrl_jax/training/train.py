@@ -92,7 +92,7 @@ def train(
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
         updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
-        numbers, at most 5 times.
+        numbers, at most 5 times; "ignore" goes on, which changes no other member.
       record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
         until its end, so they must fit there. Recording does not change the run.
       env_params: what parameters of the environment are drawn from at each reset, as in `envs.RandomizeParams`: name -> a

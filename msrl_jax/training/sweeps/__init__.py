@@ -1,0 +1,1 @@
+"""Sweeps: many settings of a config, several at once in each program."""
