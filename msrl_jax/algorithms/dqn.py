@@ -72,22 +72,22 @@ class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig, EnvGroupsConfig):
         """Raises ValueError unless there are at least two atoms, and limits for the atoms of "c51"."""
         check_integers(self, 2, "num_atoms")
         check_numbers(self, "v_min", "v_max")
-        if self.distribution == "c51":
-            _ = self.support
-
-    @property
-    def support(self) -> tuple[float, float]:
-        """The lowest and the highest atom of "c51"; raises ValueError if they are not given and have no default."""
+        if self.distribution != "c51":
+            return
         name = type(self).__name__
-        if self.discount == 1 and None in (self.v_min, self.v_max):
+        if (self.v_min is None or self.v_max is None) and self.discount == 1:
             raise ValueError(
                 f"{name}.discount=1.0 bounds no return; give v_min and v_max for distribution='c51', or use discount=0.99"
             )
-        most = 0.0 if self.discount == 1 else 1 / (1 - self.discount)
-        v_min, v_max = -most if self.v_min is None else self.v_min, most if self.v_max is None else self.v_max
+        v_min, v_max = self.support
         if v_min >= v_max:
             raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
-        return v_min, v_max
+
+    @property
+    def support(self) -> tuple[float, float]:
+        """The lowest and the highest atom of "c51"."""
+        v_min = -1 / (1 - self.discount) if self.v_min is None else self.v_min
+        return v_min, 1 / (1 - self.discount) if self.v_max is None else self.v_max
 
 
 def build(env: Environment, config: DQNConfig) -> Agent:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register
-from msrl_jax.algorithms.configs.base import Tunable
+from msrl_jax.algorithms.configs.base import Tunable, is_constant
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.ippo import IPPOConfig, make_team
 from msrl_jax.algorithms.loops.acting import split_keys
@@ -179,7 +179,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
     @fragment(role="actor")
     def draw_opponents(params, pool):
         key, latest_key, slot_key = jax.random.split(pool.key, 3)
-        latest = jax.random.bernoulli(latest_key, float(config.latest_share), (config.num_opponents,))
+        latest = jax.random.bernoulli(latest_key, jnp.float32(config.latest_share), (config.num_opponents,))
         drawn = jnp.where(latest, -1, jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled))
 
         def pick(past: jax.Array, new: jax.Array) -> jax.Array:
@@ -217,7 +217,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
         params, kept, metrics = learner.learn(
             params, rest.learner, t._replace(**seats), now._replace(obs=own(now.obs)), carry
         )
-        if config.latest_share < 1:
+        if not is_constant(config.latest_share, 1):
             metrics = {**metrics, "return_against_pool": score(seats["reward"], ended, rest.pool.drawn)}
         return params, SelfPlay(kept, rest.pool), metrics
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from msrl_jax import envs
 from msrl_jax.algorithms.base import Agent, Algorithm, register
 from msrl_jax.algorithms.configs.actor_critic import OffPolicyActorCriticConfig
-from msrl_jax.algorithms.configs.base import Tunable
+from msrl_jax.algorithms.configs.base import Tunable, is_constant
 from msrl_jax.algorithms.configs.checks import check_integers, check_numbers, check_periods
 from msrl_jax.algorithms.configs.spaces import check_bounded
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
@@ -102,7 +102,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     def gradients(params, target_params, batch, actor_moves):
         e = batch.experience
         next_action = policy(target_params["actor"], e.next_obs)
-        if config.policy_noise:
+        if not is_constant(config.policy_noise, 0):
             smoothing = config.policy_noise * noise(jax.random.split(batch.key, config.batch_size))
             next_action = smoothed_action(next_action, smoothing, config.noise_clip)
         next_q = pessimistic_value(critics.apply(target_params["critic"], e.next_obs, next_action))

@@ -66,8 +66,10 @@ def buffer(
         example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
         discount=discount, shards=shards, storage=storage,
     )  # fmt: skip
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    # Evaluated now, even if an agent is built while it is traced.
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
-    if lost := int(state.lost.sum()):
+        lost = int(state.lost.sum())
+    if lost:
         raise ValueError(f"storage={storage} cannot store {lost} rows of the data set exactly; use another codec or None")
     return made, jax.device_get(state)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from msrl_jax._deprecated import deprecated
@@ -284,7 +285,7 @@ class NormalizeReward:
     clip: float = 10.0
 
     def __post_init__(self):
-        if not 0 <= self.discount <= 1:
+        if not isinstance(self.discount, Tracer) and not 0 <= self.discount <= 1:
             raise ValueError(f"NormalizeReward: discount={self.discount} must be in [0, 1]")
 
     @property

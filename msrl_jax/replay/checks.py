@@ -3,6 +3,8 @@
 import math
 import numbers
 
+from jax.core import Tracer
+
 from msrl_jax._device_memory import device_memory, own_devices
 
 
@@ -14,8 +16,10 @@ def check_integers(**arguments: int) -> None:
 
 
 def check_numbers(**arguments: float) -> None:
-    """Raises ValueError unless every argument is a finite number that is not negative."""
+    """Raises ValueError unless every argument is a number of a trace, or a finite number that is not negative."""
     for name, value in arguments.items():
+        if isinstance(value, Tracer):
+            continue
         if not isinstance(value, numbers.Real) or not math.isfinite(value) or value < 0:
             raise ValueError(f"{name}={value!r}: use a finite number of at least 0")
 

@@ -1,7 +1,7 @@
 """Hyper-parameters as data: numbers of a config that the members of one program have each for themselves.
 
-An algorithm reads `config.learning_rate` whether it is a constant or an array: the agent of a member is built anew in the trace,
-from a config whose `Tunable` fields are numbers of the member's state.
+An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built anew in the trace, from
+a config whose `Tunable` fields are numbers of the member's state.
 """
 
 import collections
@@ -52,8 +52,8 @@ def read_settings(
         if name not in tunable_fields(algorithm.config):
             others = ", ".join(tunable_fields(algorithm.config)) or "none of its fields"
             raise ValueError(
-                f"{algorithm.config.__name__}.{name}={value!r}: {name} changes shapes or branches of the program, so the members "
-                f"of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+                f"{algorithm.config.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so "
+                f"the members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
             )
         several[name] = tuple(_number(algorithm, name, i, x) for i, x in enumerate(values))
     if not several:
@@ -62,8 +62,8 @@ def read_settings(
     if 0 in lengths.values() or len(set(lengths.values())) > 1:
         counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise ValueError(
-            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the second "
-            "ones the next. msrl.sweep(..., method='grid') takes all combinations"
+            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the "
+            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
         )
     for i in range(next(iter(lengths.values()))):
         setting = {name: values[i] for name, values in several.items()}

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
+from jax.core import Tracer
+
 from msrl_jax.algorithms.configs.checks import check_booleans, check_choice
 
 _TUNABLE = "may differ between the members of a program"
@@ -82,6 +84,11 @@ def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         object.__setattr__(traced, name, value)
     return traced
+
+
+def is_constant(value: Any, number: float) -> bool:
+    """Whether a number of a config is this one in the whole program; one of a trace may be another in other members."""
+    return not isinstance(value, Tracer) and value == number
 
 
 def field_docs(config: type) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """Checks for the fields of an algorithm's config; every message names the field, its value and the remedy.
 
-A field whose default is None may be None.
+A field whose default is None may be None. A number of a trace passes: it stands for numbers that were checked before.
 """
 
 import math
 import numbers
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from jax.core import Tracer
 
 from msrl_jax._spelling import nearest
 
@@ -47,6 +49,8 @@ def check_numbers(
     bounds = {"above": above, "at least": low, "at most": high}
     wanted = " and ".join(f"{relation} {bound:g}" for relation, bound in bounds.items() if math.isfinite(bound))
     for field, value in _given(config, fields):
+        if isinstance(value, Tracer):
+            continue
         number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
         if not (math.isfinite(number) and low <= number <= high and number > above):
             raise _reject(config, field, f"a finite number {wanted}".rstrip())
