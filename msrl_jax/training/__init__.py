@@ -13,4 +13,6 @@ from msrl_jax.training.folder import SaveWarning as SaveWarning
 from msrl_jax.training.guard import DivergedError as DivergedError
 from msrl_jax.training.result import Result as Result
 from msrl_jax.training.resume import ResumeWarning as ResumeWarning
+from msrl_jax.training.sweeps.result import SweepResult as SweepResult
+from msrl_jax.training.sweeps.sweep import sweep as sweep
 from msrl_jax.training.train import train as train

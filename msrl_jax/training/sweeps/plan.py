@@ -9,6 +9,7 @@ from msrl_jax.fragments.memory import sharing_memory, temporary_bytes
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan import size
 from msrl_jax.training.setup import Setup
+from msrl_jax.training.sweeps.trials import Trial
 
 HEADROOM = 0.8
 """The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""
@@ -22,11 +23,13 @@ class Share:
       at_once: trials that fit side by side, at least 1.
       nbytes: estimated bytes of a trial with all its seeds, where memory is scarcest.
       limit: bytes that are there; None if the devices do not tell.
+      steps_per_iteration: steps of each member in an iteration.
     """
 
     at_once: int
     nbytes: int
     limit: int | None
+    steps_per_iteration: int
 
     def __str__(self) -> str:
         there = "" if self.limit is None else f" of {size(self.limit)}"
@@ -47,6 +50,7 @@ def share(setup: Setup, distribution: DistributionPolicy, devices: Sequence[Devi
     Raises:
       ValueError: if the state of one trial alone does not fit, or the devices do not fit the policy.
     """
+    per_iteration = setup.behavior.agent.steps_per_iteration
     program = setup.compile(distribution, devices)
     held, placements = program.state_bytes, program.layout.roles.values()
     parts = min((len(placement.devices) for placement in placements), default=1)
@@ -54,7 +58,7 @@ def share(setup: Setup, distribution: DistributionPolicy, devices: Sequence[Devi
     found = []
     for memory in sharing_memory(held):
         limit, needed = device_memory(memory), sum(2 * held[device] + within for device in memory)
-        found.append(Share(max(1, int(HEADROOM * limit / needed)) if limit and needed else 2**20, needed, limit))
+        found.append(Share(max(1, int(HEADROOM * limit / needed)) if limit and needed else 2**20, needed, limit, per_iteration))
     return min(found, key=lambda each: each.at_once)
 
 
@@ -68,8 +72,8 @@ def trials_at_once(members_at_once: int | None, seeds: int) -> int | None:
     return count // seeds
 
 
-def batches(numbers: Sequence[int], at_once: int) -> list[list[int]]:
+def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
     """Splits trials into batches of about equal size, at most `at_once` each."""
-    count = -(-len(numbers) // at_once)
-    length = -(-len(numbers) // count)
-    return [list(numbers[i : i + length]) for i in range(0, len(numbers), length)]
+    count = -(-len(trials) // at_once)
+    length = -(-len(trials) // count)
+    return [list(trials[i : i + length]) for i in range(0, len(trials), length)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax._checks import writing
-from msrl_jax.training import folder
+from msrl_jax.training import folder, processes
 from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.sweeps.trials import Trial
 
@@ -44,12 +44,42 @@ def open_sweep(path: Path, spec: Mapping[str, Any], resume: bool) -> dict[str, A
         return {}
     if not resume:
         raise RunFolderError(
-            f"the folder {path} already holds a sweep; go on with it (resume=True, or --resume), name another folder, or delete "
-            "it first"
+            f"the folder {path} already holds a sweep; go on with it (resume=True, or --resume), name another folder, or "
+            "delete it first"
         )
     saved = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
     check_same(path, saved["sweep"], folder.to_json(spec))
     return saved
+
+
+def write_sweep(
+    path: Path,
+    spec: Mapping[str, Any],
+    programs: Sequence[Mapping[str, Any]],
+    trials: Sequence[Trial],
+    saved: Mapping[str, Any],
+) -> None:
+    """Writes `sweep.json`.
+
+    Args:
+      path: the folder.
+      spec: what the sweep computes, as plain data.
+      programs: its programs.
+      trials: its trials so far.
+      saved: what the file holds, of a sweep that goes on.
+
+    Raises:
+      RunFolderError: if the trials are not those of the file, because another version of a package chose them.
+    """
+    chosen = folder.to_json([{"trial": t.number, "program": t.program, "values": t.values} for t in trials])
+    if differing := [t for t, before in zip(chosen, saved.get("trials", []), strict=False) if t != before]:
+        raise RunFolderError(
+            f"{path / SWEEP} has other values for trial {differing[0]['trial']}, so other versions of packages chose them; "
+            "go on with those versions, or start a new sweep in another folder"
+        )
+    if len(chosen) > len(saved.get("trials", [])) and processes.is_first():
+        content = {"sweep": spec, "versions": folder.versions(), "programs": programs, "trials": chosen}
+        folder.write_json(path / SWEEP, content)
 
 
 def check_same(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ class SweepResult:
         """
         chosen = self.trial(trial)
         if chosen.run is None:
-            raise ValueError(f"{chosen} was not trained: the sweep was interrupted ({self.stop_reason}); go on with resume=True")
+            raise ValueError(f"{chosen} was not trained: {self.stop_reason} ended the sweep; go on with resume=True")
         found = self.runs[chosen.run]
         return found if isinstance(found, Result) else Result.load(found, env=self.env)
 
@@ -100,7 +100,7 @@ class SweepResult:
         return self.best if trial is None else self.trials[trial]
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each trial: its number, its values, steps, the mean, minimum and maximum of the return over seeds, its rank."""
+        """A row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank."""
         return record.rows(self.trials)
 
     def summary(self) -> dict[str, Any]:
@@ -122,12 +122,13 @@ class SweepResult:
           ValueError: if the environment, what its parameters are drawn from, or a data set has no text.
         """
         about, chosen = self.description, self.trial(trial)
-        for name in ("env_spec", "env_params", "data"):
-            value = about["config"].get(name) if name == "data" else about[name]
-            if (name == "env_spec" and value is None) or (name == "env_params" and isinstance(value, str)) or (
-                name == "data" and isinstance(value, Mapping)
-            ):  # fmt: skip
-                raise ValueError(f"{name.removesuffix('_spec')} was given as an object, which no command line can name; use train")
+        nameless = [
+            *(["env"] if about["env_spec"] is None else []),
+            *(["env_params"] if isinstance(about["env_params"], str) else []),
+            *(name for name, value in about["config"].items() if isinstance(value, Mapping)),
+        ]
+        if nameless:
+            raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
         words = ["msrl-jax", "train", "--algo", about["algorithm"], "--env", about["env_spec"], "--policy", about["policy"]]
         words += ["--total-steps", str(about["total_steps"]), "--seed", str(about["seed"]), "--seeds", str(about["seeds"])]
         words += ["--eval-episodes", str(about["eval_episodes"])]
@@ -135,7 +136,7 @@ class SweepResult:
             words += ["--env-params", ",".join(f"{name}={value}" for name, value in about["env_params"].items())]
         usual = folder.to_json(algorithms.get(about["algorithm"]).config())
         for name, value in (about["config"] | folder.to_json(chosen.values)).items():
-            if value != usual[name]:
+            if value != usual[name] and name != "total_steps":
                 words += _flag(name.replace("_", "-"), value)
         return shlex.join(words)
 

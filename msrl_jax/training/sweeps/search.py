@@ -17,10 +17,12 @@ class Stage(NamedTuple):
     Attributes:
       trials: the trials.
       until: the steps after which they are compared.
+      rung: the rung of successive halving.
     """
 
     trials: Sequence[Trial]
     until: int
+    rung: int = 0
 
 
 Order: TypeAlias = Generator[Stage, Sequence[Trial], None]
@@ -37,7 +39,7 @@ def rungs(trials: Sequence[Trial], steps: Sequence[int], factor: int | None) -> 
     """
     alive = list(trials)
     for i, until in enumerate(steps):
-        done = yield Stage(alive, until)
+        done = yield Stage(alive, until, i)
         if i + 1 < len(steps):
             assert factor is not None
             alive = survivors(done, factor)

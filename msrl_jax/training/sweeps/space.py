@@ -63,8 +63,8 @@ class Axis:
                 f'{self.field}={self.values} with method="grid": num= says how many points such a field has on the grid; give '
                 "it, or a list of values"
             )
-        spaced = np.geomspace if self.is_log else np.linspace
-        found = spaced(*self.values.numbers, count).tolist()
+        low, high = self.values.numbers
+        found = (np.geomspace if self.is_log else np.linspace)(low, high, count).tolist()
         return list(dict.fromkeys(map(round, found))) if self.is_whole else found
 
 
@@ -93,8 +93,8 @@ def read_axes(algorithm: Algorithm, given: Mapping[str, Any]) -> tuple[list[Axis
             constants[field] = found
     if not axes:
         raise ValueError(
-            "no field has several values; give one of them a list, a distribution (envs.uniform, envs.log_uniform) or text such "
-            "as log:1e-4:1e-2, or use train"
+            "no field has several values; give one of them a list, a distribution (envs.uniform, envs.log_uniform) or text "
+            "such as log:1e-4:1e-2, or use train"
         )
     return axes, constants
 
@@ -119,7 +119,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
             raise ValueError(f"{where}={value!r} is no number")
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
-    options = list(value) if isinstance(value, list | tuple | range) else None
+    options: list[Any] | None = list(value) if isinstance(value, list | tuple | range) else None
     if options is not None and any(typing.get_origin(part) is tuple for part in _parts(hint)):
         several = bool(options) and all(isinstance(x, list | tuple) for x in options)
         options = [tuple(x) for x in options] if several else None
@@ -170,7 +170,7 @@ def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> lis
     """
     if method == "grid":
         if num is not None and all(axis.values.kind == "choice" for axis in axes):
-            raise ValueError(f'num={num} with method="grid": all fields have lists, whose combinations are the trials; leave it out')
+            raise ValueError(f'num={num} with method="grid": the trials are the combinations of the lists; leave num out')
         combinations = itertools.product(*(axis.points(num) for axis in axes))
         return _unique(dict(zip((axis.field for axis in axes), values, strict=True)) for values in combinations)
     fractions = _METHODS[method](count_of(method, num), len(axes), seed)

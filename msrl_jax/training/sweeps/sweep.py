@@ -3,36 +3,30 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from time import monotonic as now
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from msrl_jax import algorithms
+from msrl_jax import _compile_cache, algorithms, envs
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._streams import progress_stream
-from msrl_jax.algorithms import Algorithm
 from msrl_jax.envs import Environment
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
-from msrl_jax.training import checkpoint, folder, processes, stopping
+from msrl_jax.training import folder, processes, stopping
 from msrl_jax.training.progress import Progress, choose_display
-from msrl_jax.training.result import Result
 from msrl_jax.training.resume import describe_env
-from msrl_jax.training.settings import whole_iterations
-from msrl_jax.training.setup import Setup, resolve, resolve_policy
-from msrl_jax.training.sweeps import plan, record
+from msrl_jax.training.setup import resolve_policy
+from msrl_jax.training.sweeps import plan, record, search
+from msrl_jax.training.sweeps.batch import Common
+from msrl_jax.training.sweeps.conduct import Sweep
 from msrl_jax.training.sweeps.halving import rung_steps
 from msrl_jax.training.sweeps.result import SweepResult
-from msrl_jax.training.sweeps.search import Order, Stage, asked, check_optuna, rungs
 from msrl_jax.training.sweeps.space import Axis, Method, check_method, choose, count_of, read_axes
 from msrl_jax.training.sweeps.trials import Group, Trial, make_trials, ranked
-from msrl_jax.training.train import train
 
 
 @processes.in_words()
@@ -112,7 +106,7 @@ def sweep(
     method, num = check_method(method, num)
     seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
     seed, episodes = check_seed(seed, seeds), whole("eval_episodes", eval_episodes, least=0)
-    trials_at_once = plan.trials_at_once(members_at_once, seeds)
+    wanted = plan.trials_at_once(members_at_once, seeds)
     algorithm = algorithms.get(algo)
     axes, constants = read_axes(algorithm, fields)
     distribution = resolve_policy(policy)
@@ -120,43 +114,82 @@ def sweep(
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
     if method == "optuna":
-        check_optuna()
+        search.check_optuna()
         if halving is not None:
             raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
-    start = algorithm.config() if config is None else config
-    run = _Sweep(
+    made_env = envs.make(env) if isinstance(env, str) else env
+    algorithm.check_env(made_env)
+    common = Common(
         algorithm, env, distribution, devices, total_steps, seed, seeds, config, constants, episodes, checkpoint_every,
-        env_params, progress, path,
+        env_params, progress,
     )  # fmt: skip
     groups: list[Group] = []
 
-    def made(chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
-        return make_trials(algorithm, config, constants | {"total_steps": total_steps}, chosen, groups, first)
+    def make(chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
+        shared = constants | {"total_steps": total_steps}
+        return make_trials(algorithm, config, shared, chosen, groups, first=first, shared=not is_on_host(made_env))
 
-    trials = [] if method == "optuna" else made(choose(axes, method, num, seed))
-    steps = [] if method == "optuna" else None
-    description = {
+    count = count_of(method, num) if method == "optuna" else 0
+    trials = [] if count else make(choose(axes, method, num, seed))
+    description = _describe(common, axes) | {
+        "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
+        "members_at_once": members_at_once,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_compile_cache.on())
+        requests = stack.enter_context(stopping.stop_requests(limit))
+        with processes.together("setting up the sweep"):
+            if path is not None and processes.is_first():
+                stack.enter_context(folder.locked(path))
+            saved = {} if path is None else record.open_sweep(path, description, resume)
+            run = Sweep(common, groups, wanted, path, description, saved, _say if progress else lambda text: None)
+            run.say(f"sweep: {algorithm.name} on {description['env']}, {_counted(count or len(trials), num, method)}")
+            run.prepare(trials)
+            if count:
+                order = search.asked(axes, make, num=count, each=wanted or -(-count // 8), until=total_steps, seed=seed)
+            else:
+                least = max(share.steps_per_iteration for share in run.shares)
+                order = search.rungs(trials, rung_steps(total_steps, halving, rungs, min_steps, len(trials), least), halving)
+        reason = run.conduct(order, requests)
+        table = tuple(ranked([run.trials[number] for number in sorted(run.trials)]))
+        status = "interrupted" if reason else "finished"
+        if path is not None and processes.is_first():
+            record.write_table(path, table, run.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
+        processes.gathered("")  # no process ends while another one writes
+    return SweepResult(
+        table, tuple(run.runs), status, reason, description, None if isinstance(env, str) else env, path
+    )  # fmt: skip
+
+
+def _counted(count: int, num: int | None, method: str) -> str:
+    left_out = num - count if num is not None and method in ("random", "sobol") else 0
+    return f"{count} trials" + f" ({left_out} repeats are left out)" * (left_out > 0)
+
+
+def _say(text: str) -> None:
+    if processes.is_first():
+        print(text, file=progress_stream(), flush=True)
+
+
+def _describe(common: Common, axes: Sequence[Axis]) -> dict[str, Any]:
+    """What the runs of a sweep compute, as plain data."""
+    algorithm, env = common.algorithm, common.env
+    start = algorithm.config() if common.config is None else common.config
+    constants = {name: algorithm.config.canonical(name, value) for name, value in common.constants.items()}
+    spec = {
         "algorithm": algorithm.name,
-        "env": env if isinstance(env, str) else getattr(env, "name", type(env).__name__),
+        "env": env if isinstance(env, str) else env_name(env),
         "env_spec": env if isinstance(env, str) else None,
         "env_object": None if isinstance(env, str) else describe_env(env),
-        "env_params": describe_params(env_params),
-        "policy": policy_text(distribution),
-        "method": method,
-        "num": num,
-        "seed": seed,
-        "seeds": seeds,
-        "total_steps": total_steps,
-        "eval_episodes": episodes,
-        "halving": halving,
-        "rungs": rungs,
-        "min_steps": min_steps,
-        "members_at_once": members_at_once,
+        "env_params": describe_params(common.env_params),
+        "policy": policy_text(common.distribution),
+        "seed": common.seed,
+        "seeds": common.seeds,
+        "total_steps": common.total_steps,
+        "eval_episodes": common.eval_episodes,
         "fields": {
-            a.field: {"kind": a.values.kind, "numbers": list(a.values.numbers), "is_whole": a.is_whole} for a in axes
+            axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
         },
-        "config": folder.to_json({
-            **{f.name: getattr(start, f.name) for f in dataclasses.fields(start)},
-            **{name: algorithm.config.canonical(name, value) for name, value in constants.items()},
-        }),
+        "config": {field.name: getattr(start, field.name) for field in dataclasses.fields(start)} | constants,
     }  # fmt: skip
+    return folder.to_json(spec)

@@ -81,9 +81,9 @@ def value_in_words(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def grouped(algorithm: Algorithm, values: Mapping[str, Any]) -> Group:
+def grouped(algorithm: Algorithm, values: Mapping[str, Any], shared: bool) -> Group:
     """The program of a trial; a `Tunable` field that is None is a branch of the program."""
-    tunable = tunable_fields(algorithm.config)
+    tunable = tunable_fields(algorithm.config) if shared else ()
     data = tuple(name for name, value in values.items() if name in tunable and value is not None)
     return Group({name: value for name, value in values.items() if name not in data}, data)
 
@@ -94,7 +94,9 @@ def make_trials(
     constants: Mapping[str, Any],
     chosen: Sequence[Mapping[str, Any]],
     groups: list[Group],
+    *,
     first: int = 0,
+    shared: bool = True,
 ) -> list[Trial]:
     """Makes trials, and checks the config of each.
 
@@ -105,6 +107,7 @@ def make_trials(
       chosen: the values of the swept fields.
       groups: the programs known so far; new ones are added.
       first: number of the first trial.
+      shared: whether trials may share a program.
 
     Returns:
       The trials.
@@ -114,7 +117,7 @@ def make_trials(
     """
     trials = []
     for number, values in enumerate(chosen, first):
-        group = grouped(algorithm, values)
+        group = grouped(algorithm, values, shared)
         if group not in groups:
             groups.append(group)
         trial = Trial(number, dict(values), groups.index(group))

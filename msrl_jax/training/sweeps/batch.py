@@ -1,0 +1,148 @@
+"""A run of a sweep: a batch of trials, trained as the members of one program."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax.algorithms import Algorithm
+from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.training import checkpoint, resume
+from msrl_jax.training.progress import Progress
+from msrl_jax.training.result import Result
+from msrl_jax.training.settings import whole_iterations
+from msrl_jax.training.setup import Setup, resolve
+from msrl_jax.training.sweeps.trials import Group, Trial
+from msrl_jax.training.train import train
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """What all runs of a sweep share; the attributes are the arguments of `train`.
+
+    Attributes:
+      algorithm: the algorithm.
+      env: the environment, or its name.
+      distribution: the distribution policy.
+      devices: the devices; all if None.
+      total_steps: steps of a trial that goes on to the end.
+      seed: the first seed.
+      seeds: members of each trial.
+      config: the config to start from.
+      constants: fields that all trials share.
+      eval_episodes: episodes of an evaluation.
+      checkpoint_every: steps or time between checkpoints.
+      env_params: what parameters of the environment are drawn from.
+      progress: the display of a run.
+    """
+
+    algorithm: Algorithm
+    env: str | Environment
+    distribution: DistributionPolicy
+    devices: Sequence[Device] | None
+    total_steps: int
+    seed: int
+    seeds: int
+    config: Any
+    constants: Mapping[str, Any]
+    eval_episodes: int
+    checkpoint_every: int | str | None
+    env_params: GivenParams | None
+    progress: Progress
+
+    def fields(self, group: Group, trials: Sequence[Trial]) -> dict[str, Any]:
+        """The fields of the config of a run: those that are data have a value for each trial."""
+        data = {name: [trial.values[name] for trial in trials] for name in group.data}
+        return {**self.constants, **group.fields, **data}
+
+    def setup(self, group: Group, trials: Sequence[Trial]) -> Setup:
+        """The run of some trials, checked as `train` checks it.
+
+        Raises:
+          ValueError: if it is invalid; the message names the first trial.
+        """
+        try:
+            setup = resolve(
+                self.algorithm.name, self.env, seed=self.seed, seeds=self.seeds, config=self.config,
+                overrides=self.fields(group, trials) | {"total_steps": self.total_steps}, env_params=self.env_params,
+            )  # fmt: skip
+            whole_iterations(self.total_steps, setup.behavior.agent.steps_per_iteration, None)
+        except ValueError as error:
+            raise ValueError(f"{trials[0]}: {error}") from None
+        return setup
+
+    def run(
+        self,
+        group: Group,
+        trials: Sequence[Trial],
+        before: Sequence[tuple[Path | Result, int]],
+        until: int,
+        path: Path | None,
+        time_limit: float | None,
+    ) -> Result:
+        """Trains trials from their start, or goes on with them in their folder.
+
+        Args:
+          group: their program.
+          trials: the trials.
+          before: the runs that trained them before, with the number of their first members there; empty at their start.
+          until: the steps after which the run stops, at the first whole iteration.
+          path: the folder of the run; None writes nothing.
+          time_limit: seconds until the run has to be over.
+
+        Returns:
+          The result, with an evaluation at its end.
+        """
+        if path is not None and (done := self._done(path, until)) is not None:
+            return done
+        partly = until < self.total_steps
+        return train(
+            self.algorithm.name, self.env, policy=self.distribution, total_steps=self.total_steps, seed=self.seed,
+            seeds=self.seeds, config=self.config, devices=self.devices, out=path, resume=path is not None,
+            eval_episodes=self.eval_episodes, eval_every=until if partly else None, checkpoint_every=self.checkpoint_every,
+            time_limit=time_limit, guard="ignore", env_params=self.env_params, progress=self.progress,
+            callbacks=[lambda tick: tick.step >= until] if partly else [], **self.fields(group, trials),
+        )  # fmt: skip
+
+    def _done(self, path: Path, until: int) -> Result | None:
+        """The result of a run that did all these steps before."""
+        if not resume.holds_run(path) or not checkpoint.complete(path):
+            return None
+        result = Result.load(path, env=None if isinstance(self.env, str) else self.env, env_params=self.env_params)
+        per_iteration = result.behavior.agent.steps_per_iteration
+        iterations = min(math.ceil(until / per_iteration), self.total_steps // per_iteration)
+        return result if len(result.history["iteration"]) and result.history["iteration"][-1] >= iterations else None
+
+
+def returns(result: Result) -> np.ndarray:
+    """The return of every member: of its last evaluation, or over the last tenth of training without one.
+
+    Args:
+      result: the result of a run.
+
+    Returns:
+      The returns; nan for a member whose parameters are not finite. `[M]` float64
+    """
+    means = result.final("episode_return") if result.evaluation is None else result.evaluation.mean_return
+    finite = np.ones(result.members, bool)
+    for leaf in jax.tree.leaves(result.state.params):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            finite &= np.isfinite(np.asarray(leaf, np.float32)).reshape(result.members, -1).all(axis=1)
+    return np.where(finite, np.atleast_1d(np.asarray(means, np.float64)), np.nan)
+
+
+def outcome(trials: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
+    """The trials of a run with their steps and returns."""
+    scores = returns(result).reshape(len(trials), seeds).tolist()
+    steps = int(result.history["step"][-1])
+    return [
+        dataclasses.replace(trial, steps=steps, rung=rung, returns=tuple(scores[i]), run=run, member=i * seeds)
+        for i, trial in enumerate(trials)
+    ]
