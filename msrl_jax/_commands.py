@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -76,6 +76,61 @@ class Train(Where):
     distributed: bool = False
     json: bool = False
     given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep(Where):
+    """Train many settings of an algorithm, side by side, and rank them.
+
+    A flag of the config that takes a number takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2.
+
+    Attributes:
+      algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
+      env: environment, NAME or NAME:param=value,...
+      num: number of trials; of a grid, the points of each field between bounds.
+      method: how trials are chosen; grid takes all combinations, optuna asks Optuna's TPE sampler.
+      env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
+      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
+      total_steps: environment steps of every member.
+      seed: the seed of the choice of trials, and the first seed of each.
+      seeds: members of each trial, with the seeds seed, seed + 1, ...
+      out: folder of the sweep; sweeps/<algo>-<env>-<method>-<seed>-<time> if not given.
+      resume: go on with the sweep in the folder, or start it if there is none; give the same options.
+      halving: successive halving with this factor: the best 1/FACTOR of the trials go on for FACTOR times as many steps.
+      rungs: number of comparisons of successive halving; as many as leave one trial if not given.
+      min_steps: steps up to the first comparison, in place of rungs.
+      members_at_once: members that are trained side by side; as many as memory holds if not given.
+      eval_episodes: greedy episodes of each member, whose mean return ranks it; 0 takes the training return.
+      checkpoint_every: steps between checkpoints of a run, or their time such as 10m; about a minute if not given.
+      time_limit: time after which the sweep is saved and ends, such as 5h50m; the exit code is then 75.
+      plot: file for a figure, such as sweep.png
+      progress: kind of progress display on stderr.
+      json: print the table as one line of JSON, the last on stdout.
+    """
+
+    SWEEPS: ClassVar[bool] = True
+
+    algo: str = "ppo"
+    env: str = "CartPole-v1"
+    num: int | None = None
+    method: Literal["random", "grid", "sobol", "optuna"] = "random"
+    env_params: str | None = None
+    policy: str = "GPUOnly"
+    total_steps: int = 500_000
+    seed: int = 0
+    seeds: int = 1
+    out: Path | None = None
+    resume: bool = False
+    halving: int | None = None
+    rungs: int | None = None
+    min_steps: int | None = None
+    members_at_once: int | None = None
+    eval_episodes: int = 32
+    checkpoint_every: str | None = None
+    time_limit: str | None = None
+    plot: Path | None = None
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ import dataclasses
 import decimal
 import io
 import sys
+import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Union
 
 import tyro
@@ -55,6 +56,23 @@ def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     )  # fmt: skip
 
 
+def _numbers(text: str) -> Any:
+    """Reads a number, or several for the members of a run."""
+    return tuple(map(float, text.split(","))) if "," in text else float(text)
+
+
+def _primitive(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec:
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=lambda x: True,
+        str_from_instance=lambda x: [str(x)],
+    )  # fmt: skip
+
+
+_NUMBERS = _primitive("FLOAT[,FLOAT...]", _numbers)
+_NUMBERS_OR_NONE = _primitive("{None}|FLOAT[,FLOAT...]", lambda text: None if text == "None" else _numbers(text))
+_SPEC = _primitive("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
+
+
 def values_of(argv: Sequence[str], flag: str) -> list[str]:
     """The values of a flag, read before parsing, because they decide which other flags exist."""
     values: list[str] = []
@@ -94,7 +112,7 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
       flag has the default of the first algorithm.
     """
     from msrl_jax import algorithms
-    from msrl_jax.algorithms.configs.base import field_docs
+    from msrl_jax.algorithms.configs.base import field_docs, tunable_fields
 
     configs = {name: algorithms.get(name).config for name in algos}
     first, *_ = configs.values()
@@ -102,8 +120,16 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
     shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
     hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_docs(first)
 
+    several = set.intersection(*(set(tunable_fields(c)) for c in configs.values()))
+    swept = getattr(command, "SWEEPS", False)
+
     def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
         kind = Union[tuple(hint[field.name] for hint in hints)]  # noqa: UP007
+        parts = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+        if swept and {int, float} & set(parts):
+            kind = Annotated[Any, _SPEC]
+        elif field.name in several:
+            kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
         about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 

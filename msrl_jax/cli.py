@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | evaluate | record | replay | explain | bench | list | check-env`.
+"""The command line: `msrl-jax train | sweep | evaluate | record | replay | explain | bench | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Slow imports are inside
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
-from msrl_jax._commands import Bench, CheckEnv, Evaluate, Explain, List, Record, Replay, Train
+from msrl_jax._commands import Bench, CheckEnv, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
@@ -103,6 +103,26 @@ def _train(args: Train, config: dict[str, Any]) -> int:
         print(result)
     if first and args.json:
         _print_json(result.summary() | {"folder": result.folder})
+    return _exit_code(result, out)
+
+
+def _sweep(args: Sweep, config: dict[str, Any]) -> int:
+    from msrl_jax import training
+
+    if args.resume and args.out is None:
+        raise UsageError("--resume needs --out, the folder of the sweep")
+    parts = (args.algo, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
+    out = args.out or Path("sweeps") / re.sub(r"[^\w.-]+", "_", "-".join(parts))
+    ours = ("config", "out", "plot", "progress", "json", "cpu_devices")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in ours}
+    result = training.sweep(**given, out=out, progress=False if args.progress == "none" else args.progress, **config)
+    print(result)
+    if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
+        print(f"the best setting again: {result.command()}")
+        if args.plot is not None:
+            result.plot(args.plot)
+    if args.json:
+        _print_json(result.summary())
     return _exit_code(result, out)
 
 
@@ -286,6 +306,7 @@ def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
 
 COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
+    "sweep": (Sweep, _sweep),
     "evaluate": (Evaluate, _evaluate),
     "record": (Record, _record),
     "replay": (Replay, _replay),

@@ -81,8 +81,9 @@ class Sweep:
             at_once = self.wanted or share.at_once
             # The members of a run that goes on are those that it began with.
             self.at_once.append(kept[number]["at_once"] if number < len(kept) else at_once)
-            members = self.at_once[-1] * self.common.seeds
-            self.say(f"program {number} ({self.groups[number]}): {len(own)} trials, up to {members} members at once, {share}")
+            members = min(self.at_once[-1], len(own)) * self.common.seeds
+            which = f" ({self.groups[number]})" if self.groups[number].fields else ""
+            self.say(f"program {number}{which}: {len(own)} trials, {members} members at once, {share}")
 
     def _write(self) -> None:
         if self.path is not None:

@@ -125,17 +125,18 @@ class SweepResult:
         nameless = [
             *(["env"] if about["env_spec"] is None else []),
             *(["env_params"] if isinstance(about["env_params"], str) else []),
-            *(name for name, value in about["config"].items() if isinstance(value, Mapping)),
+            *(name for name, value in about["config"].items() if isinstance(value, dict)),
         ]
         if nameless:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
         words = ["msrl-jax", "train", "--algo", about["algorithm"], "--env", about["env_spec"], "--policy", about["policy"]]
         words += ["--total-steps", str(about["total_steps"]), "--seed", str(about["seed"]), "--seeds", str(about["seeds"])]
         words += ["--eval-episodes", str(about["eval_episodes"])]
+        values: dict[str, Any] = about["config"] | folder.to_json(chosen.values)
         if about["env_params"]:
-            words += ["--env-params", ",".join(f"{name}={value}" for name, value in about["env_params"].items())]
+            words += ["--env-params", ",".join(f"{name}={text}" for name, text in about["env_params"].items())]
         usual = folder.to_json(algorithms.get(about["algorithm"]).config())
-        for name, value in (about["config"] | folder.to_json(chosen.values)).items():
+        for name, value in values.items():
             if value != usual[name] and name != "total_steps":
                 words += _flag(name.replace("_", "-"), value)
         return shlex.join(words)
