@@ -32,7 +32,8 @@ def plot_sweep(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Fi
         raise ValueError("no trial of this sweep has a return, so there is nothing to draw")
     count = len(axes)
     figure = plt.figure(figsize=(max(7.0, 3.0 * count), 7.0), layout="constrained")
-    panels = [figure.add_subplot(2, count, i + 1) for i in range(count)]
+    upper, lower = figure.subfigures(2, 1)
+    panels = upper.subplots(1, count, sharey=True, squeeze=False)[0]
     means = np.array([trial.mean for trial in trials])
     below = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
     for panel, axis in zip(panels, axes, strict=True):
@@ -44,8 +45,10 @@ def plot_sweep(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Fi
             panel.set_xticks(range(len(labels)), labels)
         elif _is_log(axis):
             panel.set_xscale("log")
+        elif axis.values.kind == "choice":
+            panel.set_xticks(sorted({*at}))
     panels[0].set_ylabel("return")
-    _parallel(figure, figure.add_subplot(2, 1, 2), trials, axes, means)
+    _parallel(lower, lower.subplots(), trials, axes, means)
     figure.suptitle(title)
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure
@@ -66,7 +69,7 @@ def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[st
     return np.array([labels.index(value_in_words(x)) for x in values], float), labels
 
 
-def _parallel(figure: "Figure", panel: Any, trials: Sequence[Trial], axes: Sequence[Axis], means: np.ndarray) -> None:
+def _parallel(figure: Any, panel: Any, trials: Sequence[Trial], axes: Sequence[Axis], means: np.ndarray) -> None:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 

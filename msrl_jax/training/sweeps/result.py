@@ -122,9 +122,10 @@ class SweepResult:
           ValueError: if the environment, what its parameters are drawn from, or a data set has no text.
         """
         about, chosen = self.description, self.trial(trial)
+        params: dict[str, str] | str | None = about["env_params"]
         nameless = [
             *(["env"] if about["env_spec"] is None else []),
-            *(["env_params"] if isinstance(about["env_params"], str) else []),
+            *(["env_params"] if isinstance(params, str) else []),
             *(name for name, value in about["config"].items() if isinstance(value, dict)),
         ]
         if nameless:
@@ -133,8 +134,8 @@ class SweepResult:
         words += ["--total-steps", str(about["total_steps"]), "--seed", str(about["seed"]), "--seeds", str(about["seeds"])]
         words += ["--eval-episodes", str(about["eval_episodes"])]
         values: dict[str, Any] = about["config"] | folder.to_json(chosen.values)
-        if about["env_params"]:
-            words += ["--env-params", ",".join(f"{name}={text}" for name, text in about["env_params"].items())]
+        if isinstance(params, dict):
+            words += ["--env-params", ",".join(f"{name}={text}" for name, text in params.items())]
         usual = folder.to_json(algorithms.get(about["algorithm"]).config())
         for name, value in values.items():
             if value != usual[name] and name != "total_steps":
