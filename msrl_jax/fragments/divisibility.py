@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from msrl_jax._spelling import suggestion
@@ -50,6 +50,19 @@ def dealt(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(device for turn in turns for device in turn if device is not None)
 
 
+def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
+
+    def whole(placement: Placement) -> Placement:
+        rules = [rule for rule in placement.rules if rule[0] == "member"]
+        if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
+            return placement
+        others = [rule for rule in placement.rules if rule[0] != "member"]
+        return replace(placement, rules=(*rules, *others), separate=())
+
+    return replace(layout, roles={role: whole(placement) for role, placement in layout.roles.items()})
+
+
 @dataclass(frozen=True)
 class Fit:
     """A policy, with the devices and axis sizes that it splits.
@@ -78,7 +91,7 @@ class Fit:
         Raises:
           ValueError: if the devices do not fit the policy, or a logical axis cannot be split over those of a placement.
         """
-        layout = self.policy.layout(list(self.devices), self.sizes)
+        layout = _members_first(self.policy.layout(list(self.devices), self.sizes), self.sizes)
         known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
         for axis, leaves in self.leaves.items():
             if axis not in known:

@@ -62,7 +62,7 @@ def splitting(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
-    """The largest number of devices, at most `available`, that divides the sizes of logical axes.
+    """The largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of members.
 
     Args:
       available: number of devices.
@@ -73,7 +73,8 @@ def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTI
       A number between 1 and `available`.
     """
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
-    return max((n for n in range(1, available + 1) if size % n == 0), default=1)
+    members = sizes.get("member", 1)
+    return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
 
 
 def take(

@@ -13,7 +13,8 @@ class GPUOnly:
     The architecture of Anakin, WarpDrive and PureJaxRL (which uses one device). MSRL's DP-GPUOnly.
 
     Attributes:
-      num_devices: number of devices; None for the largest number that divides the number of environments.
+      num_devices: number of devices; None for the largest number that divides the number of environments, or of
+        members.
     """
 
     num_devices: int | None = None

@@ -13,7 +13,8 @@ class MultiLearner:
     The architecture of DD-PPO and of RLlib's multi-GPU learners. MSRL's DP-MultiLearner.
 
     Attributes:
-      num_devices: number of devices; None for the largest number that divides the number of environments.
+      num_devices: number of devices; None for the largest number that divides the number of environments, or of
+        members.
     """
 
     num_devices: int | None = None

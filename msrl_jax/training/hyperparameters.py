@@ -1,7 +1,7 @@
 """Hyper-parameters as data: numbers of a config that the members of one program have each for themselves.
 
-An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built anew in the trace, from
-a config whose `Tunable` fields are numbers of the member's state.
+An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built anew in the trace,
+from a config whose `Tunable` fields are numbers of the member's state.
 """
 
 import collections

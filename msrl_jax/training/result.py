@@ -23,6 +23,7 @@ from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import last_mean, stack_rows
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.run import TIMINGS
+from msrl_jax.training.selection import select_member, select_settings
 from msrl_jax.training.setup import resolve
 from msrl_jax.training.summary import describe, settings_of, summarize
 
@@ -187,6 +188,23 @@ class Result:
             return self.state
         member, agent = number, self.behavior.agent
         return agent.with_data(jax.tree.map(lambda x: x[member], agent.without_data(self.state)))
+
+    def select(self, settings: Sequence[int] | None = None, *, member: int | None = None) -> "Result":
+        """Some members as the result of a run of their own; saved, it can go on: `train(resume=...)`.
+
+        Args:
+          settings: numbers of settings of the config, which keep all their seeds; None for one member.
+          member: the number of that member; the best one if None.
+
+        Returns:
+          The result. One member of a run whose config has constants only is a run of one seed, without a member axis.
+
+        Raises:
+          ValueError: if the run has no such settings or member, or if both are given.
+        """
+        if settings is not None and member is not None:
+            raise ValueError(f"settings={settings!r} and member={member!r} are both given; give one")
+        return select_member(self, member) if settings is None else select_settings(self, settings)
 
     @functools.cached_property
     def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
