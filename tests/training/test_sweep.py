@@ -1,5 +1,6 @@
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -196,7 +197,7 @@ def test_numbers_of_the_command_are_exact(tiny):
     }  # fmt: skip
     trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
-    args, config = cli._flags.parse("msrl-jax train", cli.Train, __import__("shlex").split(command)[2:])
+    args, config = cli._flags.parse("msrl-jax train", cli.Train, shlex.split(command)[2:])
     made = algorithms.get("ppo").make_config(None, config)
     assert made == algorithms.get("ppo").config(normalize_rewards=True, learning_rate=rate, **tiny)
     assert args.env_params == "length=uniform(0.25, 1)"
@@ -388,14 +389,18 @@ def test_several_numbers_of_a_flag_are_several_members(capsys):
     assert cli.main(["train", "--learning-rate", "1e-4,x"]) == 2 and "--learning-rate" in capsys.readouterr().err
 
 
-def test_environments_on_one_host_are_trained_one_after_another():
-    made = read_axes(algorithms.get("ppo"), {"learning_rate": [1e-3, 1e-2]})
-    from msrl_jax.training.sweeps.trials import make_trials
+def test_teams_that_oppose_each_other_are_not_ranked():
+    with pytest.raises(ValueError, match="returns do not rank its trials"):
+        msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **COMMON)
 
-    groups = []
-    chosen = choose(made[0], "grid", None, 0)
-    trials = make_trials(algorithms.get("ppo"), None, {}, chosen, groups, shared=False)
-    assert [trial.program for trial in trials] == [0, 1] and [group.data for group in groups] == [(), ()]
+
+def test_simulators_on_the_host_are_trained_one_after_another(tiny):
+    result = msrl.sweep(
+        "ppo", "gymnasium:CartPole-v1", method="grid", learning_rate=[1e-3, 1e-2], policy="MultiLearner:num_devices=1",
+        **(COMMON | {"total_steps": 64, "eval_episodes": 2}), **tiny,
+    )  # fmt: skip
+    assert [trial.run for trial in result.trials] == [0, 1] and not result.run(1).has_members
+    assert sorted(trial.rank for trial in result.trials) == [1, 2]
 
 
 def test_an_environment_object_has_no_command(tiny, one_device):

@@ -63,19 +63,22 @@ class Common:
         return {**self.constants, **group.fields, **data}
 
     def setup(self, group: Group, trials: Sequence[Trial]) -> Setup:
-        """The run of some trials, checked as `train` checks it.
-
-        Raises:
-          ValueError: if it is invalid; the message names the first trial.
-        """
-        try:
-            setup = resolve(
-                self.algorithm.name, self.env, seed=self.seed, seeds=self.seeds, config=self.config,
-                overrides=self.fields(group, trials) | {"total_steps": self.total_steps}, env_params=self.env_params,
-            )  # fmt: skip
-            whole_iterations(self.total_steps, setup.behavior.agent.steps_per_iteration, None)
-        except ValueError as error:
-            raise ValueError(f"{trials[0]}: {error}") from None
+        """The run of some trials, checked as `train` checks it; raises ValueError if it is invalid."""
+        setup = resolve(
+            self.algorithm.name, self.env, seed=self.seed, seeds=self.seeds, config=self.config,
+            overrides=self.fields(group, trials) | {"total_steps": self.total_steps}, env_params=self.env_params,
+        )  # fmt: skip
+        agent = setup.behavior.agent
+        whole_iterations(self.total_steps, agent.steps_per_iteration, None)
+        if not agent.ranked:
+            raise ValueError(
+                f"{self.algorithm.name} trains teams or players that oppose each other, so returns do not rank its trials; train "
+                "them with a list of values, and compare them otherwise"
+            )
+        if agent.unit == "updates" and self.eval_episodes == 0:
+            raise ValueError(
+                f"{self.algorithm.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
+            )
         return setup
 
     def run(

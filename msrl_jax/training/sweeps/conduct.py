@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from msrl_jax.envs.host.base import release
 from msrl_jax.training import processes
 from msrl_jax.training.result import Result
 from msrl_jax.training.stopping import TIME_LIMIT, StopRequests
@@ -76,7 +77,14 @@ class Sweep:
         kept = self.saved.get("programs", [])
         for number in range(len(self.shares), len(self.groups)):
             own = [trial for trial in trials if trial.program == number]
-            share = plan.share(self.common.setup(self.groups[number], own[:1]), self.common.distribution, self.common.devices)
+            try:
+                setup = self.common.setup(self.groups[number], own[:1])
+                try:
+                    share = plan.share(setup, self.common.distribution, self.common.devices)
+                finally:
+                    release(setup.agent.env)
+            except ValueError as error:
+                raise ValueError(f"{own[0]}: {error}") from None
             self.shares.append(share)
             at_once = self.wanted or share.at_once
             # The members of a run that goes on are those that it began with.

@@ -80,13 +80,15 @@ def read_axes(algorithm: Algorithm, given: Mapping[str, Any]) -> tuple[list[Axis
       The swept fields, and the other fields.
 
     Raises:
-      ValueError: if a value cannot be read, or no field has several.
+      ValueError: on an unknown field, if a value cannot be read, or if no field has several.
     """
     hints = typing.get_type_hints(algorithm.config)
+    if unknown := [field for field in given if field not in hints]:
+        algorithm.make_config(None, {unknown[0]: None})  # which suggests the nearest field
     axes, constants = [], {}
     for field, value in given.items():
         where = f"{algorithm.config.__name__}.{field}"
-        found = _read(where, value, hints[field]) if field in hints else value
+        found = _read(where, value, hints[field])
         if isinstance(found, Distribution):
             axes.append(Axis(field, found, _is_whole(hints[field])))
         else:
