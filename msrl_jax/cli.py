@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | evaluate | record | replay | explain | bench | list | check-env`.
+"""The command line: `msrl-jax train | compete | evaluate | record | replay | explain | bench | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Slow imports are inside
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
-from msrl_jax._commands import Bench, CheckEnv, Evaluate, Explain, List, Record, Replay, Train
+from msrl_jax._commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
@@ -247,6 +247,16 @@ def _note(what: Any) -> None:
     print(f"{what}", file=sys.stderr, flush=True)
 
 
+def _compete(args: Compete, config: dict[str, Any]) -> int:
+    from msrl_jax.training import compete
+
+    own = ("leaderboard", "json", "cpu_devices", "progress", "config")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in own}
+    board = compete(args.leaderboard, **given, progress=False if args.progress == "none" else args.progress, **config)
+    _show(args, board.entries, board)
+    return 0
+
+
 def _list(args: List, config: dict[str, Any]) -> int:
     if "msrl_jax.training" in sys.modules:  # what this process has registered is listed too
         from msrl_jax import algorithms, envs, policies
@@ -286,6 +296,7 @@ def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
 
 COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
+    "compete": (Compete, _compete),
     "evaluate": (Evaluate, _evaluate),
     "record": (Record, _record),
     "replay": (Replay, _replay),
