@@ -151,13 +151,14 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
 def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.data.spaces import agents_of
     from msrl_jax.training import Result
+    from msrl_jax.training.hyperparameters import in_words
 
     result = Result.load(args.run)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
     member = result.member(args.member) if result.has_members else None
     if member is not None:
         chosen = ", the best one" * (args.member is None)
-        print(f"member {member} (seed {result.description['seed'] + member}{chosen})")
+        print(f"member {member} ({in_words(result.settings[member])}{chosen})")
     print(played)
     if args.json:
         about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}

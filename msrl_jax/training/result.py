@@ -21,11 +21,12 @@ from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import last_mean, stack_rows
+from msrl_jax.training.hyperparameters import settings_of
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.selection import select_member, select_settings
 from msrl_jax.training.setup import resolve
-from msrl_jax.training.summary import describe, settings_of, summarize
+from msrl_jax.training.summary import describe, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

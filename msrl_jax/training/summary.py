@@ -10,7 +10,7 @@ from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.history import decimals, team_of
-from msrl_jax.training.hyperparameters import in_words
+from msrl_jax.training.hyperparameters import in_words, settings_of
 
 
 class _Summarized(Protocol):
@@ -39,20 +39,6 @@ class _Summarized(Protocol):
     @property
     def steps_per_second(self) -> float: ...
     def final(self, name: str) -> np.ndarray: ...
-
-
-def settings_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The seed of every member of a run, and its values of the fields of the config in which members differ.
-
-    Args:
-      description: the content of `config.json`.
-
-    Returns:
-      A dictionary for each member.
-    """
-    seeds, settings = range(description["seeds"]), description.get("settings") or {}
-    each = [dict(zip(settings, values, strict=True)) for values in zip(*settings.values(), strict=True)] or [{}]
-    return [{"seed": description["seed"] + i} | setting for setting in each for i in seeds]
 
 
 def summarize(result: _Summarized) -> dict[str, Any]:
