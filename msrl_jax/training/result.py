@@ -21,7 +21,7 @@ from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import last_mean, stack_rows
-from msrl_jax.training.hyperparameters import settings_of
+from msrl_jax.training.hyperparameters import in_words, settings_of
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.selection import select_member, select_settings
@@ -330,6 +330,8 @@ class Result:
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
+        Up to ten settings of the config have a line each, over their seeds.
+
         Args:
           path: file for the figure, in the format of its suffix; None writes no file.
           metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
@@ -340,8 +342,11 @@ class Result:
         Raises:
           ValueError: on a column that the history does not have.
         """
+        groups: dict[str, list[int]] = {}
+        for member, setting in enumerate(self.settings if self.description.get("settings") else []):
+            groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
         figure = plot_history(
-            self.history, metrics, unit=self.behavior.agent.unit,
+            self.history, metrics, unit=self.behavior.agent.unit, groups=groups,
             title=f"{self.description['algorithm']} on {self.description['env']}",
         )  # fmt: skip
         if path is not None:

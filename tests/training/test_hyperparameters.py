@@ -48,6 +48,13 @@ def test_the_result_says_which_member_has_which_setting(swept):
     assert "2 settings of learning_rate, discount" in repr(swept)
 
 
+def test_a_figure_has_a_line_for_each_setting(swept):
+    panel = swept.plot(metrics=("entropy",)).axes[0]
+    labels = [line.get_label() for line in panel.lines]
+    assert labels == ["learning_rate=0.0001, discount=0.9", "learning_rate=0.01, discount=0.99"]
+    np.testing.assert_allclose(panel.lines[1].get_ydata(), swept.history["entropy"][:, 3:].mean(1))
+
+
 @pytest.mark.parametrize("policy", ["GPUOnly", "SingleLearnerCoarse", "MultiLearner"])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_twelve_members_are_the_same_under_every_policy(policy, devices, options):
