@@ -409,7 +409,7 @@ class Result:
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], config=resume.config_of(description),
             env_params=resume.env_params_of(description, env_params, f"the run in {path}"),
-            settings=description.get("settings"),
+            settings=description.get("settings"), pbt=description.get("pbt"),
         )  # fmt: skip
         saved, state, registers = resume.load_agent(path, checkpoint, setup)
         resume.check_settings(path, description, saved)
