@@ -177,8 +177,8 @@ def evolving(agent: Agent, pbt: PBT) -> Agent:
       The agent. Its metrics tell the lineage, `pbt/parent`, and the values in effect, `pbt/FIELD`. `[M]`
     """
     numbers = jnp.arange(pbt.members, dtype=jnp.int32)
-    # Whether it is time is known on every device; scores stay with their members until then.
-    axes = agent.axes._replace(**{STANDING: Standing(P("member"), P("member"), P(), P(), P())})
+    # Every device knows when it is time; everything else stays with its member until then.
+    axes = agent.axes._replace(**{STANDING: Standing(*[P("member")] * 5)._replace(since=P())})  # type: ignore[arg-type]
 
     def init(keys: jax.Array) -> Any:
         state = agent.init(keys)
@@ -186,6 +186,7 @@ def evolving(agent: Agent, pbt: PBT) -> Agent:
 
     @fragment(role="server")
     def decide(standing: Standing, total: jax.Array, count: jax.Array, values: Mapping[str, jax.Array]):
+        report = {PARENT: standing.parent.astype(jnp.float32)} | {f"pbt/{name}": value for name, value in values.items()}
         now = standing._replace(total=standing.total + total, count=standing.count + count, since=standing.since + 1)
         due = now.since[0] >= pbt.every
 
@@ -201,7 +202,7 @@ def evolving(agent: Agent, pbt: PBT) -> Agent:
             return Standing(*sums, jnp.zeros_like(now.since), parent, keys[:, 2]), values
 
         now, values = jax.lax.cond(due, select, lambda now, values: (now, dict(values)), now, dict(values))
-        return now, values, due
+        return now, values, due, report
 
     def copied(x: Any, parent: jax.Array, due: jax.Array) -> Any:
         with jax.named_scope("exploit"):
@@ -209,11 +210,9 @@ def evolving(agent: Agent, pbt: PBT) -> Agent:
 
     def iteration(state: Any) -> tuple[Any, Metrics]:
         before: Standing = getattr(state, STANDING)
-        report = {PARENT: before.parent.astype(jnp.float32)}
-        report |= {f"pbt/{name}": value for name, value in getattr(state, FIELD).items()}
         after, metrics = agent.iteration(state)
         score = _score(agent, metrics)
-        now, values, due = decide(before, score.total, score.count, getattr(state, FIELD))
+        now, values, due, report = decide(before, score.total, score.count, getattr(state, FIELD))
         names = [name for name in learned(agent, state) if name not in (FIELD, STANDING)]
         fields = {name: copied(getattr(after, name), now.parent, due) for name in names}
         if state.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(after.env_state)):
