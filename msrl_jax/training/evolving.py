@@ -67,15 +67,17 @@ def exploit(pbt: PBT, score: jax.Array, ready: jax.Array, keys: jax.Array) -> ja
     """
     numbers = jnp.arange(pbt.members)
     score = jnp.where(ready, score, -jnp.inf)
-    behind = (score[None] < score[:, None]) | ((score[None] == score[:, None]) & (numbers[None] < numbers[:, None]))
+    tie, draws = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
+    lot = jax.vmap(jax.random.bits)(tie)  # equals are ranked at random, lest the same ones be replaced each time
+    behind = (score[None] < score[:, None]) | ((score[None] == score[:, None]) & (lot[None] < lot[:, None]))
     rank = jnp.sum(behind & ready[None], axis=1)  # among those that are ready; the worst has 0
     count = jnp.sum(ready)
     if pbt.exploit == "truncation":
         replaced = jnp.asarray([max(1, int(pbt.fraction * n + 1e-9)) for n in range(pbt.members + 1)])[count]
-        wanted = count - 1 - _below(keys, replaced)
+        wanted = count - 1 - _below(draws, replaced)
         takes_part = ready & (rank < replaced)
     else:
-        other = _below(keys, count - 1)
+        other = _below(draws, count - 1)
         wanted = other + (other >= rank)
         takes_part = ready
     found = jnp.argmax(ready[None] & (rank[None] == wanted[:, None]), axis=1)

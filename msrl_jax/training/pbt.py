@@ -50,7 +50,7 @@ class PBT:
         nor copied, and the others do not wait for it.
     """
 
-    search: Mapping[str, Distribution]
+    search: Mapping[str, Distribution] = dataclasses.field(hash=False)
     members: int = 8
     every: int = 20
     exploit: Literal["truncation", "tournament"] = "truncation"
