@@ -23,8 +23,8 @@ from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING = (
-    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling")
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS = (
+    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations")
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,6 +54,7 @@ RUN_HERE = (
     (RUNS, TOP),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
+    (POPULATIONS, "Population based training"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]

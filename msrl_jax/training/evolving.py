@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms import Agent
@@ -39,15 +38,15 @@ class Standing(NamedTuple):
     """How the members stand; without the dimension `M` in the state of one member.
 
     Attributes:
-      total: sum of the scores since a member was last compared. shape=(M,), dtype=float32
-      count: number of these scores. shape=(M,), dtype=float32
+      score_sum: sum of the scores since a member was last compared. shape=(M,), dtype=float32
+      num_scores: number of these scores. shape=(M,), dtype=float32
       since: iterations since the last exploit, the same for all members. shape=(M,), dtype=int32
       parent: the member that each one copied at the last exploit; its own number if nobody. shape=(M,), dtype=int32
       key: a typed key of each member, for both steps. shape=(M,)
     """
 
-    total: jax.Array
-    count: jax.Array
+    score_sum: jax.Array
+    num_scores: jax.Array
     since: jax.Array
     parent: jax.Array
     key: jax.Array
@@ -139,8 +138,8 @@ def standing(agent: Agent) -> Agent:
     """
     if not agent.ranked:
         raise ValueError(
-            "pbt: the return is the sum over teams or players that oppose each other, and does not tell which member is better; "
-            "train without pbt, or against a fixed opponent"
+            "pbt: the return is the sum over teams or players that oppose each other, and does not tell which member is "
+            "better; train without pbt"
         )
     kind = type(agent.axes)
     larger = _with_standing(kind)
@@ -187,21 +186,23 @@ def evolving(agent: Agent, pbt: PBT) -> Agent:
         return state._replace(**{STANDING: getattr(state, STANDING)._replace(parent=numbers)})
 
     @fragment(role="server")
-    def decide(standing: Standing, total: jax.Array, count: jax.Array, values: Mapping[str, jax.Array]):
+    def decide(standing: Standing, score: Mean, values: Mapping[str, jax.Array]):
         report = {PARENT: standing.parent.astype(jnp.float32)} | {f"pbt/{name}": value for name, value in values.items()}
-        now = standing._replace(total=standing.total + total, count=standing.count + count, since=standing.since + 1)
+        now = standing._replace(
+            score_sum=standing.score_sum + score.total, num_scores=standing.num_scores + score.count, since=standing.since + 1
+        )
         due = now.since[0] >= pbt.every
 
         def select(now: Standing, values: Mapping[str, jax.Array]):
-            score = now.total / jnp.maximum(now.count, 1)
-            ready = (now.count >= pbt.min_episodes) & jnp.isfinite(score)
+            mean = now.score_sum / jnp.maximum(now.num_scores, 1)
+            ready = (now.num_scores >= pbt.min_episodes) & jnp.isfinite(mean)
             keys = jax.vmap(lambda key: jax.random.split(key, 3))(now.key)
-            parent = exploit(pbt, score, ready, keys[:, 0])
+            parent = exploit(pbt, mean, ready, keys[:, 0])
             copied = {name: x[parent] for name, x in values.items()}
             explored = explore(pbt, copied, keys[:, 1])
             values = {name: jnp.where(parent == numbers, x, explored[name]) for name, x in values.items()}
-            sums = (jnp.where(ready, 0, x) for x in (now.total, now.count))
-            return Standing(*sums, jnp.zeros_like(now.since), parent, keys[:, 2]), values
+            score_sum, num_scores = (jnp.where(ready, 0, x) for x in (now.score_sum, now.num_scores))
+            return Standing(score_sum, num_scores, jnp.zeros_like(now.since), parent, keys[:, 2]), values
 
         now, values = jax.lax.cond(due, select, lambda now, values: (now, dict(values)), now, dict(values))
         return now, values, due, report
@@ -210,15 +211,16 @@ def evolving(agent: Agent, pbt: PBT) -> Agent:
         with jax.named_scope("exploit"):
             return jax.lax.cond(due, lambda x: jax.tree.map(lambda leaf: leaf[parent], x), lambda x: x, x)
 
+    copy_statistics = fragment(role="env", name="copy_statistics")(copied)
+
     def iteration(state: Any) -> tuple[Any, Metrics]:
         before: Standing = getattr(state, STANDING)
         after, metrics = agent.iteration(state)
-        score = _score(agent, metrics)
-        now, values, due, report = decide(before, score.total, score.count, getattr(state, FIELD))
+        now, values, due, report = decide(before, _score(agent, metrics), getattr(state, FIELD))
         names = [name for name in learned(agent, state) if name not in (FIELD, STANDING)]
         fields = {name: copied(getattr(after, name), now.parent, due) for name in names}
         if state.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(after.env_state)):
-            fields["env_state"] = agent.env.with_statistics(after.env_state, copied(statistics, now.parent, due))
+            fields["env_state"] = agent.env.with_statistics(after.env_state, copy_statistics(statistics, now.parent, due))
         return after._replace(**fields, **{FIELD: values, STANDING: now}), {**metrics, **report}
 
     return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes)
@@ -231,8 +233,6 @@ def _score(agent: Agent, metrics: Metrics) -> Mean:
         assert isinstance(score, Mean)
         return score
     if "validation_loss" not in metrics:
-        raise ValueError(
-            "pbt: no data are held out to compare the members; train with a validation_fraction above 0"
-        )
+        raise ValueError("pbt: no data are held out to compare the members; train with a validation_fraction above 0")
     loss: Any = metrics["validation_loss"]
     return Mean(-loss.total, loss.count) if isinstance(loss, Mean) else Mean(-loss, jnp.ones_like(loss))

@@ -77,7 +77,8 @@ def plot_lineage(history: Mapping[str, np.ndarray], every: int, *, unit: str, ti
             panel.hlines(column, begins, ends, color=f"C{member % 10}", lw=1.5)
         for step, member, parent in copies(history, every):
             after = int(np.searchsorted(begins, step))
-            panel.plot([step, step], [values[after - 1, parent], values[after, member]], color=f"C{parent % 10}", lw=0.7, marker=".")
+            line = values[after - 1, parent], values[after, member]
+            panel.plot([step, step], line, color=f"C{parent % 10}", lw=0.7, marker=".")
         panel.set_yscale("log" if (values > 0).all() and values.max() > 10 * values.min() else "linear")
         panel.set_ylabel(name.replace("_", " "))
         panel.grid(alpha=0.3)

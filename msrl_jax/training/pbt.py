@@ -73,7 +73,7 @@ class PBT:
                 raise ValueError(f"PBT.{name}={word!r}{near}; use one of {', '.join(options)}")
         for name, most in (("fraction", 0.5), ("resample_probability", 1.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value <= most:
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= most:
                 raise ValueError(f"PBT.{name}={value!r}: use a number above 0 and at most {most:g}")
             object.__setattr__(self, name, float(value))
         object.__setattr__(self, "search", {name: _distribution(name, x) for name, x in self.search.items()})
@@ -98,10 +98,10 @@ class PBT:
         kind, tunable = algorithm.config.__name__, tunable_fields(algorithm.config)
         for name in self.search:
             if name not in tunable:
-                known = name in {field.name for field in dataclasses.fields(algorithm.config)}
-                fact = f"{name} of {kind} changes shapes or branches of the program" if known else f"{kind} has no field {name!r}"
-                near = "" if known else suggestion(name, tunable)
-                raise ValueError(f"PBT.search: {fact}{near}; it can search {', '.join(tunable) or 'nothing'}")
+                fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
+                if name in {field.name for field in dataclasses.fields(algorithm.config)}:
+                    fact = f"{name} of {kind} changes shapes or branches of the program"
+                raise ValueError(f"PBT.search: {fact}; it can search {', '.join(tunable) or 'nothing'}")
         fixed = {name: value for name, value in overrides.items() if name not in self.search}
         for name, value in overrides.items():
             several = np.ndim(value) == 1 if isinstance(value, list | tuple | range | np.ndarray | jax.Array) else False
@@ -125,8 +125,8 @@ class PBT:
         """Raises ValueError unless chunks of so many iterations end at the exploits."""
         if self.every % chunk:
             raise ValueError(
-                f"chunk={chunk} does not divide PBT.every={self.every}, so a row of the history would mix hyper-parameters from "
-                "before and after an exploit; use a chunk that does, or leave it out"
+                f"chunk={chunk} does not divide PBT.every={self.every}, so a row of the history would mix hyper-parameters "
+                "from before and after an exploit; use a chunk that does, or leave it out"
             )
 
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:

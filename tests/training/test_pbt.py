@@ -4,24 +4,21 @@ import dataclasses
 import functools
 import json
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.policies import Layout, Placement
 from msrl_jax.training import Result, RunFolderError
-from msrl_jax.training.evolving import Standing, exploit, explore
+from msrl_jax.training.evolving import exploit, explore
 from msrl_jax.training.lineage import copies
 from msrl_jax.training.pbt import read
 from msrl_jax.training.setup import resolve
-from msrl_jax.training.skipping import learned
-from tests.algorithms.random_walk import RandomWalk
+from tests.training.guarded_envs import Faulty
 from tests.training.runs import assert_same_run, stop_after
 
 RATE = envs.log_uniform(1e-5, 1e-2)
@@ -182,7 +179,7 @@ def test_only_exploit_and_explore_together_solve_the_toy_problem_of_the_paper(ho
         ({"resample_probability": 0}, "PBT.resample_probability=0: use a number above 0 and at most 1"),
         ({"search": {"learning_rate": 1e-3}}, "PBT.search['learning_rate']=0.001 is no distribution; use msrl.envs.uniform"),
         ({"search": {"learning_rate": envs.log_uniform(0, 1)}}, "give low <= high above 0"),
-        ({"search": {"learning_rate": envs.uniform(1e-3, 1e-3)}}, "has one value only; give it to train as learning_rate=0.001"),
+        ({"search": {"learning_rate": envs.uniform(1e-3, 1e-3)}}, "has one value only; give it to train as learning_rate"),
         ({"search": {"learning_rate": envs.uniform(1e-4, envs.ramp(1e-3, 1, 10))}}, "a range cannot follow a ramp"),
     ],
 )  # fmt: skip
@@ -191,32 +188,36 @@ def test_specifications_that_are_refused(fields, message):
         msrl.PBT(**{"search": SEARCH, **fields})
 
 
+def searching(**fields):
+    return {"pbt": {"search": fields}}
+
+
 @pytest.mark.parametrize(
-    ("algo", "env", "options", "message"),
+    ("env", "options", "message"),
     [
-        ("ppo", ENV, {"pbt": {"search": {"num_envs": RATE}}}, "num_envs of PPOConfig changes shapes or branches of the program; it can"),
-        ("ppo", ENV, {"pbt": {"search": {"learning_rat": RATE}}}, "PPOConfig has no field 'learning_rat' (did you mean 'learning_rate'?)"),
-        ("ppo", ENV, {"pbt": {"search": {"discount": envs.uniform(0.9, 1.5)}}}, "PBT.search: discount=1.5 of discount=uniform(0.9, 1.5)"),
-        ("ppo", ENV, {"pbt": {"serch": SEARCH}}, "pbt has no field 'serch' (did you mean 'search'?); its fields are search, members"),
-        ("ppo", ENV, {"pbt": EIGHT, "seeds": 2}, "seeds=2: the members of a population have the seeds from seed on; give pbt members=2"),
-        ("ppo", ENV, {"pbt": EIGHT, "chunk": 3}, "chunk=3 does not divide PBT.every=2"),
-        ("ppo", ENV, {"pbt": EIGHT, "learning_rate": 1e-3}, "learning_rate=0.001: PBT.search changes it; leave it out, or give the 8"),
-        ("ppo", ENV, {"pbt": EIGHT, "learning_rate": [1e-3] * 4}, "PBT.search changes it; leave it out, or give the 8 initial values"),
-        ("ppo", ENV, {"pbt": EIGHT, "discount": [0.9] * 8}, "members differ in it, but PBT.search does not name it; add it there"),
-        ("ppo", "gymnasium:CartPole-v1", {"pbt": EIGHT}, "pbt with members=8: members share a program, but"),
-        ("ppo", ENV, {"pbt": 7}, "pbt=7: give msrl.PBT(search=..., members=..., every=...)"),
+        (ENV, searching(num_envs=RATE), "num_envs of PPOConfig changes shapes or branches of the program; it can search"),
+        (ENV, searching(learning_rat=RATE), "PPOConfig has no field 'learning_rat' (did you mean 'learning_rate'?)"),
+        (ENV, searching(discount="uniform:0.9:1.5"), "PBT.search: discount=1.5 of discount=uniform(0.9, 1.5): PPOConfig"),
+        (ENV, {"pbt": {"serch": SEARCH}}, "pbt has no field 'serch' (did you mean 'search'?); its fields are search, members"),
+        (ENV, {"pbt": EIGHT, "seeds": 2}, "seeds=2: the members of a population have the seeds from seed on; give pbt members"),
+        (ENV, {"pbt": EIGHT, "chunk": 3}, "chunk=3 does not divide PBT.every=2"),
+        (ENV, {"pbt": EIGHT, "learning_rate": 1e-3}, "learning_rate=0.001: PBT.search changes it; leave it out, or give the 8"),
+        (ENV, {"pbt": EIGHT, "learning_rate": [1e-3] * 4}, "PBT.search changes it; leave it out, or give the 8 initial"),
+        (ENV, {"pbt": EIGHT, "discount": [0.9] * 8}, "members differ in it, but PBT.search does not name it; add it there"),
+        ("gymnasium:CartPole-v1", {"pbt": EIGHT}, "pbt with members=8: members share a program, but"),
+        (ENV, {"pbt": 7}, "pbt=7: give msrl.PBT(search=..., members=..., every=...)"),
     ],
 )  # fmt: skip
-def test_runs_that_are_refused_before_anything_compiles(algo, env, options, message):
+def test_runs_that_are_refused_before_anything_compiles(env, options, message):
     if env.startswith("gymnasium:"):
         pytest.importorskip("gymnasium")
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        msrl.train(algo, env, total_steps=STEPS, progress=False, **options)
+        msrl.train("ppo", env, total_steps=STEPS, progress=False, **options)
 
 
 def test_opposing_teams_have_no_better_member():
     with pytest.raises(ValueError, match="pbt: the return is the sum over teams or players that oppose each other"):
-        resolve("self_play", "pgx/tic_tac_toe", pbt={"search": {"learning_rate": RATE}})
+        resolve("self_play", "KuhnPoker", pbt={"search": {"learning_rate": RATE}})
 
 
 def test_text_says_the_same():
@@ -258,10 +259,9 @@ def test_the_same_population_under_every_policy(count, policy):
     for name in SEARCH:
         np.testing.assert_allclose(measured[f"pbt/{name}"], metrics[f"pbt/{name}"], rtol=1e-6)
     statistics = setup.agent.env.statistics
-    pairs = ((mine.params, after.params), tuple(statistics(s.env_state) for s in (mine, after)), (mine.opt_state, after.opt_state))
-    for mine_, theirs in pairs:
-        for a, b in zip(*map(jax.tree.leaves, (mine_, theirs)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    both = ((s.params, s.opt_state, statistics(s.env_state)) for s in (mine, after))
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_members_copy_what_learners_compute_and_nothing_else():
@@ -270,7 +270,7 @@ def test_members_copy_what_learners_compute_and_nothing_else():
     one = dataclasses.replace(setup, pbt=dataclasses.replace(EIGHT, every=1, min_episodes=1))
     alone = resolve("ppo", ENV, overrides=SMALL, settings=setup.settings, seed=0)
     step = jax.jit(one.agent.iteration)
-    state = state._replace(pbt=state.pbt._replace(total=100 * jnp.arange(8.0), count=jnp.ones(8)))
+    state = state._replace(pbt=state.pbt._replace(score_sum=100 * jnp.arange(8.0), num_scores=jnp.ones(8)))
     after, _ = step(state)
     expected, metrics = jax.jit(alone.agent.iteration)(type(alone.agent.axes)(*state[:-1]))
     parent = np.asarray(after.pbt.parent)
@@ -288,15 +288,15 @@ def test_members_copy_what_learners_compute_and_nothing_else():
     statistics = setup.agent.env.statistics
     check((after.params, after.opt_state), (expected.params, expected.opt_state), parent)
     check(statistics(after.env_state), statistics(expected.env_state), parent)
-    own = [after.key, after.actor_keys, after.obs, after.env_state.env_state, after.iteration]
-    check(own, [expected.key, expected.actor_keys, expected.obs, expected.env_state.env_state, expected.iteration], np.arange(8))
+    own = lambda s: (s.key, s.actor_keys, s.obs, s.env_state.env_state, s.iteration)  # noqa: E731
+    check(own(after), own(expected), np.arange(8))
     values, before = np.asarray(after.hyperparameters["learning_rate"]), np.asarray(state.hyperparameters["learning_rate"])
     ratio = values / before[parent]
     kept = parent == np.arange(8)
     np.testing.assert_allclose(ratio[kept], 1)
     clipped = (values == np.float32(1e-5)) | (values == np.float32(1e-2))
     assert np.all(np.isclose(ratio[~kept], 0.8) | np.isclose(ratio[~kept], 1.2) | clipped[~kept])
-    np.testing.assert_array_equal(after.pbt.count, 0)
+    np.testing.assert_array_equal(after.pbt.num_scores, 0)
     assert (after.pbt.since == 0).all()
 
 
@@ -340,7 +340,8 @@ def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
     assert [outside for _, outside in counts] == [0] * len(counts)
     if not together:
         plan = program.explain().to_dict()
-        assert plan["bytes_crossing"] == 0 and len(counts) == 2, "an acting and a learning program, as without exploits"
+        assert plan["bytes_crossing"] == 0
+        assert len(counts) == 3, "acting, learning with the decision, and copying the statistics of the environments"
 
 
 @pytest.mark.parametrize("policy", ["SingleLearnerCoarse", "Central"])
@@ -350,14 +351,15 @@ def test_an_iteration_moves_scores_and_the_decision_only(policy):
     with_pbt, without = (
         s.compile(msrl.policies.get(policy), jax.devices()[:2]).explain().to_dict()["bytes_crossing"] for s in (setup, alone)
     )
-    # Up: sums and counts of scores. Down: parents for the statistics, whether it is time; of Central, new values to the workers.
+    # Sums and counts of scores go up. Parents for the statistics, and whether it is time, come down, and Central's new values.
     assert 0 < with_pbt - without <= 8 * 4 * (2 + 1 + len(SEARCH)) + 8
 
 
 # ---- runs
 
 
-TRAIN = {"pbt": dataclasses.replace(EIGHT, members=4, every=3), "total_steps": 12 * STEPS, "eval_episodes": 2, "progress": False}
+FOUR = dataclasses.replace(EIGHT, members=4, every=3)
+TRAIN = {"pbt": FOUR, "total_steps": 12 * STEPS, "eval_episodes": 2, "progress": False}
 
 
 def train(**options):
@@ -419,8 +421,8 @@ def test_a_run_goes_on_exactly_in_the_middle_of_a_period(tmp_path):
     whole = train(chunk=1, seed=7)
     first = train(chunk=1, seed=7, out=tmp_path / "run", callbacks=[stop_after(7)])
     assert first.history["iteration"][-1] == 7
-    with pytest.raises(RunFolderError, match="has pbt=.*cannot go on with pbt="):
-        train(resume=tmp_path / "run", pbt=dataclasses.replace(TRAIN["pbt"], every=4))
+    with pytest.raises(RunFolderError, match=r"has pbt=.*cannot go on with pbt="):
+        train(resume=tmp_path / "run", pbt=dataclasses.replace(FOUR, every=4))
     assert_same_run(msrl.train(resume=tmp_path / "run", devices=jax.devices()[:1], progress=False), whole)
 
 
@@ -432,16 +434,31 @@ def test_initial_values_may_be_given():
 
 
 def test_slow_members_are_left_alone():
-    result = train(pbt=dataclasses.replace(TRAIN["pbt"], min_episodes=10_000), total_steps=8 * STEPS, eval_episodes=0)
+    result = train(pbt=dataclasses.replace(FOUR, min_episodes=10_000), total_steps=8 * STEPS, eval_episodes=0)
     assert (result.history["pbt/parent"] == np.arange(4)).all()
-    assert (np.asarray(result.state.pbt.count) > 0).all(), "their episodes still count at the next exploit"
+    assert (np.asarray(result.state.pbt.num_scores) > 0).all(), "their episodes still count at the next exploit"
 
 
-@pytest.mark.parametrize("guard", ["skip", "rollback"])
-def test_guards_of_a_population(guard):
-    result = train(guard=guard, total_steps=6 * STEPS, eval_episodes=0)
-    np.testing.assert_array_equal(result.history["pbt/parent"][:3], [np.arange(4)] * 3)
-    assert result.status == "finished"
+def train_unsteady(guard, rate):
+    """Two members, one of whose learning rates makes numbers that are no float32 any more."""
+    pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-5, 1e30)}, members=2, every=3, fraction=0.5)
+    return msrl.train(
+        "ppo", Faulty(), pbt=pbt, guard=guard, total_steps=9 * 32, chunk=1, eval_episodes=0, devices=jax.devices()[:1],
+        progress=False, learning_rate=[rate, 1e-3], max_grad_norm=1e30, num_envs=4, unroll_length=8, hidden_sizes=(8,),
+        num_epochs=1, num_minibatches=2,
+    )  # fmt: skip
+
+
+def test_a_member_whose_updates_are_dropped_goes_on_with_the_others():
+    result = train_unsteady("skip", 1e25)
+    assert result.status == "finished" and result.history["skipped_updates"][:3, 0].sum() > 0
+    assert result.history["skipped_updates"][:3, 1].sum() == 0
+
+
+def test_a_population_goes_back_with_smaller_rates():
+    result = train_unsteady("rollback", 2e18)
+    assert result.status == "finished" and [r["to"] for r in result.description["rollbacks"]] == [0]
+    np.testing.assert_allclose(result.history["pbt/learning_rate"][:3], [[1e18, 5e-4]] * 3, rtol=1e-6)
 
 
 def test_stale_actors_have_a_population():
@@ -454,9 +471,9 @@ def test_stale_actors_have_a_population():
 
 def test_the_command_line_trains_a_population(tmp_path, capsys):
     code = cli.main([
-        "train", "--env", ENV, "--total-steps", str(4 * STEPS), "--num-envs", "8", "--unroll-length", "8", "--num-minibatches", "2",
-        "--pbt", "members=2,every=2,exploit=tournament,learning_rate=log_uniform:1e-5:1e-2", "--out", str(tmp_path / "run"),
-        "--progress", "none", "--json", "--eval-episodes", "0",
+        "train", "--env", ENV, "--total-steps", str(4 * STEPS), "--num-envs", "8", "--unroll-length", "8",
+        "--num-minibatches", "2", "--pbt", "members=2,every=2,exploit=tournament,learning_rate=log_uniform:1e-5:1e-2",
+        "--out", str(tmp_path / "run"), "--progress", "none", "--json", "--eval-episodes", "0",
     ])  # fmt: skip
     assert code == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
