@@ -2,8 +2,8 @@
 
     python benchmarks/pbt.py [--seeds 0 1 2 3 4] [--overhead]
 
-Prints one line of JSON per seed, and a summary. The score is the mean return of 128 greedy episodes: with PBT, that of the member
-with the best training return at the end; of the fixed learning rates, the best score of all members, which favors them.
+Prints one line of JSON per seed, and a summary. The score is the mean return of 128 greedy episodes: with PBT, that of the
+member with the best training return at the end; of the fixed learning rates, the best score of all members, which favors them.
 `--overhead` measures instead what exploit and explore add to an iteration.
 """
 

@@ -66,8 +66,9 @@ def buffer(
         example, capacity=steps * shards, num_envs=shards, unroll_length=steps, batch_size=batch_size, length=length,
         discount=discount, shards=shards, storage=storage,
     )  # fmt: skip
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    # At once even in a trace: the agent of a member with hyper-parameters as data is built there.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.ensure_compile_time_eval():
         state = jax.jit(lambda items: made.insert(made.init(), items))(Transition(**items))
-    if lost := int(state.lost.sum()):
+    if lost := int(np.asarray(state.lost).sum()):
         raise ValueError(f"storage={storage} cannot store {lost} rows of the data set exactly; use another codec or None")
     return made, jax.device_get(state)

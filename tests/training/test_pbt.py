@@ -461,6 +461,26 @@ def test_a_population_goes_back_with_smaller_rates():
     np.testing.assert_allclose(result.history["pbt/learning_rate"][:3], [[1e18, 5e-4]] * 3, rtol=1e-6)
 
 
+@pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
+def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction, trained, tmp_path):
+    path = tmp_path / "data.npz"
+    msrl.data.record(trained, 400, path, num_envs=4)
+    run = functools.partial(
+        msrl.train, "bc", ENV, pbt={"search": {"learning_rate": RATE}, "members": 4, "every": 2, "fraction": 0.5}, data=str(path),
+        total_steps=8, num_updates=2, batch_size=16, hidden_sizes=(8,), validation_fraction=validation_fraction, eval_episodes=0,
+        chunk=2, devices=jax.devices()[:1], progress=False,
+    )  # fmt: skip
+    if not validation_fraction:
+        with pytest.raises(ValueError, match="pbt: no data are held out to compare the members; train with a validation_fraction"):
+            run()
+        return
+    result = run()
+    loss, parent = result.history["validation_loss"], result.history["pbt/parent"].astype(int)
+    assert result.history["iteration"].tolist()[:2] == [2, 4]
+    order = np.argsort(loss[0])
+    assert set(parent[1][order[2:]]) <= set(order[:2]) and (parent[1][order[:2]] == order[:2]).all()
+
+
 def test_stale_actors_have_a_population():
     result = msrl.train(
         "ppo", ENV, policy="SingleLearnerCoarse:actors=1,learners=1,staleness=1", devices=jax.devices()[:2],
