@@ -466,12 +466,12 @@ def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(valid
     path = tmp_path / "data.npz"
     msrl.data.record(trained, 400, path, num_envs=4)
     run = functools.partial(
-        msrl.train, "bc", ENV, pbt={"search": {"learning_rate": RATE}, "members": 4, "every": 2, "fraction": 0.5}, data=str(path),
-        total_steps=8, num_updates=2, batch_size=16, hidden_sizes=(8,), validation_fraction=validation_fraction, eval_episodes=0,
-        chunk=2, devices=jax.devices()[:1], progress=False,
+        msrl.train, "bc", ENV, pbt=msrl.PBT({"learning_rate": RATE}, members=4, every=2, fraction=0.5), data=str(path),
+        total_steps=8, num_updates=2, batch_size=16, hidden_sizes=(8,), validation_fraction=validation_fraction,
+        eval_episodes=0, chunk=2, devices=jax.devices()[:1], progress=False,
     )  # fmt: skip
     if not validation_fraction:
-        with pytest.raises(ValueError, match="pbt: no data are held out to compare the members; train with a validation_fraction"):
+        with pytest.raises(ValueError, match="pbt: no data are held out to compare the members; train with"):
             run()
         return
     result = run()
