@@ -166,9 +166,10 @@ def standing(agent: Agent) -> Agent:
 def evolving(agent: Agent, pbt: PBT) -> Agent:
     """A population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1).
 
-    The decision is a fragment of the server. What members copy stays where it is made: every field of the state is a `cond`
-    outside of fragments, which runs beside the parameters, on the server or the learner, and beside the statistics of the
-    environments. So iterations without an exploit move nothing but scores.
+    The decision is a fragment of the server. What members copy stays where it is made: each field of the state that learners
+    compute is a `cond` outside of fragments, because a policy may keep some fields on the server and others with the learner;
+    statistics of the environments are copied by a fragment of theirs. So iterations without an exploit move the scores and the
+    decision only.
 
     Args:
       agent: the population of agents with a `Standing`.
