@@ -17,6 +17,7 @@ from msrl_jax.fragments import compile as compile
 from msrl_jax.fragments import fragment as fragment
 from msrl_jax.fragments import plan_devices as plan_devices
 from msrl_jax.metrics import Mean as Mean
+from msrl_jax.training import PBT as PBT
 from msrl_jax.training import Leaderboard as Leaderboard
 from msrl_jax.training import Result as Result
 from msrl_jax.training import compete as compete

@@ -32,6 +32,7 @@ class Train(Where):
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
+      pbt: train a population, such as members=8,every=20,learning_rate=log_uniform:1e-5:1e-2; members copy better ones.
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
       resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
         devices may change (give cpu_devices again), and more total_steps extend it.
@@ -59,6 +60,7 @@ class Train(Where):
     total_steps: int = 500_000
     seed: int = 0
     seeds: int = 1
+    pbt: str | None = None
     out: Path | None = None
     resume: bool = False
     chunk: int | None = None

@@ -77,7 +77,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
     first = processes.is_first()
     out = args.out or _default_folder(args, processes.gathered(time.strftime("%Y%m%d-%H%M%S"))[0])
-    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard", "env_params")
+    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard", "env_params", "pbt")
     settings = {name: getattr(args, name) for name in names}
     if args.resume:  # the folder knows what is not given
         settings = {name: value for name, value in settings.items() if name in args.given}

@@ -13,6 +13,7 @@ from msrl_jax.training.folder import SaveWarning as SaveWarning
 from msrl_jax.training.guard import DivergedError as DivergedError
 from msrl_jax.training.leaderboard import Entry as Entry
 from msrl_jax.training.leaderboard import Leaderboard as Leaderboard
+from msrl_jax.training.pbt import PBT as PBT
 from msrl_jax.training.result import Result as Result
 from msrl_jax.training.resume import ResumeWarning as ResumeWarning
 from msrl_jax.training.tournament import compete as compete

@@ -40,7 +40,7 @@ def begin(settings: Settings, saved: Saved | None, every: Interval, started: flo
         pace=Pace(settings.most, fixed=settings.chunk is not None),
         evaluate=make_evaluation(setup, settings.eval_episodes),
         eval_every=settings.eval_every,
-        boundaries=() if settings.chunk else tuple(n for n in (settings.eval_every, every.steps) if n),
+        boundaries=() if settings.chunk else tuple(n for n in (settings.eval_every, every.steps, setup.exploit_steps) if n),
         experience=settings.experience,
         guard=Guard(setup, program, state, policy=settings.guard, iteration=saved.iteration if saved else 0),
         started=started,

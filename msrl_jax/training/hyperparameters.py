@@ -104,10 +104,12 @@ def settings_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
       description: the content of `config.json`.
 
     Returns:
-      A dictionary for each member.
+      A dictionary for each member; the initial values, if a population was trained.
     """
     seeds, settings = range(description["seeds"]), description.get("settings") or {}
     each = [dict(zip(settings, values, strict=True)) for values in zip(*settings.values(), strict=True)] or [{}]
+    if description.get("pbt"):
+        return [{"seed": description["seed"] + i} | setting for i, setting in enumerate(each)]
     return [{"seed": description["seed"] + i} | setting for setting in each for i in seeds]
 
 

@@ -41,14 +41,16 @@ def slower(config: Any) -> Any:
 def again(state: Any, number: int, setup: Setup) -> Any:
     """The state with which a run begins again after it went back for the `number`-th time.
 
-    Its keys are other ones, and the learning rates in which its members differ are halved as often.
+    Its keys are other ones, and the learning rates in which its members differ are halved: as often, or once if they evolve.
     """
     state = fold_keys(state, number)
     if not setup.settings:
         return state
-    first = arrays(setup.settings, setup.seeds)
-    slow = {name: jnp.asarray(x / 2**number) for name, x in first.items() if name.endswith("learning_rate")}
-    return state._replace(**{FIELD: getattr(state, FIELD) | slow})
+    was = getattr(state, FIELD)
+    slow = {name: x / 2 for name, x in was.items()}
+    if setup.pbt is None:
+        slow = {name: jnp.asarray(x / 2**number) for name, x in arrays(setup.settings, setup.seeds).items()}
+    return state._replace(**{FIELD: was | {name: x for name, x in slow.items() if name.endswith("learning_rate")}})
 
 
 def roll_back(

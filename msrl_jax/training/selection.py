@@ -24,7 +24,7 @@ def select_settings(result: Result, settings: Sequence[int]) -> Result:
       The result of a run of these members only.
 
     Raises:
-      ValueError: if there is no such setting, or if one is named twice.
+      ValueError: if there is no such setting, if one is named twice, or if the run is a population.
     """
     was: Mapping[str, Sequence[float]] = result.description.get("settings") or {}
     count = len(next(iter(was.values()))) if was else 0
@@ -49,7 +49,7 @@ def select_member(result: Result, member: int | None) -> Result:
       The result of a run of this member only.
 
     Raises:
-      ValueError: if there is no such member.
+      ValueError: if there is no such member, or if the run is a population.
     """
     number = result.member(member)
     if not result.has_members:
@@ -66,6 +66,8 @@ def _is_number(x: Any) -> bool:
 
 
 def _of_rows(result: Result, rows: np.ndarray | int, about: Mapping[str, Any]) -> Result:
+    if result.description.get("pbt"):
+        raise ValueError("the members of a population evolve together, so some of them are no run; act and evaluate take member=")
     agent, members = result.behavior.agent, result.members
 
     def column(x: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.history import decimals, team_of
 from msrl_jax.training.hyperparameters import in_words, settings_of
+from msrl_jax.training.lineage import final_values
 
 
 class _Summarized(Protocol):
@@ -41,6 +42,13 @@ class _Summarized(Protocol):
     def final(self, name: str) -> np.ndarray: ...
 
 
+def _members_at_end(result: _Summarized) -> list[dict[str, Any]]:
+    """The same with the values of the last chunk."""
+    members = settings_of(result.description)
+    last = {name: x.tolist() for name, x in final_values(result.history).items()}
+    return [member | {name: values[i] for name, values in last.items()} for i, member in enumerate(members)]
+
+
 def summarize(result: _Summarized) -> dict[str, Any]:
     """A run as plain data; see `Result.summary`."""
     about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
@@ -53,6 +61,7 @@ def summarize(result: _Summarized) -> dict[str, Any]:
     per_member = {f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim}
     return about | {
         **({"members": settings_of(result.description)} if settings else {}),
+        **({"members_at_end": _members_at_end(result)} if result.description.get("pbt") else {}),
         "devices": result.description["devices"]["count"],
         "platform": result.description["devices"]["platform"],
         "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
@@ -72,7 +81,9 @@ def describe(result: _Summarized) -> str:
     s = summarize(result)
     seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
     fields = list(result.description.get("settings") or {})
-    if fields:
+    if pbt := result.description.get("pbt"):
+        seeds = f"{pbt['members']} members from seed {s['seed']}, {', '.join(fields)} by PBT every {pbt['every']} iterations"
+    elif fields:
         seeds += f", {len(s['members']) // s['seeds']} settings of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
@@ -94,7 +105,7 @@ def describe(result: _Summarized) -> str:
         greedy = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
         teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
         lines.append(f"  {greedy} {_spread(np.asarray(result.evaluation.mean_return), what)}{_of_teams(teams, what)}")
-        lines += _best_setting(np.asarray(result.evaluation.mean_return), settings_of(result.description)) if fields else []
+        lines += _best_setting(np.asarray(result.evaluation.mean_return), _members_at_end(result)) if fields else []
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)
