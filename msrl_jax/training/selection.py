@@ -67,7 +67,7 @@ def _is_number(x: Any) -> bool:
 
 def _of_rows(result: Result, rows: np.ndarray | int, about: Mapping[str, Any]) -> Result:
     if result.description.get("pbt"):
-        raise ValueError("the members of a population evolve together, so some of them are no run; act and evaluate take member=")
+        raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
     agent, members = result.behavior.agent, result.members
 
     def column(x: np.ndarray) -> np.ndarray:
