@@ -9,6 +9,7 @@ Rejax 0.1.3 does not run with gymnax 1.0, which msrl_jax uses. `--only MinAtar "
 
 from pathlib import Path
 
+import numpy as np
 from comparison import Setting, run
 
 SHARED = {"hidden_sizes": (64, 64), "learning_rate": 1e-3, "discount": 0.99}
@@ -32,6 +33,7 @@ def ppo(env: str, num_envs: int, unroll_length: int, seeds: int = 1, **fields: o
 
 SETTINGS = [
     *(ppo("CartPole-v1", *size) for size in ((4, 128), (64, 128), (1024, 32), (4, 128, 64))),
+    *(ppo("CartPole-v1", 4, 128, learning_rate=list(np.geomspace(1e-4, 1e-2, n))) for n in (4, 16, 64, 256)),
     *(ppo(env, 64, 128, activation="relu") for env in MINATAR),
     ppo("Pendulum-v1", 64, 128),
     *(Setting("dqn", "CartPole-v1", OFF_POLICY | size | {"double": True}) for size in SIZES),

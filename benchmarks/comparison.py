@@ -52,6 +52,8 @@ class Setting:
         label = f"{self.algo}{core} {self.env} {config['num_envs']} x {config['unroll_length']}"
         if "batch_size" in config:
             label += f", {config['num_updates']} x {config['batch_size']}"
+        if isinstance(self.config.get("learning_rate"), list | tuple):
+            label += f", {len(self.config['learning_rate'])} learning rates"
         return label + f", {self.seeds} seeds" * (self.seeds > 1)
 
 
@@ -111,7 +113,7 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
     chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds
     flops = sum(f.flops * f.calls for f in program.explain().fragments if f.depth == 0)
-    steps = setup.behavior.agent.steps_per_iteration * setting.seeds
+    steps = setup.behavior.agent.steps_per_iteration * setup.members
     peak = flops_per_second()
     with Peer(command, setting) as peer:
         here, there = jax.devices()[0].device_kind, peer.about["device"]

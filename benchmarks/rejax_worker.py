@@ -2,8 +2,12 @@
 
 import argparse
 import json
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import numpy as np
+import optax
 import rejax
 from serving import Loop, compiled, serve, versions
 
@@ -47,6 +51,25 @@ def td3(setting: dict) -> dict:
 ALGORITHMS = {"ppo": ("PPO", ppo), "dqn": ("DQN", dqn), "sac": ("SAC", sac), "td3": ("TD3", td3)}
 
 
+def population(algorithm: Any, rates: jax.Array) -> tuple[Callable, Callable, jax.Array]:
+    """PPO with several learning rates: `init(keys)`, `train(states)`, and the keys.
+
+    A state of Rejax holds its optimizer, which holds the rate: it is taken out between two chunks.
+    """
+
+    def optimizer(rate: Any) -> optax.GradientTransformation:
+        return optax.chain(optax.clip(algorithm.max_grad_norm), optax.adam(learning_rate=rate))
+
+    def with_optimizer(state: Any, tx: Any) -> Any:
+        return state.replace(actor_ts=state.actor_ts.replace(tx=tx), critic_ts=state.critic_ts.replace(tx=tx))
+
+    def train(rate: jax.Array, state: Any) -> Any:
+        return with_optimizer(algorithm.train(train_state=with_optimizer(state, optimizer(rate)))[0], None)
+
+    init = jax.vmap(lambda key: with_optimizer(algorithm.init_state(key), None))
+    return init, lambda states: jax.vmap(train)(rates, states), jax.random.split(jax.random.PRNGKey(0), len(rates))
+
+
 def training(algo: str, env: str, seeds: int, setting: dict) -> Loop:
     """Trains `seeds` runs in one program, without evaluation; each chunk continues the last one."""
     steps = setting["num_envs"] * setting["unroll_length"] * setting.get("policy_period", 1)
@@ -57,13 +80,15 @@ def training(algo: str, env: str, seeds: int, setting: dict) -> Loop:
         nonlocal state
         algorithm = getattr(rejax, name).create(
             env=env, num_envs=setting["num_envs"], **arguments(setting), gamma=setting["discount"],
-            learning_rate=setting["learning_rate"], max_grad_norm=setting["max_grad_norm"],
+            learning_rate=np.ravel(setting["learning_rate"])[0].item(), max_grad_norm=setting["max_grad_norm"],
             total_timesteps=iterations * steps, eval_freq=iterations * steps, skip_initial_evaluation=True,
         )  # fmt: skip
         algorithm = algorithm.replace(eval_callback=lambda algorithm, state, key: ())
         init, train = algorithm.init_state, lambda state: algorithm.train(train_state=state)[0]
         key = jax.random.PRNGKey(0)
-        if seeds > 1:
+        if isinstance(setting["learning_rate"], list):
+            init, train, key = population(algorithm, jax.numpy.array(setting["learning_rate"]))
+        elif seeds > 1:
             init, train, key = jax.vmap(init), jax.vmap(train), jax.random.split(key, seeds)
         if state is None:
             state = jax.jit(init)(key)
@@ -77,7 +102,8 @@ def training(algo: str, env: str, seeds: int, setting: dict) -> Loop:
         return chunk, seconds
 
     # Updates start when the buffer holds `learning_starts` steps.
-    return Loop(make, seeds * steps, first=2 + setting.get("learning_starts", 0) // steps)
+    members = seeds * np.size(setting["learning_rate"])
+    return Loop(make, members * steps, first=2 + setting.get("learning_starts", 0) // steps)
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ class Train(Where):
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
+      pbt: train a population, such as members=8,every=20,learning_rate=log_uniform:1e-5:1e-2; members copy better ones.
       out: folder of the run; runs/<algo>-<env>-<policy>-<seed>-<time> if not given.
       resume: go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy and
         devices may change (give cpu_devices again), and more total_steps extend it.
@@ -59,6 +60,7 @@ class Train(Where):
     total_steps: int = 500_000
     seed: int = 0
     seeds: int = 1
+    pbt: str | None = None
     out: Path | None = None
     resume: bool = False
     chunk: int | None = None
@@ -130,6 +132,47 @@ class Sweep(Where):
     time_limit: str | None = None
     plot: Path | None = None
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compete(Where):
+    """Work on a leaderboard: draw a member, train it for a round, put back what is better. Any number of workers may.
+
+    Attributes:
+      leaderboard: folder of the leaderboard, which is made if there is none.
+      algo: name of the algorithm of this worker (see `msrl-jax list`); the fields of its config are flags too, for new members.
+      env: environment, NAME or NAME:param=value,... the same for all members.
+      round_steps: environment steps of a round.
+      total_steps: environment steps after which a member is trained no further, and over which schedules go.
+      rounds: rounds of this worker; it does not end if not given.
+      time_limit: time after which this worker ends, such as 5h50m.
+      target: the worker ends when the best score is as high.
+      fresh: probability of a new member in place of a drawn one.
+      size: largest number of members; that of the board, or 8, if not given.
+      seed: the seed of this worker's draws; another one each time if not given.
+      policy: distribution policy of this worker, NAME or NAME:param=value,...
+      eval_episodes: episodes of an evaluation.
+      env_params: parameters of the environment as data, such as length=uniform:0.25:1.
+      progress: auto, bar, lines or none.
+      json: print the members as one line of JSON, the last on stdout.
+    """
+
+    leaderboard: tyro.conf.Positional[Path]
+    algo: str = "ppo"
+    env: str = "CartPole-v1"
+    round_steps: int = 100_000
+    total_steps: int = 10_000_000
+    rounds: int | None = None
+    time_limit: str | None = None
+    target: float | None = None
+    fresh: float = 0.2
+    size: int | None = None
+    seed: int | None = None
+    policy: str = "GPUOnly"
+    eval_episodes: int = 64
+    env_params: str | None = None
+    progress: Literal["auto", "bar", "lines", "none"] = "lines"
     json: bool = False
 
 

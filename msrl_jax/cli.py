@@ -1,4 +1,4 @@
-"""The command line: `msrl-jax train | sweep | evaluate | record | replay | explain | bench | list | check-env`.
+"""The command line: `msrl-jax train | sweep | compete | evaluate | record | replay | explain | bench | list | check-env`.
 
 Names may have parameters after a colon, as in `--policy SingleLearnerCoarse:learners=2,staleness=1` and
 `--env CartPole-v1:max_steps_in_episode=200`. Every field of the chosen algorithm's config is a flag. Slow imports are inside
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
-from msrl_jax._commands import Bench, CheckEnv, Evaluate, Explain, List, Record, Replay, Sweep, Train
+from msrl_jax._commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
 
@@ -77,7 +77,7 @@ def _train(args: Train, config: dict[str, Any]) -> int:
 
     first = processes.is_first()
     out = args.out or _default_folder(args, processes.gathered(time.strftime("%Y%m%d-%H%M%S"))[0])
-    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard", "env_params")
+    names = ("algo", "env", "policy", "total_steps", "seed", "seeds", "eval_episodes", "guard", "env_params", "pbt")
     settings = {name: getattr(args, name) for name in names}
     if args.resume:  # the folder knows what is not given
         settings = {name: value for name, value in settings.items() if name in args.given}
@@ -171,13 +171,14 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
 def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.data.spaces import agents_of
     from msrl_jax.training import Result
+    from msrl_jax.training.hyperparameters import in_words
 
     result = Result.load(args.run)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
     member = result.member(args.member) if result.has_members else None
     if member is not None:
         chosen = ", the best one" * (args.member is None)
-        print(f"member {member} (seed {result.description['seed'] + member}{chosen})")
+        print(f"member {member} ({in_words(result.settings[member])}{chosen})")
     print(played)
     if args.json:
         about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}
@@ -267,6 +268,16 @@ def _note(what: Any) -> None:
     print(f"{what}", file=sys.stderr, flush=True)
 
 
+def _compete(args: Compete, config: dict[str, Any]) -> int:
+    from msrl_jax.training import compete
+
+    own = ("leaderboard", "json", "cpu_devices", "progress", "config")
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in own}
+    board = compete(args.leaderboard, **given, progress=False if args.progress == "none" else args.progress, **config)
+    _show(args, board.entries, board)
+    return 0
+
+
 def _list(args: List, config: dict[str, Any]) -> int:
     if "msrl_jax.training" in sys.modules:  # what this process has registered is listed too
         from msrl_jax import algorithms, envs, policies
@@ -307,6 +318,7 @@ def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
 COMMANDS: dict[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
     "train": (Train, _train),
     "sweep": (Sweep, _sweep),
+    "compete": (Compete, _compete),
     "evaluate": (Evaluate, _evaluate),
     "record": (Record, _record),
     "replay": (Replay, _replay),

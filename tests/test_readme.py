@@ -23,8 +23,9 @@ from msrl_jax.training.setup import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING = (
-    f"docs/{name}.md" for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling")
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS = (
+    f"docs/{name}.md"
+    for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations")
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,6 +55,7 @@ RUN_HERE = (
     (RUNS, TOP),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
+    (POPULATIONS, "Population based training"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
@@ -326,3 +328,10 @@ def test_the_command_line_understands_the_examples(line, monkeypatch):
     named = getattr(args, "policy", ())
     for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
+
+
+def test_population_based_training(run_sections):
+    (namespace,), _ = run_sections(POPULATIONS, "Population based training")
+    result = namespace["result"]
+    assert result.members == 8 and result.history["pbt/learning_rate"].shape[1] == 8
+    assert Path("lineage.png").exists()

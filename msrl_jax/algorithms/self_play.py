@@ -10,6 +10,9 @@ current policy itself does: the larger the weight of the bonus, the faster, and 
 et al., 2022, arXiv 2206.05825; for PPO, Rudolph et al., 2025, arXiv 2502.08938). So the bonus is large, and advantages keep the
 unit of the return, in which its weight counts.
 
+With `opponents="payoff"` the pool is a population as in PSRO (Lanctot et al., 2017, arXiv 1711.00832): the returns of the
+current parameters against each opponent fill a payoff matrix over pairs, whose equilibrium weighs the opponents.
+
 In the shape descriptions, `T` is `unroll_length`, `E` is `num_envs`, `K` is `pool_size` and `G` is `num_opponents`.
 """
 
@@ -27,6 +30,7 @@ from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
 from msrl_jax.algorithms.ippo import IPPOConfig, make_team
 from msrl_jax.algorithms.loops.acting import split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
+from msrl_jax.algorithms.loops.meta_game import draw, enter, no_games
 from msrl_jax.envs import MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
@@ -42,8 +46,9 @@ class SelfPlayConfig(IPPOConfig):
     Attributes:
       pool_size: number of past parameters in the pool, `K`. Usual: 8 to 64.
       pool_period: iterations between two copies of the parameters into the pool. Usual: 1 to 100.
-      latest_share: the probability that an opponent is the current parameters; else it is one of the pool, each with the same
-        probability. Usual: 0.5 to 1.
+      latest_share: the probability that an opponent is the current parameters; else it is one of the pool. Usual: 0.5 to 1.
+      opponents: "uniform" draws from the pool with equal probabilities, "payoff" with those of the equilibrium between the
+        members of the pool. Usual: "uniform", or "payoff" for games in which policies beat each other in circles.
       num_opponents: opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.
       discount: discount factor per step. Usual: 1 for short games, else 0.99 to 0.999.
       entropy_coef: weight of the entropy bonus, in units of the return if advantages are not normalized. Usual: 0.05 to
@@ -57,6 +62,7 @@ class SelfPlayConfig(IPPOConfig):
     pool_size: int = 16
     pool_period: int = 10
     latest_share: Tunable = 0.8
+    opponents: Literal["uniform", "payoff"] = "uniform"
     num_opponents: int = 8
     discount: Tunable = 1.0
     entropy_coef: Tunable = 0.15
@@ -94,6 +100,7 @@ class Pool(NamedTuple):
       drawn: who plays in this iteration: a slot, or -1 for the current parameters. shape=(G,), dtype=int32
       key: the key that draws them. shape=()
       actor_keys: one key per environment, which samples the actions of the opponent. shape=(E,)
+      standings: the game between them; `()` if they are drawn uniformly.
     """
 
     params: Any
@@ -103,6 +110,7 @@ class Pool(NamedTuple):
     drawn: jax.Array
     key: jax.Array
     actor_keys: jax.Array
+    standings: Any
 
 
 class SelfPlay(NamedTuple):
@@ -129,6 +137,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
       `G` adjacent environments have all opponents; if none is split, opponents move nothing between devices.
     """
     groups = config.num_envs // config.num_opponents
+    weighs = config.opponents == "payoff"
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
 
     def at(first: np.ndarray, x: Any) -> Any:
@@ -162,6 +171,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
             drawn=jnp.full(config.num_opponents, -1, jnp.int32),
             key=key,
             actor_keys=jax.random.split(their_key, config.num_envs),
+            standings=no_games(config.pool_size) if weighs else (),
         )
         return params, SelfPlay(rest, pool)
 
@@ -169,9 +179,14 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
     def fill_pool(params, pool):
         due = pool.wait == 0
         put = lambda past, new: past.at[pool.slot].set(jnp.where(due, new, past[pool.slot]))  # noqa: E731
+        filled = jnp.minimum(pool.filled + due, config.pool_size)
+        standings = pool.standings
+        if weighs:
+            standings = jax.lax.cond(due, lambda s: enter(s, pool.slot, filled), lambda s: s, standings)
         return pool._replace(
             params=jax.tree.map(put, pool.params, params),
-            filled=jnp.minimum(pool.filled + due, config.pool_size),
+            standings=standings,
+            filled=filled,
             slot=(pool.slot + due) % config.pool_size,
             wait=jnp.where(due, config.pool_period, pool.wait) - 1,
         )
@@ -180,7 +195,11 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
     def draw_opponents(params, pool):
         key, latest_key, slot_key = jax.random.split(pool.key, 3)
         latest = jax.random.bernoulli(latest_key, jnp.float32(config.latest_share), (config.num_opponents,))
-        drawn = jnp.where(latest, -1, jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled))
+        if weighs:
+            past = draw(pool.standings, slot_key, pool.filled, config.num_opponents)
+        else:
+            past = jax.random.randint(slot_key, (config.num_opponents,), 0, pool.filled)
+        drawn = jnp.where(latest, -1, past)
 
         def pick(past: jax.Array, new: jax.Array) -> jax.Array:
             return jnp.where(latest.reshape(-1, *(1,) * new.ndim), new, past[drawn])
@@ -210,6 +229,17 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
         old = jnp.broadcast_to(drawn >= 0, (groups, config.num_opponents)).reshape(-1)
         return Mean(jnp.sum(reward[..., 0] * old), jnp.sum(ended * old, dtype=jnp.float32))
 
+    @fragment(role="env")
+    def score_each(reward, ended, drawn):
+        slots = jnp.broadcast_to(drawn, (groups, config.num_opponents)).reshape(-1)
+        is_its = slots == jnp.arange(config.pool_size)[:, None]
+        own_reward = reward.reshape(config.unroll_length, config.num_envs).sum(0)
+        return (is_its * own_reward).sum(-1), (is_its * ended.sum(0)).sum(-1).astype(jnp.float32)
+
+    @fragment(role="actor")
+    def keep_score(standings, total, games):
+        return standings._replace(total=standings.total + total, games=standings.games + games)
+
     def learn(params: Any, rest: SelfPlay, experience: Experience, now: Now, carry: Any) -> tuple[Any, SelfPlay, Metrics]:
         t = experience
         ended = t.truncated | t.terminated.all(-1)
@@ -219,7 +249,11 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
         )
         if not is_constant(config.latest_share, 1):
             metrics = {**metrics, "return_against_pool": score(seats["reward"], ended, rest.pool.drawn)}
-        return params, SelfPlay(kept, rest.pool), metrics
+        pool = rest.pool
+        if weighs:
+            standings = keep_score(pool.standings, *score_each(seats["reward"], ended, pool.drawn))
+            pool = pool._replace(standings=standings)
+        return params, SelfPlay(kept, pool), metrics
 
     def choose_action(params: Any, rest: SelfPlay, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
         action, _ = learner.choose_action(params, rest.learner, one_row_each(obs), key, carry)
@@ -229,7 +263,8 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
         p = learner.probabilities(params, rest.learner, one_row_each(obs))  # type: ignore[misc]
         return p.reshape(-1, 2, *p.shape[2:])
 
-    pool = logical_axes(Pool, params=P(), filled=P(), slot=P(), wait=P(), drawn=P(), key=P(), actor_keys=P("env"))
+    whole = dict.fromkeys(("params", "filled", "slot", "wait", "drawn", "key", "standings"), P())
+    pool = logical_axes(Pool, **whole, actor_keys=P("env"))
     return dataclasses.replace(
         learner,
         init=init,

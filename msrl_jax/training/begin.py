@@ -30,7 +30,7 @@ def begin(settings: Settings, saved: Saved | None, every: Interval, started: flo
     state = restore_state(saved.checkpoint, setup, program) if saved and saved.checkpoint else setup.start(program)
     if saved and saved.checkpoint:  # the run was killed after a rollback, before its next checkpoint
         for number in range(saved.checkpoint.progress.get("rollbacks", 0), len(description["rollbacks"])):
-            state = program.place(again(state, number + 1))
+            state = program.place(again(state, number + 1, setup))
     jax.block_until_ready(state)
     run = Run(
         setup=setup,
@@ -40,7 +40,7 @@ def begin(settings: Settings, saved: Saved | None, every: Interval, started: flo
         pace=Pace(settings.most, fixed=settings.chunk is not None),
         evaluate=make_evaluation(setup, settings.eval_episodes),
         eval_every=settings.eval_every,
-        boundaries=() if settings.chunk else tuple(n for n in (settings.eval_every, every.steps) if n),
+        boundaries=() if settings.chunk else tuple(n for n in (settings.eval_every, every.steps, setup.exploit_steps) if n),
         experience=settings.experience,
         guard=Guard(setup, program, state, policy=settings.guard, iteration=saved.iteration if saved else 0),
         started=started,

@@ -191,6 +191,7 @@ def replay_step(
     setup = resolve(
         run["algorithm"], env or run["env_spec"], seed=run["seed"], seeds=run["seeds"], config=config,
         env_params=was if env_params is None else env_params, settings=run.get("settings"),
+        pbt=run.get("pbt"),
     )  # fmt: skip
     setup = dataclasses.replace(setup, skips=run["guard"] == "skip")
     if about["record"] is not None:

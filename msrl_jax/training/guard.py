@@ -4,7 +4,7 @@ import dataclasses
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -17,6 +17,7 @@ from msrl_jax.fragments.program import Program
 from msrl_jax.training import failure, processes
 from msrl_jax.training.failure import Failure
 from msrl_jax.training.history import HostMetrics, first_non_finite
+from msrl_jax.training.hyperparameters import in_words
 from msrl_jax.training.locate import locate
 from msrl_jax.training.setup import Setup
 from msrl_jax.training.skipping import SKIPPED
@@ -62,10 +63,10 @@ class Finding:
         """Pytree path of the result of the fragment, or else of the part of the state."""
         return self.failure.origin.path if self.failure else self.leaf
 
-    def describe(self, seed: int) -> str:
-        """The finding in words; `seed` is the first seed of the run."""
+    def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
+        """The finding in words; `settings` are those of the members of the run."""
         what = repr(self.metric) if self.metric else f"state{self.leaf}"
-        who = "" if self.member is None else f" of member {self.member} (seed {seed + self.member})"
+        who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
         if self.failure is None:
             return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
         replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
@@ -100,7 +101,7 @@ class DivergedError(FloatingPointError):
 
     def __init__(self, finding: Finding, result: Any):
         super().__init__(
-            f"{finding.describe(result.description['seed'])}. The history so far is in the error's `result`"
+            f"{finding.describe(result.settings)}. The history so far is in the error's `result`"
         )
         self.finding, self.result = finding, result
         self.metric, self.iteration, self.member = finding.metric, finding.iteration, finding.member

@@ -93,8 +93,24 @@ def _number(algorithm: Algorithm, name: str, i: int, value: Any) -> float:
 
 
 def in_words(setting: Mapping[str, float]) -> str:
-    """A setting as text: `learning_rate=0.001, discount=0.99`."""
-    return ", ".join(f"{name}={value:.6g}" for name, value in setting.items())
+    """A setting as text, such as `seed 3, learning_rate=0.001`."""
+    return ", ".join(f"seed {value}" if name == "seed" else f"{name}={value:.6g}" for name, value in setting.items())
+
+
+def settings_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The seed of every member of a run, and its values of the fields of the config in which members differ.
+
+    Args:
+      description: the content of `config.json`.
+
+    Returns:
+      A dictionary for each member; the initial values, if a population was trained.
+    """
+    seeds, settings = range(description["seeds"]), description.get("settings") or {}
+    each = [dict(zip(settings, values, strict=True)) for values in zip(*settings.values(), strict=True)] or [{}]
+    if description.get("pbt"):
+        return [{"seed": description["seed"] + i} | setting for i, setting in enumerate(each)]
+    return [{"seed": description["seed"] + i} | setting for setting in each for i in seeds]
 
 
 def count(settings: Settings) -> int:

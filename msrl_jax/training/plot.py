@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, unit: str, title: str) -> "Figure":
+MOST_LINES = 10
+"""With more settings than this, a figure shows the mean over all of them."""
+
+
+def plot_history(
+    history: Mapping[str, np.ndarray],
+    metrics: Sequence[str],
+    *,
+    unit: str,
+    title: str,
+    groups: Mapping[str, Sequence[int]] | None = None,
+) -> "Figure":
     """Draws columns of a history against steps: the mean over the members, and their range.
 
     Args:
@@ -19,6 +30,7 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
       metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
       unit: the unit of steps.
       title: title of the figure.
+      groups: members that have a line of their own, by its label; if there are not more than `MOST_LINES`.
 
     Returns:
       The figure.
@@ -33,20 +45,30 @@ def plot_history(history: Mapping[str, np.ndarray], metrics: Sequence[str], *, u
     figure, panels = plt.subplots(
         len(metrics), 1, squeeze=False, sharex=True, figsize=(7, 1 + 3 * len(metrics)), layout="constrained"
     )
+    lines = groups or {}
     for panel, name in zip(panels[:, 0], metrics, strict=True):
+        if 0 < len(lines) <= MOST_LINES:
+            for label, members in lines.items():
+                _draw(panel, history["step"], history[name][:, list(members)], label, "-")
+            _finish(panel, name)
+            continue
         _draw(panel, history["step"], history[name], name.replace("_", " "), "-")
         for column in history:
             if (team := team_of(column, name)) and name == "episode_return":
                 _draw(panel, history["step"], history[column], f"team {team}", "-")
         if (greedy := name.replace("episode_", "eval_")) in history and name.startswith("episode_return"):
             _draw(panel, history["step"], history[greedy], "greedy evaluation", "o")
-        panel.set_ylabel(name.replace("_", " "))
-        panel.grid(alpha=0.3)
-        panel.legend()
+        _finish(panel, name)
     panels[-1, 0].set_xlabel(unit)
     panels[0, 0].set_title(title)
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure
+
+
+def _finish(panel: Any, name: str) -> None:
+    panel.set_ylabel(name.replace("_", " "))
+    panel.grid(alpha=0.3)
+    panel.legend()
 
 
 def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:

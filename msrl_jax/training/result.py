@@ -21,11 +21,13 @@ from msrl_jax.training import checkpoint, folder, resume
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import last_mean, stack_rows
+from msrl_jax.training.hyperparameters import in_words, settings_of
+from msrl_jax.training.lineage import plot_lineage
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.selection import select_member, select_settings
 from msrl_jax.training.setup import resolve
-from msrl_jax.training.summary import describe, settings_of, summarize
+from msrl_jax.training.summary import describe, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +43,9 @@ class Result:
     Attributes:
       history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
         `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return`,
-        `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). shape=[C] or [C, M]
+        `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). A population that is
+        trained has `pbt/parent`, the member that each one copied at the last exploit before the chunk (its own number if
+        nobody), and `pbt/FIELD`, the hyper-parameters in the chunk. shape=[C] or [C, M]
       config: the algorithm's config; that of the first member, if members differ.
       state: the state at the end, a pytree of arrays; leaves have a leading dimension `M` if there are members.
       status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
@@ -92,7 +96,8 @@ class Result:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """The seed of every member, and its values of the fields of the config in which members differ."""
+        """The seed of every member, and its values of the fields of the config in which members differ; of a population that is
+        trained, the initial ones."""
         return settings_of(self.description)
 
     @property
@@ -329,6 +334,8 @@ class Result:
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
+        Up to ten settings of the config have a line each, over their seeds.
+
         Args:
           path: file for the figure, in the format of its suffix; None writes no file.
           metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
@@ -339,8 +346,34 @@ class Result:
         Raises:
           ValueError: on a column that the history does not have.
         """
+        groups: dict[str, list[int]] = {}
+        for member, setting in enumerate(self.settings if self.description.get("settings") else []):
+            groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
         figure = plot_history(
-            self.history, metrics, unit=self.behavior.agent.unit,
+            self.history, metrics, unit=self.behavior.agent.unit, groups=groups,
+            title=f"{self.description['algorithm']} on {self.description['env']}",
+        )  # fmt: skip
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
+        """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
+
+        Args:
+          path: file for the figure, in the format of its suffix; None writes no file.
+
+        Returns:
+          The figure; a notebook shows it if it is the value of a cell.
+
+        Raises:
+          ValueError: if the members of the run are independent, or the run has no chunk yet.
+        """
+        pbt = self.description.get("pbt")
+        if not pbt or not len(self.history.get("step", ())):
+            raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
+        figure = plot_lineage(
+            self.history, pbt["every"], unit=self.behavior.agent.unit,
             title=f"{self.description['algorithm']} on {self.description['env']}",
         )  # fmt: skip
         if path is not None:
@@ -427,7 +460,7 @@ class Result:
             description["algorithm"], env or description["env_spec"], seed=description["seed"],
             seeds=description["seeds"], config=resume.config_of(description),
             env_params=resume.env_params_of(description, env_params, f"the run in {path}"),
-            settings=description.get("settings"),
+            settings=description.get("settings"), pbt=description.get("pbt"),
         )  # fmt: skip
         saved, state, registers = resume.load_agent(path, checkpoint, setup)
         resume.check_settings(path, description, saved)

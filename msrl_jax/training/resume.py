@@ -19,6 +19,7 @@ from msrl_jax.training import checkpoint, folder, processes
 from msrl_jax.training.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.folder import RunFolderError
+from msrl_jax.training.pbt import read
 from msrl_jax.training.run import Run
 from msrl_jax.training.setup import Setup
 
@@ -189,7 +190,7 @@ def fingerprint(description: Mapping[str, Any]) -> str:
     """The SHA-256 of the settings that decide what a run computes, besides `total_steps` and the data set."""
     fields = {name: value for name, value in description["config"].items() if name not in ("total_steps", "data")}
     about = [description[name] for name in ("algorithm", "env", "env_spec", "seed", "seeds")]
-    about += filter(None, [description.get("env_params"), description.get("settings")])
+    about += filter(None, [description.get(name) for name in ("env_params", "settings", "pbt")])
     text = json.dumps(folder.to_json([about, fields, description.get("rollbacks", [])]), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -206,7 +207,7 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
 
     Args:
       saved: the run.
-      given: `algo`, `env`, `seed`, `seeds` and `env_params`; None is not given.
+      given: `algo`, `env`, `seed`, `seeds`, `env_params` and `pbt`; None is not given.
       config: a config, or None.
       overrides: config fields.
 
@@ -221,6 +222,8 @@ def same_settings(saved: Saved, given: Mapping[str, Any], config: Any, overrides
     ]
     if given["env_params"] is not None:
         pairs.append(("env_params", describe(given["env_params"]), was.get("env_params")))
+    if given["pbt"] is not None:
+        pairs.append(("pbt", read(given["pbt"]).to_json(), was.get("pbt")))
     env = given["env"]
     if env is not None:
         named = env if isinstance(env, str) else getattr(env, "name", type(env).__name__)

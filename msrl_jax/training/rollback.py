@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import folder
 from msrl_jax.training.guard import Finding, Guard
-from msrl_jax.training.hyperparameters import FIELD
+from msrl_jax.training.hyperparameters import FIELD, arrays
 from msrl_jax.training.resume import fingerprint
 from msrl_jax.training.run import Run
+from msrl_jax.training.setup import Setup
 
 MOST_ROLLBACKS = 5
 """A run goes back at most this often, and diverges after that."""
@@ -37,16 +38,19 @@ def slower(config: Any) -> Any:
     return dataclasses.replace(config, **{name: rate / 2 for name, rate in rates.items() if isinstance(rate, float)})
 
 
-def again(state: Any, number: int) -> Any:
+def again(state: Any, number: int, setup: Setup) -> Any:
     """The state with which a run begins again after it went back for the `number`-th time.
 
-    Its keys are other ones, and the learning rates in which its members differ are half as large.
+    Its keys are other ones, and the learning rates in which its members differ are halved: as often, or once if they evolve.
     """
     state = fold_keys(state, number)
-    if FIELD not in getattr(state, "_fields", ()):
+    if not setup.settings:
         return state
-    values = getattr(state, FIELD)
-    return state._replace(**{FIELD: {name: x / 2 if name.endswith("learning_rate") else x for name, x in values.items()}})
+    was = getattr(state, FIELD)
+    slow = {name: x / 2 for name, x in was.items()}
+    if setup.pbt is None:
+        slow = {name: jnp.asarray(x / 2**number) for name, x in arrays(setup.settings, setup.seeds).items()}
+    return state._replace(**{FIELD: was | {name: x for name, x in slow.items() if name.endswith("learning_rate")}})
 
 
 def roll_back(
@@ -73,7 +77,7 @@ def roll_back(
     """
     number = len(description["rollbacks"]) + 1
     state, iteration = run.guard.earlier(checkpoints)
-    state = jax.tree.map(lambda x: jnp.copy(x), again(state, number))
+    state = jax.tree.map(lambda x: jnp.copy(x), again(state, number, run.setup))
     before = run.setup.config
     run.setup = run.setup.with_config(slower(before))
     run.compiled_before += run.program.compile_seconds

@@ -2,18 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from msrl_jax.training.evaluate import Evaluation
 
-if TYPE_CHECKING:
-    from msrl_jax.training.result import Result
+Result: TypeAlias = Any
+"""A `msrl_jax.Result`, whose methods call this module."""
 
 
-def select_settings(result: "Result", settings: Sequence[int]) -> "Result":
+def select_settings(result: Result, settings: Sequence[int]) -> Result:
     """The members of some settings, with all their seeds.
 
     Args:
@@ -24,21 +24,21 @@ def select_settings(result: "Result", settings: Sequence[int]) -> "Result":
       The result of a run of these members only.
 
     Raises:
-      ValueError: if there is no such setting, or if one is named twice.
+      ValueError: if there is no such setting, if one is named twice, or if the run is a population.
     """
     was: Mapping[str, Sequence[float]] = result.description.get("settings") or {}
     count = len(next(iter(was.values()))) if was else 0
-    chosen = [_number(x) for x in np.atleast_1d(np.asarray(settings, object)).tolist()]
-    if not chosen or len(set(chosen)) < len(chosen) or not all(x is not None and 0 <= x < count for x in chosen):
+    chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
+    if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
         has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
         raise ValueError(f"settings={settings!r}: this run has {has}; name some of them, each once")
     seeds = result.seeds
-    rows = np.array([s * seeds + i for s in chosen for i in range(seeds)])  # type: ignore[operator]
-    now = {name: [values[s] for s in chosen] for name, values in was.items()}  # type: ignore[index]
+    rows = np.array([s * seeds + i for s in chosen for i in range(seeds)])
+    now = {name: [values[s] for s in chosen] for name, values in was.items()}
     return _of_rows(result, rows, {"settings": now})
 
 
-def select_member(result: "Result", member: int | None) -> "Result":
+def select_member(result: Result, member: int | None) -> Result:
     """One member as a run of one seed; with one setting, if the members of the run differ in their config.
 
     Args:
@@ -49,7 +49,7 @@ def select_member(result: "Result", member: int | None) -> "Result":
       The result of a run of this member only.
 
     Raises:
-      ValueError: if there is no such member.
+      ValueError: if there is no such member, or if the run is a population.
     """
     number = result.member(member)
     if not result.has_members:
@@ -61,11 +61,13 @@ def select_member(result: "Result", member: int | None) -> "Result":
     return _of_rows(result, np.array([number]), alone | {"settings": {name: [x] for name, x in setting.items()}})
 
 
-def _number(x: Any) -> int | None:
-    return int(x) if isinstance(x, int | np.integer) and not isinstance(x, bool) else None
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def _of_rows(result: "Result", rows: np.ndarray | int, about: Mapping[str, Any]) -> "Result":
+def _of_rows(result: Result, rows: np.ndarray | int, about: Mapping[str, Any]) -> Result:
+    if result.description.get("pbt"):
+        raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
     agent, members = result.behavior.agent, result.members
 
     def column(x: np.ndarray) -> np.ndarray:

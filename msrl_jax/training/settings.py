@@ -22,7 +22,7 @@ from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 DEFAULTS = {
     "algo": "ppo", "env": "CartPole-v1", "policy": "GPUOnly", "total_steps": 500_000, "seed": 0, "seeds": 1,
-    "env_params": None,
+    "env_params": None, "pbt": None,
 }  # fmt: skip
 """What a new run uses where nothing is given; a run that goes on uses what it began with."""
 
@@ -105,6 +105,8 @@ def settle(
     setup = dataclasses.replace(setup, skips=guard == "skip")
     kept = _TICKS if saved is None else was
     ticks = {name: kept.get(name) if x is None else x for name, x in ticks.items()}
+    if setup.pbt is not None and ticks["chunk"] is not None:
+        setup.pbt.check_chunk(ticks["chunk"])
     iterations = whole_iterations(total_steps, setup.behavior.agent.steps_per_iteration, saved)
     if saved is not None and saved.checkpoint is not None and saved.iteration == iterations:
         return None
@@ -145,6 +147,7 @@ def resolve_run(
         same_settings(saved, given, config, overrides)
         fallback = {name: was[name] for name in ("policy", "total_steps", "seed", "seeds")}
         fallback |= {"algo": was["algorithm"], "env": was["env_spec"]}
+        fallback["pbt"] = was.get("pbt")
         fallback["env_params"] = env_params_of(was, given["env_params"], f"the run in {saved.path}")
         dataset = find_dataset(saved, overrides.get("data", getattr(config, "data", None)))
         config, overrides = config_of(was, dataset), dict(was.get("settings") or {})
@@ -156,6 +159,7 @@ def resolve_run(
     setup = resolve(
         settings["algo"], settings["env"], seed=settings["seed"], seeds=settings["seeds"], config=config,
         overrides=overrides | {"total_steps": total_steps}, env_params=settings["env_params"],
+        pbt=settings["pbt"],
     )  # fmt: skip
     return setup, distribution, total_steps
 
@@ -225,6 +229,7 @@ def describe(
         "seed": setup.seed,
         "seeds": setup.seeds,
         "settings": {name: list(values) for name, values in setup.settings.items()} or None,
+        "pbt": None if setup.pbt is None else setup.pbt.to_json(),
         "total_steps": total_steps,
         "config": folder.to_json(setup.config),
         "data": setup.data_source,

@@ -22,8 +22,10 @@ from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.training.acting import Behavior
+from msrl_jax.training.evolving import evolving, standing
 from msrl_jax.training.hyperparameters import Settings, arrays, count, read_settings, tuned
 from msrl_jax.training.members import initial_key, population
+from msrl_jax.training.pbt import PBT, GivenPBT, read
 from msrl_jax.training.skipping import skipping
 
 
@@ -45,6 +47,7 @@ class Setup:
       dataset: the data set of the run, if it has one.
       env_params: what parameters of the environment are drawn from; None if all are constants.
       settings: the fields of the config in which members differ, with the values of every setting.
+      pbt: how the population is trained; None if its members are independent. Every setting has then a seed of its own.
     """
 
     algorithm: Algorithm
@@ -60,6 +63,7 @@ class Setup:
     dataset: data.Dataset | None = None
     env_params: GivenParams | None = None
     settings: Settings = dataclasses.field(default_factory=dict)
+    pbt: PBT | None = None
 
     @property
     def members(self) -> int:
@@ -74,7 +78,14 @@ class Setup:
     @property
     def key(self) -> jax.Array:
         """The initial key, or keys `[M]`."""
+        if self.pbt is not None:
+            return initial_key(self.seed, self.members)
         return initial_key(self.seed, self.seeds, count(self.settings) if self.settings else None)
+
+    @property
+    def exploit_steps(self) -> int | None:
+        """Steps between two exploits of a population that is trained."""
+        return None if self.pbt is None else self.pbt.every * self.behavior.agent.steps_per_iteration
 
     @property
     def env_name(self) -> str:
@@ -86,7 +97,8 @@ class Setup:
         """The agent of the whole run: a population if there are several seeds or settings."""
         agent = self.recorded or self.behavior.agent
         agent = skipping(agent) if self.skips else agent
-        return population(agent, arrays(self.settings, self.seeds)) if self.has_members else agent
+        agent = population(agent, arrays(self.settings, self.seeds)) if self.has_members else agent
+        return agent if self.pbt is None else evolving(agent, self.pbt)
 
     def initial_state(self) -> Any:
         """The initial state of the run."""
@@ -108,6 +120,7 @@ class Setup:
             "seed": self.seed,
             "seeds": self.seeds,
             **({"settings": self.settings} if self.settings else {}),
+            **({"pbt": self.pbt.to_json()} if self.pbt else {}),
         }
 
     @property
@@ -123,7 +136,7 @@ class Setup:
 
     def with_config(self, config: Any) -> "Setup":
         """The same run with another config."""
-        agent = _build(self.algorithm, self.env, config, self.dataset, self.settings)
+        agent = _build(self.algorithm, self.env, config, self.dataset, self.settings, self.pbt)
         return dataclasses.replace(self, config=config, behavior=Behavior(agent, self.env))
 
     def record(self, steps: int) -> "Setup":
@@ -132,7 +145,7 @@ class Setup:
             raise ValueError(f"env_groups={groups}: a run whose steps are recorded takes env_groups=1")
         env: Any = RecordedEnvironment(self.env, steps)
         check_rows_fit(self.env, self.config.total_steps * self.members, "Record a shorter run, or fewer seeds")
-        recorded = _build(self.algorithm, env, self.config, self.dataset, self.settings)
+        recorded = _build(self.algorithm, env, self.config, self.dataset, self.settings, self.pbt)
         return dataclasses.replace(self, recorded=recorded, recorded_steps=steps)
 
     def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
@@ -168,11 +181,14 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
     return policies.get(name, **params)
 
 
-def _build(algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None, settings: Settings) -> Agent:
+def _build(
+    algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None, settings: Settings, pbt: PBT | None
+) -> Agent:
     config = config if dataset is None else dataclasses.replace(config, data=dataset)
     if not settings:
         return algorithm.build(env, config)
-    return tuned(functools.partial(algorithm.build, env), config, settings)
+    agent = tuned(functools.partial(algorithm.build, env), config, settings)
+    return agent if pbt is None else standing(agent)
 
 
 def resolve(
@@ -185,6 +201,7 @@ def resolve(
     overrides: dict[str, Any] | None = None,
     env_params: GivenParams | None = None,
     settings: Settings | None = None,
+    pbt: GivenPBT | None = None,
 ) -> Setup:
     """Looks everything up, and builds the agent.
 
@@ -197,6 +214,7 @@ def resolve(
       overrides: fields of the config to replace; those that are `Tunable` may have a sequence of values.
       env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
       settings: further fields with several values, as `Setup.settings` has them.
+      pbt: how the population is trained; None if its members are independent.
 
     Returns:
       The setup of the run.
@@ -205,9 +223,16 @@ def resolve(
       ValueError: on an unknown name or field, or an invalid value.
     """
     seeds = whole("seeds", seeds)
-    seed = check_seed(seed, seeds)
+    pbt = None if pbt is None else read(pbt)
+    if pbt is not None and seeds > 1:
+        raise ValueError(f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}")
+    seed = check_seed(seed, seeds if pbt is None else pbt.members)
     algorithm = algorithms.get(algo)
-    overrides, settings = read_settings(algorithm, config, {**(overrides or {}), **(settings or {})}, seeds)
+    overrides = {**(overrides or {}), **(settings or {})}
+    if pbt is not None:
+        pbt.check(algorithm, config, overrides)
+        overrides = pbt.initial(seed) | overrides
+    overrides, settings = read_settings(algorithm, config, overrides, seeds)
     config = algorithm.make_config(config, overrides)
     env_spec = env if isinstance(env, str) else None
     if isinstance(env, str):
@@ -215,13 +240,14 @@ def resolve(
     algorithm.check_env(env)
     if (seeds > 1 or settings) and is_on_host(env):
         given = f"seeds={seeds}" if seeds > 1 else ", ".join(f"{name}={list(x)}" for name, x in settings.items())
+        given = given if pbt is None else f"pbt with members={pbt.members}"
         raise ValueError(
             f"{given}: members share a program, but {env_name(env)} is simulated on the host; run one after another"
         )
     env = randomized(env, env_params)
     dataset = data.load(config.data) if getattr(config, "data", None) is not None else None
-    behavior = Behavior(_build(algorithm, env, config, dataset, settings), env)
+    behavior = Behavior(_build(algorithm, env, config, dataset, settings, pbt), env)
     return Setup(
         algorithm, env, env_spec, config, seed, seeds, behavior, dataset=dataset, env_params=env_params or None,
-        settings=settings,
+        settings=settings, pbt=pbt,
     )  # fmt: skip

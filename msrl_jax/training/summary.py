@@ -10,7 +10,8 @@ from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.history import decimals, team_of
-from msrl_jax.training.hyperparameters import in_words
+from msrl_jax.training.hyperparameters import in_words, settings_of
+from msrl_jax.training.lineage import final_values
 
 
 class _Summarized(Protocol):
@@ -41,18 +42,11 @@ class _Summarized(Protocol):
     def final(self, name: str) -> np.ndarray: ...
 
 
-def settings_of(description: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The seed of every member of a run, and its values of the fields of the config in which members differ.
-
-    Args:
-      description: the content of `config.json`.
-
-    Returns:
-      A dictionary for each member.
-    """
-    seeds, settings = range(description["seeds"]), description.get("settings") or {}
-    each = [dict(zip(settings, values, strict=True)) for values in zip(*settings.values(), strict=True)] or [{}]
-    return [{"seed": description["seed"] + i} | setting for setting in each for i in seeds]
+def _members_at_end(result: _Summarized) -> list[dict[str, Any]]:
+    """The same with the values of the last chunk."""
+    members = settings_of(result.description)
+    last = {name: x.tolist() for name, x in final_values(result.history).items()}
+    return [member | {name: values[i] for name, values in last.items()} for i, member in enumerate(members)]
 
 
 def summarize(result: _Summarized) -> dict[str, Any]:
@@ -67,6 +61,7 @@ def summarize(result: _Summarized) -> dict[str, Any]:
     per_member = {f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim}
     return about | {
         **({"members": settings_of(result.description)} if settings else {}),
+        **({"members_at_end": _members_at_end(result)} if result.description.get("pbt") else {}),
         "devices": result.description["devices"]["count"],
         "platform": result.description["devices"]["platform"],
         "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
@@ -86,7 +81,9 @@ def describe(result: _Summarized) -> str:
     s = summarize(result)
     seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
     fields = list(result.description.get("settings") or {})
-    if fields:
+    if pbt := result.description.get("pbt"):
+        seeds = f"{pbt['members']} members from seed {s['seed']}, {', '.join(fields)} by PBT every {pbt['every']} iterations"
+    elif fields:
         seeds += f", {len(s['members']) // s['seeds']} settings of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
@@ -108,7 +105,7 @@ def describe(result: _Summarized) -> str:
         greedy = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
         teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
         lines.append(f"  {greedy} {_spread(np.asarray(result.evaluation.mean_return), what)}{_of_teams(teams, what)}")
-        lines += _best_setting(np.asarray(result.evaluation.mean_return), settings_of(result.description)) if fields else []
+        lines += _best_setting(np.asarray(result.evaluation.mean_return), _members_at_end(result)) if fields else []
     if result.folder is not None:
         lines.append(f"  saved in {result.folder}")
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from msrl_jax.training.begin import begin
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
 from msrl_jax.training.guard import DivergedError, Finding, GuardPolicy
 from msrl_jax.training.history import stack_rows
+from msrl_jax.training.pbt import GivenPBT
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
 from msrl_jax.training.resume import Saved, open_run, read_description, restore_state
@@ -53,6 +54,7 @@ def train(
     guard: GuardPolicy | None = None,
     record: str | os.PathLike | None = None,
     env_params: GivenParams | None = None,
+    pbt: GivenPBT | None = None,
     callbacks: Sequence[Callback] = (),
     progress: Progress = "auto",
     **overrides: Any,
@@ -99,6 +101,8 @@ def train(
         number, `envs.uniform(low, high)` and the like, also as text (`"length=uniform:0.25:1,gravity=9.8"`); a function
         `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them (`Tick.set_env_params`). Evaluations
         draw from the same.
+      pbt: trains a population: `msrl.PBT(search={"learning_rate": msrl.envs.log_uniform(1e-5, 1e-2)}, members=8, every=20)`,
+        or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True. Each process calls its own.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
       **overrides: fields of the algorithm's config.
@@ -119,7 +123,7 @@ def train(
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
         "algo": algo, "env": env, "policy": policy, "total_steps": total_steps, "seed": seed, "seeds": seeds,
-        "env_params": env_params,
+        "env_params": env_params, "pbt": pbt,
     }  # fmt: skip
     ticks = check_ticks(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
     # Absolute, because a callback may change the working directory.

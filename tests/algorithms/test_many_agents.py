@@ -62,6 +62,9 @@ CASES = {
     "qmix": ("qmix", {"memory_size": 8, **REPLAY}),
     "maddpg": ("maddpg", {**REPLAY, "trace_length": None, "mixing_size": None, "hyper_size": None, "n_step": 2}),
     "self_play": ("self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 2, "latest_share": 0.5}),
+    "self_play-payoff": (
+        "self_play", {"num_opponents": 2, "pool_size": 2, "pool_period": 1, "latest_share": 0.0, "opponents": "payoff"},
+    ),
     "vdn-own": ("vdn", {"core": "none", "share_parameters": False, **REPLAY}),
     "teams": ("teams", {"num_envs": 16, "unroll_length": 8, "teams": {
         "one": "mappo:agents=walker_0|walker_2,share_parameters=False,core=gru,memory_size=8,hidden_sizes=(8,)",
@@ -88,6 +91,7 @@ def agent_and_reference(case):
 
 OFTEN = [
     ("mappo-own-gru", "Central"), ("maddpg", "Environments"), ("self_play", "Environments"), ("teams", "Environments"),
+    ("self_play-payoff", "SingleLearnerCoarse"),
 ]  # of MAPPO and QMIX  # fmt: skip
 
 

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 import msrl_jax as msrl
 from msrl_jax.algorithms.ippo import make_team
 from msrl_jax.algorithms.loops.agents import Experience, Now
+from msrl_jax.algorithms.loops.meta_game import draw, no_games, replicator_dynamics
 from msrl_jax.algorithms.self_play import SelfPlayConfig, play_itself
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
@@ -76,6 +78,68 @@ def test_opponents_are_drawn_by_the_rule(share, expected):
     _, drawn = jax.jit(lambda rest: jax.lax.scan(draw, rest, None, length=1000))(rest)
     slots = np.array([0, 1, 2, 3, -1])
     np.testing.assert_allclose((np.ravel(drawn)[:, None] == slots).mean(0), expected, atol=0.03)
+
+
+def test_games_between_past_policies_weigh_opponents():
+    """A pool of rock, paper and scissors, of which paper enters last: its returns fill the payoff matrix, whose equilibrium is
+    uniform; without scissors paper beats all, and nine tenths of the opponents are paper."""
+    players = team(pool_size=3, pool_period=2, latest_share=0.0, num_opponents=4, opponents="payoff")
+    params, rest = players.init(*jax.random.split(jax.random.key(0), 3))
+    fixed = [always(params, action) for action in (0, 1, 2)]
+    pool = rest.pool
+    for slot, action in enumerate((0, 2)):  # rock, scissors
+        pool = pool._replace(params=jax.tree.map(lambda p, x, i=slot: p.at[i].set(x), pool.params, fixed[action]))
+    payoff = jnp.zeros((3, 3)).at[0, 1].set(1.0).at[1, 0].set(-1.0)
+    results = {"total": jnp.array([6.0, -4.0, 0.0]), "games": jnp.array([6.0, 4.0, 0.0])}  # of paper against both
+    standings = no_games(3)._replace(payoff=payoff, **results)
+    pool = pool._replace(filled=jnp.int32(2), slot=jnp.int32(2), wait=jnp.int32(0), standings=standings)
+    _, after, _ = jax.jit(players.begin)(fixed[1], rest._replace(pool=pool))
+    found = after.pool.standings
+    np.testing.assert_allclose(found.payoff, [[0, 1, -1], [-1, 0, 1], [1, -1, 0]])
+    np.testing.assert_allclose(found.weights, np.full(3, 1 / 3), atol=1e-5)
+    assert not found.games.any() and not found.total.any()
+    no_scissors = no_games(3)._replace(weights=replicator_dynamics(jnp.array([[0.0, -1, 0], [1, 0, 0], [0, 0, 0]]), THERE))
+    drawn = np.asarray(draw(no_scissors, jax.random.key(0), jnp.int32(2), 4000))
+    assert abs((drawn == 1).mean() - 0.95) < 0.04 and (drawn < 2).all()
+
+
+THERE = jnp.array([True, True, False])
+
+
+def test_results_are_those_of_the_games_played():
+    """Paper against a pool of rock: every game gives 1; its opponents are counted by place."""
+    agent = build(RockPaperScissors(), pool_size=2, pool_period=100, latest_share=0.0, opponents="payoff", learning_rate=1e-9)
+    state = jax.jit(agent.init)(jax.random.key(0))
+    state = state._replace(params={"agents": always(state.params["agents"], 1)})
+    after, _ = jax.jit(agent.iteration)(state)
+    pool = after.teams["agents"].pool
+    rock = jax.tree.map(lambda p, x: p.at[0].set(x), pool.params, always(state.params["agents"], 0))
+    pool = pool._replace(params=rock)
+    after = after._replace(teams={"agents": after.teams["agents"]._replace(pool=pool)})
+    last, _ = jax.jit(agent.iteration)(after)
+    now, before = (s.teams["agents"].pool.standings for s in (last, after))
+    games, total = now.games - before.games, now.total - before.total
+    assert games[0] == games.sum() > 0 and games[1] == 0
+    np.testing.assert_allclose(total, games)
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_weights_are_those_of_an_equilibrium(size):
+    """Against linear programming: the best reply to the weights gains no more than the stated bound, and often far less."""
+    rng = np.random.default_rng(size)
+    for _ in range(3):
+        x = rng.normal(size=(size, size))
+        payoff = x - x.T
+        weights = np.asarray(jax.jit(replicator_dynamics)(jnp.asarray(payoff, jnp.float32), jnp.ones(size, bool)))
+        # max v with x' A >= v and sum x = 1: the value of a symmetric game is 0.
+        exact = linprog(
+            [*np.zeros(size), -1.0], A_ub=np.hstack([-payoff.T, np.ones((size, 1))]), b_ub=np.zeros(size),
+            A_eq=[[*np.ones(size), 0.0]], b_eq=[1.0], bounds=[*[(0, None)] * size, (None, None)],
+        )  # fmt: skip
+        assert abs(exact.fun) < 1e-9 and (payoff @ exact.x[:-1]).max() < 1e-9
+        np.testing.assert_allclose(weights.sum(), 1.0, atol=1e-5)
+        assert (payoff @ weights).max() <= np.sqrt(2 * np.log(size) / 2048) * np.abs(payoff).max() + 1e-5
+        np.testing.assert_allclose(weights, exact.x[:-1], atol=0.2)
 
 
 def test_the_learner_has_each_seat_as_often_against_every_opponent():

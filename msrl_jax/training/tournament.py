@@ -1,0 +1,165 @@
+"""Tournaments: workers draw an agent from a leaderboard, train it further, and put back what is better.
+
+Liu et al., 2021, ElegantRL-Podracer, arXiv 2112.05923. Workers are processes that know nothing of each other: they join and
+leave at any time, and differ in algorithm, policy, devices and speed. None waits for another one.
+"""
+
+import dataclasses
+import os
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_jax._checks import check_seed, whole
+from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.training import processes, stopping
+from msrl_jax.training.callbacks import Callback, Tick
+from msrl_jax.training.guard import DivergedError
+from msrl_jax.training.leaderboard import Entry, Leaderboard
+from msrl_jax.training.result import Result
+from msrl_jax.training.rollback import fold_keys
+from msrl_jax.training.setup import resolve, resolve_policy
+from msrl_jax.training.train import train
+
+_NUMBERS = 2**32
+
+
+def compete(
+    path: str | os.PathLike,
+    algo: str = "ppo",
+    env: str | Environment = "CartPole-v1",
+    *,
+    round_steps: int,
+    total_steps: int = 10_000_000,
+    rounds: int | None = None,
+    time_limit: float | str | None = None,
+    target: float | None = None,
+    fresh: float = 0.2,
+    size: int | None = None,
+    seed: int | None = None,
+    policy: str | DistributionPolicy = "GPUOnly",
+    devices: Sequence[Device] | None = None,
+    eval_episodes: int = 64,
+    env_params: GivenParams | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Any = False,
+    **overrides: Any,
+) -> Leaderboard:
+    """Works on a leaderboard: draws a member, trains it for a round, evaluates it, and puts it back if it is better.
+
+    Any number of processes may call this with one folder at a time, and may end at any time. A member is drawn by its rank
+    (each has half the probability of the one above), goes on exactly where its run was but for its random numbers, and
+    takes the place of the member that it was trained from if its score is higher. New runs take the place of the worst.
+
+    The score is the mean return of a round's evaluation, so the best of many is a little lucky: evaluate it again
+    (`Result.load(board.best.path).evaluate(1000)`) for a number to report.
+
+    Args:
+      path: folder of the leaderboard, which is made if there is none; on one disk for all workers.
+      algo: the algorithm of this worker; it draws members of the same one.
+      env: the environment, the same for all members.
+      round_steps: environment steps of a round; it ends at the first evaluation after as many.
+      total_steps: environment steps after which a member is trained no further, and over which schedules go.
+      rounds: rounds of this worker; None does not end.
+      time_limit: time after which this worker ends, in seconds or as text, such as `"5h50m"`; the round is given up.
+      target: the worker ends when the best score is as high.
+      fresh: probability of a new run in place of a drawn member.
+      size: largest number of members; by default that of the board, or 8 for a new one.
+      seed: the seed of this worker's draws and new runs; None takes another one each time.
+      policy: a distribution policy, or the name of one.
+      devices: the devices of this worker; all if None.
+      eval_episodes: episodes of an evaluation.
+      env_params: what parameters of the environment are drawn from, as in `train`.
+      callbacks: called with a `Tick` as in `train`; the worker ends if one returns True, and the round is given up.
+      progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
+      **overrides: fields of the algorithm's config, for new runs.
+
+    Returns:
+      The leaderboard.
+
+    Raises:
+      ValueError: before anything compiles, on an unknown name or field, on an invalid value, on an algorithm whose returns do
+        not tell which member is better, or if the leaderboard is of another environment or size.
+    """
+    round_steps, total_steps = whole("round_steps", round_steps), whole("total_steps", total_steps)
+    episodes, rounds = whole("eval_episodes", eval_episodes), None if rounds is None else whole("rounds", rounds)
+    end = time.monotonic() + (float("inf") if time_limit is None else stopping.seconds("time_limit", time_limit))
+    if isinstance(fresh, bool) or not 0 <= fresh <= 1:
+        raise ValueError(f"fresh={fresh!r}: use a probability, from 0 to 1")
+    if processes.count() > 1:
+        raise ValueError("a worker is one process: call msrl.compete in processes that do not share jax.distributed")
+    resolve_policy(policy)
+    setup = resolve(algo, env, overrides=overrides | {"total_steps": total_steps}, env_params=env_params)
+    agent = setup.behavior.agent
+    if not agent.ranked or agent.unit == "updates":
+        raise ValueError(f"algo={algo!r}: a tournament needs returns that tell which member is better; use another algorithm")
+    if setup.settings:
+        raise ValueError(f"{next(iter(setup.settings))} has several values, but a member has one; let workers differ instead")
+    board = Leaderboard.make(path, setup.env_name, size)
+    rng = np.random.default_rng(None if seed is None else check_seed(seed))
+    worker, given = f"{platform.node()}:{os.getpid()}", None if isinstance(env, str) else env
+    common = {"policy": policy, "devices": devices, "progress": progress}
+    done = 0
+    with board.workplace() as place:
+        while (rounds is None or done < rounds) and time.monotonic() < end:
+            if target is not None and any(entry.score >= target for entry in board.entries):
+                break
+            done += 1
+            parent = board.draw(rng, algo) if rng.random() >= fresh else None
+            run, number = place / f"round-{done}", int(rng.integers(_NUMBERS))
+            if parent is not None and not _copied(parent, run, number, given, env_params):
+                continue  # another worker has just replaced it
+            finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
+            new = {
+                "algo": algo, "env": env, "out": run, "seed": number % (_NUMBERS - 1), "total_steps": total_steps, **overrides,
+            }  # fmt: skip
+            old = {"resume": run, "env": given, "total_steps": total_steps}
+            try:
+                result = train(
+                    **(new if parent is None else old), **common, eval_episodes=episodes, eval_every=round_steps,
+                    env_params=env_params, callbacks=[*callbacks, stop], checkpoint_every="1000h", keep_checkpoints=1,
+                    time_limit=None if end == float("inf") else max(end - time.monotonic(), 1e-3),
+                )  # fmt: skip
+            except DivergedError:
+                score = float("nan")
+            else:
+                if result.interrupted or not (stop.over or result.status == "finished"):
+                    break
+                finished = result.status == "finished"
+                score = float(np.mean(result.evaluation.mean_return)) if result.evaluation is not None else float("nan")
+            board.put(run, score, algorithm=algo, step=stop.step, finished=finished, parent=parent, worker=worker)
+            shutil.rmtree(run, ignore_errors=True)  # unless the board has it now
+    return board
+
+
+class _RoundEnd:
+    """A callback that ends a run at the first evaluation after a number of steps."""
+
+    def __init__(self, begin: int, steps: int):
+        self.step, self.over, self._end = begin, False, begin + steps
+
+    def __call__(self, tick: Tick) -> bool:
+        self.step = tick.step
+        self.over = tick.step >= self._end and bool(np.isfinite(tick.metrics.get("eval_return", np.nan)).all())
+        return self.over
+
+
+def _copied(parent: Entry, run: Path, number: int, env: Environment | None, env_params: GivenParams | None) -> bool:
+    """Copies a member's run, with other random numbers; whether it was still there."""
+    try:
+        result = Result.load(parent.path, env=env, env_params=env_params)
+    except (FileNotFoundError, ValueError):
+        if parent.path.exists():
+            raise
+        return False
+    state = result.behavior.agent.with_data(fold_keys(result.behavior.agent.without_data(result.state), number))
+    dataclasses.replace(result, state=state).save(run)
+    return True
+
