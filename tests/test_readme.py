@@ -18,6 +18,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, codecs, envs
+from msrl_jax.algorithms.configs.base import tunable_fields
 from msrl_jax.envs import registry
 from msrl_jax.training.setup import resolve_policy
 
@@ -55,7 +56,10 @@ RUN_HERE = (
     (RUNS, TOP),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
+    (POPULATIONS, "Members with different settings"),
+    (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
+    (POPULATIONS, "Tournaments"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
@@ -328,6 +332,18 @@ def test_the_command_line_understands_the_examples(line, monkeypatch):
     named = getattr(args, "policy", ())
     for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
+
+
+def test_settings_and_sweeps(run_sections):
+    (settings, own, swept), _ = run_sections(POPULATIONS, "Members with different settings", "Sweeps")
+    assert settings["result"].members == 12 and Path("rates.png").exists()
+    assert tunable_fields(own["MyConfig"]) == ("step_size",)
+    assert len(swept["swept"].trials) == 16 and Path("sweep.png").exists() and swept["best"].has_members
+
+
+def test_tournaments(run_sections):
+    (namespace,), _ = run_sections(POPULATIONS, "Tournaments")
+    assert len(namespace["board"].rounds) == 4
 
 
 def test_population_based_training(run_sections):

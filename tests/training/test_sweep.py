@@ -108,7 +108,7 @@ def test_sobol_points_have_one_value_in_each_interval():
 
 MISTAKES = [
     ({"num": 4}, "no field has several values"),
-    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPOConfig.learning_rate=-1.0: use a finite number above 0"),
+    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPOConfig.learning_rate=-1.0: use a finite"),
     ({"learning_rate": "log:0:1", "num": 2}, "PPOConfig.learning_rate=log_uniform.*low <= high above 0"),
     ({"learning_rate": "lg:1:2"}, "PPOConfig.learning_rate: there is no 'lg'"),
     ({"learning_rate": "1,x"}, "PPOConfig.learning_rate=.*is no number"),
@@ -124,7 +124,7 @@ MISTAKES = [
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
-    ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first rung has 8 of total_steps=384; it needs at least the 64"),
+    ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first rung has 8 of total_steps=384; it needs at least"),
     ({"learning_rate": [1e-3], "halving": 3, "rungs": 2, "min_steps": 64}, "leave one out"),
     ({"learning_rate": [1e-3], "halving": 3, "method": "optuna"}, "halving"),
     ({"learning_rate": [1e-3], "env": "CartPole-v2"}, "CartPole"),
@@ -253,6 +253,32 @@ def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
     assert good.returns == (alone.evaluation.mean_return,)
 
 
+def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
+    """Of two batches of two, the better two go on together: the others' work is not lost, and theirs is not done again."""
+    halved = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, rungs=2, members_at_once=4, seeds=2,
+        devices=one_device, out=tmp_path / "sweep", **(COMMON | {"total_steps": 8 * 64}), **tiny,
+    )  # fmt: skip
+    through = [trial for trial in halved.trials if trial.rung == 1]
+    assert len(through) == 2 and {trial.steps for trial in through} == {8 * 64} and len(halved.runs) == 3
+    last = halved.run(through[0])
+    assert last.history["iteration"][0] == 4 and last.members == 4, "its first row is the last one of the first rung"
+    for trial in through:
+        alone = msrl.train(
+            "ppo", ENV, seeds=2, learning_rate=trial.values["learning_rate"], devices=one_device,
+            **(COMMON | {"total_steps": 8 * 64}), **tiny,
+        )  # fmt: skip
+        for seed in range(2):
+            found = halved.run(trial).member_state(trial.member + seed).params
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(alone.member_state(seed).params), strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    kept = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, rungs=2, members_at_once=4, seeds=2,
+        devices=one_device, **(COMMON | {"total_steps": 8 * 64}), **tiny,
+    )  # fmt: skip
+    assert [(t.rank, t.returns) for t in kept.trials] == [(t.rank, t.returns) for t in halved.trials], "without a folder"
+
+
 def test_rungs_by_hand():
     assert rung_steps(900, 3, None, None, 9, 10) == [100, 300, 900]
     assert rung_steps(900, 3, None, None, 9, 200) == [300, 900]
@@ -283,7 +309,8 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
     sweep()
     sweep(members_at_once=7)
     assert trained == [5, 2, 3], "batches of about equal size"
-    state = jax.eval_shape(msrl.algorithms.get("ppo").build(envs.make(ENV), algorithms.get("ppo").config(**tiny)).init, jax.random.key(0))
+    ppo = algorithms.get("ppo")
+    state = jax.eval_shape(ppo.build(envs.make(ENV), ppo.config(**tiny)).init, jax.random.key(0))
     held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert first["bytes_of_a_trial"] > 4 * held, "two states of two seeds"
 
@@ -369,9 +396,9 @@ def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
 def test_the_command_line_sweeps(tmp_path, capsys):
     tiny = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
     words = [
-        "sweep", "--env", ENV, "--learning-rate", "log:1e-4:1e-2", "--clip-value", "None,0.2", "--num", "2", "--total-steps", "128",
-        "--eval-episodes", "2", "--out", str(tmp_path / "sweep"), "--plot", str(tmp_path / "sweep.png"), "--progress", "none",
-        "--json", *tiny,
+        "sweep", "--env", ENV, "--learning-rate", "log:1e-4:1e-2", "--clip-value", "None,0.2", "--num", "2",
+        "--total-steps", "128", "--eval-episodes", "2", "--out", str(tmp_path / "sweep"), "--plot",
+        str(tmp_path / "sweep.png"), "--progress", "none", "--json", *tiny,
     ]  # fmt: skip
     assert cli.main(words) == 0
     *_, command, table = capsys.readouterr().out.splitlines()
@@ -391,7 +418,7 @@ def test_several_numbers_of_a_flag_are_several_members(capsys):
 
 def test_teams_that_oppose_each_other_are_not_ranked():
     with pytest.raises(ValueError, match="returns do not rank its trials"):
-        msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **COMMON)
+        msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
 
 
 def test_simulators_on_the_host_are_trained_one_after_another(tiny):

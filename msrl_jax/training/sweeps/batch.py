@@ -1,7 +1,9 @@
 """A run of a sweep: a batch of trials, trained as the members of one program."""
 
 import dataclasses
+import functools
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from msrl_jax.training.progress import Progress
 from msrl_jax.training.result import Result
 from msrl_jax.training.settings import whole_iterations
 from msrl_jax.training.setup import Setup, resolve
+from msrl_jax.training.sweeps.joining import joined
 from msrl_jax.training.sweeps.trials import Group, Trial
 from msrl_jax.training.train import train
 
@@ -72,8 +75,8 @@ class Common:
         whole_iterations(self.total_steps, agent.steps_per_iteration, None)
         if not agent.ranked:
             raise ValueError(
-                f"{self.algorithm.name} trains teams or players that oppose each other, so returns do not rank its trials; train "
-                "them with a list of values, and compare them otherwise"
+                f"{self.algorithm.name} trains teams or players that oppose each other, so returns do not rank its trials; "
+                "train them with a list of values, and compare them otherwise"
             )
         if agent.unit == "updates" and self.eval_episodes == 0:
             raise ValueError(
@@ -106,19 +109,40 @@ class Common:
         if path is not None and (done := self._done(path, until)) is not None:
             return done
         partly = until < self.total_steps
+        with tempfile.TemporaryDirectory() as elsewhere:
+            where = Path(elsewhere, "run") if path is None and before else path
+            if before and where is not None and not resume.holds_run(where):
+                data = {name: [trial.values[name] for trial in trials] for name in group.data}
+                joined(self._loaded(before), data).save(where)
+            result = self._train(group, trials, where, until if partly else None, time_limit)
+        return result if path is not None else dataclasses.replace(result, folder=None)
+
+    def _loaded(self, before: Sequence[tuple[Path | Result, int]]) -> list[tuple[Result, int]]:
+        """The runs that trained trials before, each read once."""
+        read = functools.cache(lambda run: Result.load(run, env=self._env_object, env_params=self.env_params))
+        return [(run if isinstance(run, Result) else read(run), member) for run, member in before]
+
+    @property
+    def _env_object(self) -> Environment | None:
+        return None if isinstance(self.env, str) else self.env
+
+    def _train(
+        self, group: Group, trials: Sequence[Trial], path: Path | None, until: int | None, time_limit: float | None
+    ) -> Result:
+        """Trains trials up to some steps, or to the end; goes on with the run in the folder if it holds one."""
         return train(
             self.algorithm.name, self.env, policy=self.distribution, total_steps=self.total_steps, seed=self.seed,
             seeds=self.seeds, config=self.config, devices=self.devices, out=path, resume=path is not None,
-            eval_episodes=self.eval_episodes, eval_every=until if partly else None, checkpoint_every=self.checkpoint_every,
+            eval_episodes=self.eval_episodes, eval_every=until, checkpoint_every=self.checkpoint_every,
             time_limit=time_limit, guard="ignore", env_params=self.env_params, progress=self.progress,
-            callbacks=[lambda tick: tick.step >= until] if partly else [], **self.fields(group, trials),
+            callbacks=[] if until is None else [lambda tick: tick.step >= until], **self.fields(group, trials),
         )  # fmt: skip
 
     def _done(self, path: Path, until: int) -> Result | None:
         """The result of a run that did all these steps before."""
         if not resume.holds_run(path) or not checkpoint.complete(path):
             return None
-        result = Result.load(path, env=None if isinstance(self.env, str) else self.env, env_params=self.env_params)
+        result = Result.load(path, env=self._env_object, env_params=self.env_params)
         per_iteration = result.behavior.agent.steps_per_iteration
         iterations = min(math.ceil(until / per_iteration), self.total_steps // per_iteration)
         return result if len(result.history["iteration"]) and result.history["iteration"][-1] >= iterations else None

@@ -32,7 +32,8 @@ def plot_sweep(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Fi
         raise ValueError("no trial of this sweep has a return, so there is nothing to draw")
     count = len(axes)
     figure = plt.figure(figsize=(max(7.0, 3.0 * count), 7.0), layout="constrained")
-    upper, lower = figure.subfigures(2, 1)
+    parts: Any = figure.subfigures(2, 1)
+    upper, lower = parts
     panels = upper.subplots(1, count, sharey=True, squeeze=False)[0]
     means = np.array([trial.mean for trial in trials])
     below = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
