@@ -45,7 +45,7 @@ MORE = {
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
 DISCRETE = ("dqn", "apex_dqn", "r2d2", "cql", "recurrent_ppo", "impala", "ppo", "a2c", "a3c", "es")
-OFTEN = ("ppo", "recurrent_ppo", "a3c", "impala+replay", "dqn+c51", "r2d2", "sac", "cql+lagrange", "iql", "qmix", "es")
+OFTEN = ("recurrent_ppo", "a3c", "dqn+c51", "sac", "iql", "es")
 CASES = [*{**PARTICULAR, "a2c": {}, **MORE}]
 
 
