@@ -72,7 +72,7 @@ def measure(seed: int, in_generations: bool, seconds: float) -> dict[str, Any]:
         processes = [subprocess.Popen([*command, str(number)]) for number in range(1, WORKERS + 1)]
         for process in processes:
             process.wait()
-        found = msrl.Leaderboard.open(board)
+        found = msrl.Leaderboard(board)
         return {"seconds": reached(found), "rounds": len(found.rounds)}
 
 

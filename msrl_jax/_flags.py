@@ -58,7 +58,12 @@ def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 def _numbers(text: str) -> Any:
     """Reads a number, or several for the members of a run."""
-    return tuple(map(float, text.split(","))) if "," in text else float(text)
+    try:
+        return tuple(map(float, text.split(","))) if "," in text else float(text)
+    except ValueError:
+        kind, colon, _ = text.partition(":")
+        remedy = "msrl-jax sweep takes distributions" if colon and kind.isalpha() else "separate several by commas: 1e-4,3e-4"
+        raise ValueError(f"{text!r} is not a number; {remedy}") from None
 
 
 def _primitive(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec:

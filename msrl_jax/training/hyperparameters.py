@@ -44,6 +44,7 @@ def read_settings(
       ValueError: if a field that is not `Tunable` has several values, if lengths differ, or if a value is invalid.
     """
     fields = {field.name: field for field in dataclasses.fields(algorithm.config)}
+    overrides = {name: x.item() if _is_scalar(x) else x for name, x in overrides.items()}
     several: dict[str, tuple[float, ...]] = {}
     for name, value in overrides.items():
         values = _values(value)
@@ -74,6 +75,10 @@ def read_settings(
     return {**overrides, **{name: values[0] for name, values in several.items()}}, several
 
 
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
+
+
 def _values(value: Any) -> Sequence[Any] | None:
     """The values of a field that has several."""
     if isinstance(value, list | tuple | range):
@@ -87,9 +92,15 @@ def _holds_sequences(field: dataclasses.Field) -> bool:
 
 
 def _number(algorithm: Algorithm, name: str, i: int, value: Any) -> float:
+    value, where = value.item() if _is_scalar(value) else value, f"{algorithm.config.__name__}.{name}[{i}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
-        raise ValueError(f"{algorithm.config.__name__}.{name}[{i}]={value!r}: use a number for each member")
-    return float(value)
+        raise ValueError(f"{where}={value!r}: use a number for each member")
+    number: Any = value
+    with np.errstate(over="ignore", under="ignore"):
+        data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
+    if (data == 0) != (number == 0) or np.isinf(data):
+        raise ValueError(f"{where}={value!r} is {data} in float32, in which members have it; use a number from 1e-38 to 3e38")
+    return float(number)
 
 
 def in_words(setting: Mapping[str, float]) -> str:

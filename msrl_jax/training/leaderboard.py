@@ -18,15 +18,17 @@ import os
 import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from msrl_jax._checks import whole, writing
+from msrl_jax._checks import as_path, whole, writing
 from msrl_jax._tables import table
 from msrl_jax.training.folder import RunFolderError, read_json, to_json, write_json
+from msrl_jax.training.resume import ResumeWarning
 
 SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK, ENTRY = (
     "leaderboard.json", "members", "workers", "rounds.jsonl", "lock", "entry.json",
@@ -62,40 +64,26 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Leaderboard:
-    """The members of a tournament.
+    """The members of a tournament: `entries`, of which `best` is the first, and `rounds`; `print` shows a table.
 
     Attributes:
-      path: its folder.
+      path: its folder. What the board holds is read from it each time.
     """
 
     path: Path
 
-    @classmethod
-    def open(cls, path: str | os.PathLike) -> "Leaderboard":
-        """Finds a leaderboard.
-
-        Args:
-          path: its folder.
-
-        Returns:
-          The leaderboard.
-
-        Raises:
-          RunFolderError: a ValueError, if there is none.
-        """
-        board = cls(Path(path).absolute())
-        if not (board.path / SETTINGS).exists():
-            raise RunFolderError(f"{path} holds no leaderboard; msrl.compete({os.fspath(path)!r}, ...) makes one")
-        return board
+    def __post_init__(self):
+        object.__setattr__(self, "path", as_path("path", self.path).absolute())
 
     @classmethod
-    def make(cls, path: str | os.PathLike, env: str, size: int | None) -> "Leaderboard":
+    def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
         """Finds a leaderboard, or makes an empty one.
 
         Args:
           path: its folder.
           env: the environment of its members.
           size: the largest number of members; None takes that of the board, or 8 for a new one.
+          env_params: what parameters of the environment are drawn from, as plain data.
 
         Returns:
           The leaderboard.
@@ -103,7 +91,7 @@ class Leaderboard:
         Raises:
           RunFolderError: a ValueError, if the board is of another environment or size, or if the folder holds other files.
         """
-        board = cls(Path(path).absolute())
+        board = cls(as_path("path", path))
         size = None if size is None else whole("size", size)
         if board.path.exists() and not board.path.is_dir():
             raise RunFolderError(f"{path} is a file; name a folder for the leaderboard")
@@ -113,10 +101,12 @@ class Leaderboard:
             raise RunFolderError(f"the folder {path} holds other files ({others[0]}); name a new folder for the leaderboard")
         with board._locked():
             if not (board.path / SETTINGS).exists():
-                write_json(board.path / SETTINGS, {"env": env, "size": size or 8, "made": time.time()})
+                new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
+                write_json(board.path / SETTINGS, new)
         was = board.settings
-        for name, now in (("env", env), ("size", size)):
-            if now is not None and now != was[name]:
+        given = {"env": env, "env_params": to_json(env_params), **({} if size is None else {"size": size})}
+        for name, now in given.items():
+            if now != was[name]:
                 raise RunFolderError(
                     f"the leaderboard in {path} has {name}={was[name]!r}, and cannot go on with {name}={now!r}; leave it "
                     "out, or name another folder"
@@ -125,19 +115,30 @@ class Leaderboard:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its environment, its size, and when it was made (seconds since 1970)."""
-        return read_json(self.path / SETTINGS, "env", "size", "made")
+        """Its environment, its size, and when it was made (seconds since 1970).
+
+        Raises:
+          RunFolderError: a ValueError, if the folder holds no leaderboard.
+        """
+        if not (self.path / SETTINGS).exists():
+            raise RunFolderError(f"{self.path} holds no leaderboard; msrl.compete({str(self.path)!r}, ...) makes one")
+        return read_json(self.path / SETTINGS, "env", "env_params", "size", "made")
 
     @property
     def entries(self) -> list[Entry]:
         """Its members, the best one first."""
+        _ = self.settings
         found = []
         for path in (self.path / MEMBERS).glob("[!.]*"):
             try:
                 about = json.loads((path / ENTRY).read_text())
+                found.append(Entry(path=path, **about))
             except FileNotFoundError:
                 continue  # another process has just removed it
-            found.append(Entry(path=path, **about))
+            except (TypeError, ValueError) as error:
+                remedy = "restore the file, or delete the folder"
+                note = f"{path / ENTRY} is damaged ({error}), so this member is left out; {remedy}"
+                warnings.warn(note, ResumeWarning, stacklevel=2)
         return sorted(found, key=lambda entry: (-entry.score, entry.seconds))
 
     @property
@@ -163,17 +164,18 @@ class Leaderboard:
                 rounds.append(json.loads(line))
         return rounds
 
-    def draw(self, rng: np.random.Generator, algorithm: str) -> Entry | None:
+    def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
         """Draws a member to train on: each rank has half the probability of the one above it.
 
         Args:
           rng: the random numbers.
           algorithm: its algorithm.
+          below: the number of steps that it must not have reached.
 
         Returns:
           A member that has not finished; None if there is none.
         """
-        fitting = [entry for entry in self.entries if entry.algorithm == algorithm and not entry.finished]
+        fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
         if not fitting:
             return None
         weights = 0.5 ** np.arange(len(fitting))

@@ -183,6 +183,9 @@ def read(given: GivenPBT) -> PBT:
         rest = re.sub(rf"(?:^|,)\s*({'|'.join(_WORDS)})\s*=\s*(\w+)", word, given).strip(" ,")
         numbers_ = distributions.parse_many(rest)
         search = {name: x for name, x in numbers_.items() if name not in own}
+        for name, x in search.items():
+            if not isinstance(x, Distribution) and (near := suggestion(name, own)):
+                raise ValueError(f"pbt has no field {name!r}{near}; its fields are {', '.join(own)}")
         return PBT(search, **fields, **{name: x for name, x in numbers_.items() if name in own})
     if not isinstance(given, Mapping):
         raise TypeError(f"pbt={given!r}: give msrl.PBT(search=..., members=..., every=...)")

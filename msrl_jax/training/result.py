@@ -331,6 +331,11 @@ class Result:
         finally:
             release(evaluator.env)
 
+    @property
+    def _settings_that_stay(self) -> list[dict[str, Any]]:
+        """The settings of the members, unless they have none of their own, or evolve."""
+        return self.settings if self.description.get("settings") and not self.description.get("pbt") else []
+
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
 
@@ -347,7 +352,7 @@ class Result:
           ValueError: on a column that the history does not have.
         """
         groups: dict[str, list[int]] = {}
-        for member, setting in enumerate(self.settings if self.description.get("settings") else []):
+        for member, setting in enumerate(self._settings_that_stay):
             groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
         figure = plot_history(
             self.history, metrics, unit=self.behavior.agent.unit, groups=groups,

@@ -108,6 +108,11 @@ def settle(
     if setup.pbt is not None and ticks["chunk"] is not None:
         setup.pbt.check_chunk(ticks["chunk"])
     iterations = whole_iterations(total_steps, setup.behavior.agent.steps_per_iteration, saved)
+    if setup.pbt is not None and iterations < setup.pbt.every:
+        raise ValueError(
+            f"PBT.every={setup.pbt.every}: the run has {iterations} iterations, so nobody would ever copy; use fewer, or a "
+            f"larger total_steps (an iteration has {setup.behavior.agent.steps_per_iteration})"
+        )
     if saved is not None and saved.checkpoint is not None and saved.iteration == iterations:
         return None
     setup, experience, most = recorded(setup, record, ticks["chunk"], iterations, distribution, saved)

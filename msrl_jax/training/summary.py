@@ -84,7 +84,8 @@ def describe(result: _Summarized) -> str:
     if pbt := result.description.get("pbt"):
         seeds = f"{pbt['members']} members from seed {s['seed']}, {', '.join(fields)} by PBT every {pbt['every']} iterations"
     elif fields:
-        seeds += f", {len(s['members']) // s['seeds']} settings of {', '.join(fields)}"
+        count = len(s["members"]) // s["seeds"]
+        seeds += f", {count} setting{'s' * (count > 1)} of {', '.join(fields)}"
     devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
     why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
     unit, asked = short_unit(result.behavior.agent.unit), result.description["total_steps"]
@@ -144,4 +145,7 @@ def _spread(values: np.ndarray, what: str) -> str:
     digits = decimals(values, np.ptp(values))
     if not values.ndim:
         return f"{values:.{digits}f}"
+    known = values[~np.isnan(values)]
+    if 0 < len(known) < len(values):
+        return f"{_spread(known, what)[:-1]}; {len(values) - len(known)} unknown)"
     return f"{np.mean(values):.{digits}f} ({what}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"

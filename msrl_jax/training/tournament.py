@@ -5,10 +5,13 @@ leave at any time, and differ in algorithm, policy, devices and speed. None wait
 """
 
 import dataclasses
+import math
+import numbers
 import os
 import platform
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,17 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import check_seed, whole
+from msrl_jax._streams import progress_stream
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
+from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import processes, stopping
 from msrl_jax.training.callbacks import Callback, Tick
 from msrl_jax.training.guard import DivergedError
 from msrl_jax.training.leaderboard import Entry, Leaderboard
 from msrl_jax.training.result import Result
+from msrl_jax.training.resume import ResumeWarning
 from msrl_jax.training.rollback import fold_keys
 from msrl_jax.training.setup import resolve, resolve_policy
 from msrl_jax.training.train import train
@@ -56,7 +62,8 @@ def compete(
 
     Any number of processes may call this with one folder at a time, and may end at any time. A member is drawn by its rank
     (each has half the probability of the one above), goes on exactly where its run was but for its random numbers, and
-    takes the place of the member that it was trained from if its score is higher. New runs take the place of the worst.
+    takes the place of the member that it was trained from if its score is higher. New runs enter a board that is not full, or
+    take the place of the worst member if they are better.
 
     The score is the mean return of a round's evaluation, so the best of many is a little lucky: evaluate it again
     (`Result.load(board.best.path).evaluate(1000)`) for a number to report.
@@ -91,8 +98,12 @@ def compete(
     round_steps, total_steps = whole("round_steps", round_steps), whole("total_steps", total_steps)
     episodes, rounds = whole("eval_episodes", eval_episodes), None if rounds is None else whole("rounds", rounds)
     end = time.monotonic() + (float("inf") if time_limit is None else stopping.seconds("time_limit", time_limit))
-    if isinstance(fresh, bool) or not 0 <= fresh <= 1:
+    if round_steps > total_steps:
+        raise ValueError(f"round_steps={round_steps} is more than total_steps={total_steps}, those of a whole run; use less")
+    if isinstance(fresh, bool) or not isinstance(fresh, numbers.Real) or not 0 <= float(fresh) <= 1:
         raise ValueError(f"fresh={fresh!r}: use a probability, from 0 to 1")
+    if target is not None and not (isinstance(target, numbers.Real) and math.isfinite(float(target))):
+        raise ValueError(f"target={target!r}: use a finite number")
     if processes.count() > 1:
         raise ValueError("a worker is one process: call msrl.compete in processes that do not share jax.distributed")
     resolve_policy(policy)
@@ -102,7 +113,8 @@ def compete(
         raise ValueError(f"algo={algo!r}: a tournament needs returns that tell which member is better; use another algorithm")
     if setup.settings:
         raise ValueError(f"{next(iter(setup.settings))} has several values, but a member has one; let workers differ instead")
-    board = Leaderboard.make(path, setup.env_name, size)
+    board = Leaderboard.make(path, setup.env_name, size, describe_params(env_params or None))
+    most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
     worker, given = f"{platform.node()}:{os.getpid()}", None if isinstance(env, str) else env
     common = {"policy": policy, "devices": devices, "progress": progress}
@@ -112,10 +124,10 @@ def compete(
             if target is not None and any(entry.score >= target for entry in board.entries):
                 break
             done += 1
-            parent = board.draw(rng, algo) if rng.random() >= fresh else None
+            parent = board.draw(rng, algo, most) if rng.random() >= fresh else None
             run, number = place / f"round-{done}", int(rng.integers(_NUMBERS))
             if parent is not None and not _copied(parent, run, number, given, env_params):
-                continue  # another worker has just replaced it
+                parent = None
             finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
             new = {
                 "algo": algo, "env": env, "out": run, "seed": number % (_NUMBERS - 1), "total_steps": total_steps, **overrides,
@@ -130,11 +142,18 @@ def compete(
             except DivergedError:
                 score = float("nan")
             else:
-                if result.interrupted or not (stop.over or result.status == "finished"):
+                if result.interrupted or (result.status == "stopped" and not stop.over and stop.has_begun):
                     break
+                if not stop.has_begun:
+                    continue  # iterations of another length: no whole one is left
                 finished = result.status == "finished"
                 score = float(np.mean(result.evaluation.mean_return)) if result.evaluation is not None else float("nan")
-            board.put(run, score, algorithm=algo, step=stop.step, finished=finished, parent=parent, worker=worker)
+            kept = board.put(run, score, algorithm=algo, step=stop.step, finished=finished, parent=parent, worker=worker)
+            if progress:
+                begun = f"from {parent.id}" if parent is not None else "from the start"
+                what = "kept" if kept else "not kept"
+                text = f"round {done}: {algo} {begun} to {stop.step:,} steps: {score:.6g}, {what}"
+                print(text, file=progress_stream(), flush=True)
             shutil.rmtree(run, ignore_errors=True)  # unless the board has it now
     return board
 
@@ -143,21 +162,21 @@ class _RoundEnd:
     """A callback that ends a run at the first evaluation after a number of steps."""
 
     def __init__(self, begin: int, steps: int):
-        self.step, self.over, self._end = begin, False, begin + steps
+        self.step, self.has_begun, self.over, self._end = begin, False, False, begin + steps
 
     def __call__(self, tick: Tick) -> bool:
-        self.step = tick.step
+        self.step, self.has_begun = tick.step, True
         self.over = tick.step >= self._end and bool(np.isfinite(tick.metrics.get("eval_return", np.nan)).all())
         return self.over
 
 
 def _copied(parent: Entry, run: Path, number: int, env: Environment | None, env_params: GivenParams | None) -> bool:
-    """Copies a member's run, with other random numbers; whether it was still there."""
+    """Copies a member's run, with other random numbers; False if it is no longer there, or damaged."""
     try:
         result = Result.load(parent.path, env=env, env_params=env_params)
-    except (FileNotFoundError, ValueError):
-        if parent.path.exists():
-            raise
+    except (FileNotFoundError, ValueError) as error:
+        if parent.path.exists():  # else another worker has just replaced it
+            warnings.warn(f"member {parent.id} cannot be read, and a new run begins: {error}", ResumeWarning, stacklevel=2)
         return False
     state = result.behavior.agent.with_data(fold_keys(result.behavior.agent.without_data(result.state), number))
     dataclasses.replace(result, state=state).save(run)

@@ -105,7 +105,8 @@ def train(
         or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
       callbacks: called with a `Tick` after every chunk; the run stops if one returns True. Each process calls its own.
       progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
-      **overrides: fields of the algorithm's config.
+      **overrides: fields of the algorithm's config. A number of the type `Tunable`, such as `learning_rate`, may have a list of
+        values: each is a setting, which has a member for every seed.
 
     Returns:
       The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the run after the current chunk; it is saved, and the result

@@ -157,11 +157,13 @@ def test_one_seed_of_several_goes_on_alone(members, one_device, tmp_path):
         ({"learning_rate": [1e-3, float("nan")]}, r"member 2 \(learning_rate=nan\)"),
         ({"learning_rate": [1e-3, "fast"]}, r"PPOConfig.learning_rate\[1\]='fast': use a number"),
         ({"learning_rate": [1e-3, None]}, r"learning_rate\[1\]=None: use a number for each member"),
+        ({"learning_rate": [1e-3, 10**400]}, r"learning_rate\[1\]=1000.* is inf in float32"),
+        ({"learning_rate": [1e-3, 1e-46]}, r"learning_rate\[1\]=1e-46 is 0.0 in float32"),
         ({"learning_rate": []}, "learning_rate has 0 values"),
         ({"learning_rate": [1e-3, 1e-4], "discount": [0.9]}, "learning_rate has 2, discount has 1 values"),
         ({"learning_rate": np.ones((2, 2))}, r"learning_rate\[0\]=\[1.0, 1.0\]: use a number"),
     ],
-    ids=["shape", "sizes", "choice", "negative", "nan", "text", "none", "empty", "lengths", "matrix"],
+    ids=["shape", "sizes", "choice", "negative", "nan", "text", "none", "huge", "tiny", "empty", "lengths", "matrix"],
 )
 def test_bad_settings_are_refused_before_anything_compiles(fields, message, tiny):
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.training import Leaderboard, Result, RunFolderError
+from msrl_jax.training import Leaderboard, Result, ResumeWarning, RunFolderError
 
 from ..algorithms.random_walk import RandomWalk
 
@@ -113,7 +114,7 @@ def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
             worker.wait()
         left = len(list((board / "workers").glob("*.lock")))
         assert left >= 2
-        begun = len(Leaderboard.open(board).rounds)
+        begun = len(Leaderboard(board).rounds)
         workers.append(start(4, "a2c"))
         wait_for(board, begun + 4)
     finally:
@@ -121,7 +122,7 @@ def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
             worker.kill()
             worker.wait()
             worker.stdout.close()
-    found = Leaderboard.open(board)
+    found = Leaderboard(board)
     best = [row["best"] for row in found.rounds]
     assert best == sorted(best) and {"a2c", "impala"} == {row["algorithm"] for row in found.rounds}
     assert 1 <= len(found.entries) <= 3 and found.best.score == best[-1]
@@ -133,7 +134,7 @@ def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
 
 def wait_for(board, rounds):
     end = time.monotonic() + 240
-    while not (board / "leaderboard.json").exists() or len(Leaderboard.open(board).rounds) < rounds:
+    while not (board / "leaderboard.json").exists() or len(Leaderboard(board).rounds) < rounds:
         assert time.monotonic() < end
         time.sleep(0.2)
 
@@ -145,7 +146,7 @@ def test_the_command_line(tmp_path):
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout.splitlines()[-1])
-    assert entries[0]["algorithm"] == "a2c" and len(Leaderboard.open(tmp_path / "board").rounds) == 3
+    assert entries[0]["algorithm"] == "a2c" and len(Leaderboard(tmp_path / "board").rounds) == 3
     done = subprocess.run([str(x) for x in [*command, "--env", "Acrobot-v1"]], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "has env='CartPole-v1', and cannot go on with env='Acrobot-v1'" in done.stderr
 
@@ -155,12 +156,15 @@ def test_the_command_line(tmp_path):
     [
         ({"round_steps": 0}, "round_steps=0: use an integer"),
         ({"fresh": 1.5}, "fresh=1.5: use a probability"),
+        ({"fresh": None}, "fresh=None: use a probability"),
+        ({"target": float("nan")}, "target=nan: use a finite number"),
+        ({"round_steps": 1024}, "round_steps=1024 is more than total_steps=512"),
         ({"learning_rate": [1e-3, 1e-4]}, "learning_rate has several values, but a member has one"),
         ({"algo": "self_play", "env": "RockPaperScissors"}, "needs returns that tell which member is better"),
         ({"size": 0}, "size=0: use an integer"),
         ({"policy": "Nowhere"}, "Nowhere"),
     ],
-    ids=["round", "fresh", "several", "ranked", "size", "policy"],
+    ids=["round", "fresh", "no fresh", "target", "long", "several", "ranked", "size", "policy"],
 )
 def test_bad_input_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -172,15 +176,38 @@ def test_other_folders_are_refused(tmp_path):
     with pytest.raises(RunFolderError, match=r"holds other files \(thesis.tex\)"):
         msrl.compete(tmp_path, "a2c", round_steps=128)
     with pytest.raises(RunFolderError, match="holds no leaderboard"):
-        Leaderboard.open(tmp_path)
+        Leaderboard(str(tmp_path)).best  # noqa: B018
     board = Leaderboard.make(tmp_path / "board", "Env", 2)
     with pytest.raises(RunFolderError, match="has size=2, and cannot go on with size=3"):
         Leaderboard.make(board.path, "Env", 3)
     with pytest.raises(ValueError, match="has no members yet"):
         _ = board.best
+    with pytest.raises(RunFolderError, match=r"has env_params=None, and cannot go on with env_params=\{'gravity': '1.0'\}"):
+        Leaderboard.make(board.path, "Env", 2, {"gravity": "1.0"})
     (board.path / "leaderboard.json").write_text("{")
     with pytest.raises(RunFolderError, match="is damaged"):
         Leaderboard.make(board.path, "Env", 2)
+
+
+def test_a_damaged_member_is_left_out(tmp_path, one_device):
+    options = {"devices": one_device, "seed": 0, "fresh": 0.0, **ROUND, **SMALL}
+    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, **options)
+    (entry,) = board.entries
+    shutil.rmtree(entry.path / "checkpoints")
+    with pytest.warns(ResumeWarning, match=f"member {entry.id} cannot be read, and a new run begins"):
+        msrl.compete(board.path, "a2c", RandomWalk(), rounds=1, **options)
+    assert board.rounds[-1]["parent"] is None and len(board.entries) == 2
+    (entry.path / "entry.json").write_text("{")
+    with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* left out"):
+        assert len(board.entries) == 1
+
+
+def test_members_that_have_done_all_their_steps_are_drawn_no_more(tmp_path, one_device):
+    options = {"devices": one_device, "seed": 0, "fresh": 0.0, "rounds": 1, "eval_episodes": 4, **SMALL}
+    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), round_steps=128, total_steps=512, **options)
+    msrl.compete(board.path, "a2c", RandomWalk(), round_steps=128, total_steps=128, **options)
+    assert [row["parent"] for row in board.rounds] == [None, None]
+    assert sorted(entry.finished for entry in board.entries) == [False, True]
 
 
 def test_a_time_limit_and_a_target_end_a_worker(tmp_path, one_device):

@@ -17,6 +17,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.training import checkpoint, resume
+from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.progress import Progress
 from msrl_jax.training.result import Result
 from msrl_jax.training.settings import whole_iterations
@@ -145,7 +146,13 @@ class Common:
         result = Result.load(path, env=self._env_object, env_params=self.env_params)
         per_iteration = result.behavior.agent.steps_per_iteration
         iterations = min(math.ceil(until / per_iteration), self.total_steps // per_iteration)
-        return result if len(result.history["iteration"]) and result.history["iteration"][-1] >= iterations else None
+        done = int(result.history["iteration"][-1]) if len(result.history.get("iteration", ())) else 0
+        if done > iterations:
+            raise RunFolderError(
+                f"the run in {path} has done {done * per_iteration} steps, and this sweep compares it after "
+                f"{iterations * per_iteration}; restore its folder, or sweep in another one"
+            )
+        return result if done == iterations else None
 
 
 def returns(result: Result) -> np.ndarray:

@@ -108,6 +108,8 @@ def sweep(
     seed, episodes = check_seed(seed, seeds), whole("eval_episodes", eval_episodes, least=0)
     wanted = plan.trials_at_once(members_at_once, seeds)
     algorithm = algorithms.get(algo)
+    if resume and not fields:
+        raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
     axes, constants = read_axes(algorithm, fields)
     distribution = resolve_policy(policy)
     path = None if out is None else as_path("out", out).absolute()
