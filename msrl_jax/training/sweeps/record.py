@@ -1,7 +1,7 @@
 """A sweep on disk: its folder has the trials from the start, a run's folder for each run, and the table at the end.
 
     sweep.json   what the sweep computes, its programs, and its trials
-    rung-R/program-P/batch-B/   the folder of a run
+    stage-S/program-P/batch-B/   the folder of a run
     table.json   what became of every trial; table.csv holds the same
     lock         held by the process that writes to the folder
 """
