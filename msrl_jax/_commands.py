@@ -84,7 +84,8 @@ class Train(Where):
 class Sweep(Where):
     """Train many settings of an algorithm, side by side, and rank them.
 
-    A flag of the config that takes a number takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2.
+    A flag of the config that takes a number takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2; one of words
+    or sequences does too, such as --activation tanh,relu --hidden-sizes 64 64,128.
 
     Attributes:
       algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.

@@ -78,6 +78,37 @@ _NUMBERS_OR_NONE = _primitive("{None}|FLOAT[,FLOAT...]", lambda text: None if te
 _SPEC = _primitive("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
 
 
+def _options(kind: Any) -> PrimitiveConstructorSpec:
+    """Reads the values of a field of words, or of sequences (items separated by spaces); a list if there are several."""
+    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+    sequence = next((part for part in alternatives if typing.get_origin(part) is tuple), None)
+    words = [word for part in alternatives if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+    known: dict[str, Any] = {str(word): word for word in [*words, *[None] * (type(None) in alternatives)]}
+
+    def one(text: str) -> Any:
+        if sequence is not None:
+            item = whole_number if int in typing.get_args(sequence) else str
+            return tuple(map(item, text.split()))
+        if text.strip() not in known:
+            raise ValueError(f"{text.strip()!r} is not one of {', '.join(known)}")
+        return known[text.strip()]
+
+    def several(given: list[str]) -> Any:
+        texts = " ".join(given).split(",")
+        if len(texts) > 1 and not all(map(str.strip, texts)):
+            raise ValueError(f"{' '.join(given)!r} has an empty value; separate values by single commas")
+        found = list(map(one, texts))
+        return found if len(found) > 1 else found[0]
+
+    metavar = "VALUE[,VALUE...]" if sequence is None else "ITEM [ITEM...][,ITEM [ITEM...]...]"
+    if known:
+        metavar = f"{{{','.join(known)}}}[,...]"
+    return PrimitiveConstructorSpec(
+        nargs="*", metavar=metavar, instance_from_str=several, is_instance=lambda x: True,
+        str_from_instance=lambda x: list(map(str, x)) if isinstance(x, tuple) else [str(x)],
+    )  # fmt: skip
+
+
 def values_of(argv: Sequence[str], flag: str) -> list[str]:
     """The values of a flag, read before parsing, because they decide which other flags exist."""
     values: list[str] = []
@@ -133,6 +164,8 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
         parts = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
         if swept and {int, float} & set(parts):
             kind = Annotated[Any, _SPEC]
+        elif swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in parts}:
+            kind = Annotated[Any, _options(kind)]
         elif field.name in several:
             kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
         about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))

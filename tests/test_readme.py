@@ -328,7 +328,9 @@ def test_the_command_line_understands_the_examples(line, monkeypatch):
     assert cli.main([command, *arguments]) == 0
     args, config = seen["given"]
     assert seen["devices"] == (8 if "--cpu-devices 8" in line else None)
-    assert config == ({"learning_rate": 3e-4} if "--learning-rate" in line else {})
+    rates = {"3e-4": 3e-4, "1e-4,3e-4": (1e-4, 3e-4), "1e-4,3e-4,1e-3": (1e-4, 3e-4, 1e-3)}
+    given = arguments[arguments.index("--learning-rate") + 1] if "--learning-rate" in arguments else None
+    assert config == ({"learning_rate": rates[given]} if given else {})
     named = getattr(args, "policy", ())
     for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
@@ -342,12 +344,12 @@ def test_settings_and_sweeps(run_sections):
 
 
 def test_tournaments(run_sections):
-    (namespace,), _ = run_sections(POPULATIONS, "Tournaments")
+    (namespace,), _ = run_sections(POPULATIONS, "Tournaments", steps=40_960)
     assert len(namespace["board"].rounds) == 4
 
 
 def test_population_based_training(run_sections):
-    (namespace,), _ = run_sections(POPULATIONS, "Population based training")
+    (namespace,), _ = run_sections(POPULATIONS, "Population based training", steps=30 * 2048)
     result = namespace["result"]
     assert result.members == 8 and result.history["pbt/learning_rate"].shape[1] == 8
     assert Path("lineage.png").exists()

@@ -134,6 +134,12 @@ def arrays(settings: Settings, seeds: int) -> dict[str, np.ndarray]:
     return {name: np.repeat(np.asarray(values, np.float32), seeds) for name, values in settings.items()}
 
 
+_BRANCHES = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+)  # fmt: skip
+"""What JAX raises if Python needs the value of an array in a trace."""
+
+
 @functools.cache
 def _with_hyperparameters(state: type) -> Any:
     """The state of an agent with one more field."""
@@ -155,6 +161,11 @@ def tuned(build: Callable[[Any], Agent], config: Any, settings: Settings) -> Age
     agent = build(config)
     kind = type(agent.axes)
     larger = _with_hyperparameters(kind)
+    note = (
+        f"The members of this run differ in {', '.join(settings)} of {type(config).__name__}, so the program holds them "
+        "as arrays. If the algorithm branches on such a field in Python, or converts it to a number, its type should be float "
+        "and not Tunable: members cannot differ in it then. Else use jnp.where in place of the branch."
+    )
 
     def of(state: Any) -> tuple[Agent, Any, dict[str, jax.Array]]:
         values = getattr(state, FIELD)
@@ -170,6 +181,17 @@ def tuned(build: Callable[[Any], Agent], config: Any, settings: Settings) -> Age
         state, metrics = member.iteration(state)
         return larger(*state, values), metrics
 
+    def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except _BRANCHES as error:
+                error.add_note(note)
+                raise
+
+        return call
+
     def act(state: Any, *args: Any) -> Any:
         member, state, _ = of(state)
         return member.act(state, *args)
@@ -180,6 +202,6 @@ def tuned(build: Callable[[Any], Agent], config: Any, settings: Settings) -> Age
         return member.probabilities(state, obs)
 
     return dataclasses.replace(
-        agent, init=init, iteration=iteration, act=act, axes=larger(*agent.axes, P()),
-        probabilities=None if agent.probabilities is None else probabilities,
+        agent, init=explained(init), iteration=explained(iteration), act=explained(act), axes=larger(*agent.axes, P()),
+        probabilities=None if agent.probabilities is None else explained(probabilities),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The lineage of a population: who copied whom, and which hyper-parameters were in effect when."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -51,12 +51,12 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: column[-1] for name, column in columns.items() if len(column)}
 
 
-def plot_lineage(history: Mapping[str, np.ndarray], every: int, *, unit: str, title: str) -> "Figure":
+def plot_lineage(history: Mapping[str, np.ndarray], pbt: Mapping[str, Any], *, unit: str, title: str) -> "Figure":
     """Draws the hyper-parameters of all members against steps, with a line to each member from the one that it copied.
 
     Args:
       history: the columns of a run.
-      every: iterations between two exploits.
+      pbt: the specification as plain data (`PBT.to_json`).
       unit: the unit of steps.
       title: title of the figure.
 
@@ -75,11 +75,11 @@ def plot_lineage(history: Mapping[str, np.ndarray], every: int, *, unit: str, ti
         values = history[f"{_PREFIX}{name}"]
         for member, column in enumerate(values.T):
             panel.hlines(column, begins, ends, color=f"C{member % 10}", lw=1.5)
-        for step, member, parent in copies(history, every):
+        for step, member, parent in copies(history, pbt["every"]):
             after = int(np.searchsorted(begins, step))
             line = values[after - 1, parent], values[after, member]
             panel.plot([step, step], line, color=f"C{parent % 10}", lw=0.7, marker=".")
-        panel.set_yscale("log" if (values > 0).all() and values.max() > 10 * values.min() else "linear")
+        panel.set_yscale("log" if pbt["search"][name].startswith("log") else "linear")
         panel.set_ylabel(name.replace("_", " "))
         panel.grid(alpha=0.3)
     panels[-1, 0].set_xlabel(unit)

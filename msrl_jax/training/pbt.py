@@ -110,6 +110,8 @@ class PBT:
                     f"{name}={value!r}: PBT.search changes it; leave it out, or give the {self.members} initial values of the "
                     "members"
                 )
+            if name in self.search:
+                self._check_initial(name, value)
             if name not in self.search and name in tunable and several:
                 raise ValueError(
                     f"{name}={value!r}: members differ in it, but PBT.search does not name it; add it there, or give one number"
@@ -120,6 +122,15 @@ class PBT:
                     algorithm.make_config(config, {**fixed, name: value})
                 except ValueError as error:
                     raise ValueError(f"PBT.search: {in_words({name: value})} of {name}={distribution}: {error}") from None
+
+    def _check_initial(self, name: str, values: Any) -> None:
+        distribution, (low, high) = self.search[name], self.limits(name)
+        for member, value in enumerate(map(float, values)):
+            if not low <= value <= high or (distribution.kind == "choice" and value not in distribution.numbers):
+                raise ValueError(
+                    f"{name}={value:g} of member {member} does not lie in PBT.search, {distribution}; give an initial value "
+                    "that does, or a wider range"
+                )
 
     def check_chunk(self, chunk: int) -> None:
         """Raises ValueError unless chunks of so many iterations end at the exploits."""

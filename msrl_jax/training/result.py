@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,16 +16,14 @@ from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.training import checkpoint, folder, resume
+from msrl_jax.training import stored
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
-from msrl_jax.training.history import last_mean, stack_rows
+from msrl_jax.training.history import last_mean
 from msrl_jax.training.hyperparameters import in_words, settings_of
 from msrl_jax.training.lineage import plot_lineage
 from msrl_jax.training.plot import plot_history
-from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.selection import select_member, select_settings
-from msrl_jax.training.setup import resolve
 from msrl_jax.training.summary import describe, summarize
 
 if TYPE_CHECKING:
@@ -378,7 +375,7 @@ class Result:
         if not pbt or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
         figure = plot_lineage(
-            self.history, pbt["every"], unit=self.behavior.agent.unit,
+            self.history, pbt, unit=self.behavior.agent.unit,
             title=f"{self.description['algorithm']} on {self.description['env']}",
         )  # fmt: skip
         if path is not None:
@@ -397,36 +394,7 @@ class Result:
         Raises:
           ValueError: if `path` exists and is not an empty folder.
         """
-        path = Path(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ValueError(f"{path} exists and is not an empty folder; name another one, or delete it first")
-        beside = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        folder.write_json(beside / folder.CONFIG, self.description)
-        count = len(self.history.get("step", ()))
-        folder.append_rows(beside, [{name: column[i] for name, column in self.history.items()} for i in range(count)])
-        writer = checkpoint.CheckpointWriter(beside, keep=1)
-        iteration = int(self.history["iteration"][-1]) if count else 0
-        progress = {
-            "rows": count, "evaluation": self.evaluation, "registers": self.description.get("registers", {}),
-            "recorded": None, "wall_seconds": self.wall_seconds, "compile_seconds": self.compile_seconds,
-            **{name: self.timings.get(name, 0.0) for name in TIMINGS},
-        }  # fmt: skip
-        try:
-            writer.save(iteration, self.behavior.agent.without_data(self.state), self.registers, progress, None)
-            writer.wait()
-        finally:
-            writer.close()
-        self.finish(beside)
-        os.replace(beside, path)
-        return path
-
-    def finish(self, path: Path) -> None:
-        """Adds the evaluation and the summary to the folder of the run."""
-        if self.evaluation is not None:
-            folder.write_json(path / folder.EVALUATION, self.evaluation, indent=None)
-        folder.write_json(path / folder.SUMMARY, self.summary())
+        return stored.save(self, Path(path))
 
     @classmethod
     def load(
@@ -454,38 +422,4 @@ class Result:
         Raises:
           RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
         """
-        path = Path(path)
-        description = resume.read_description(path)
-        if env is None and description["env_spec"] is None:
-            raise folder.RunFolderError(
-                f"the run in {path} was trained on an environment object ({description['env']}); give it again: "
-                "Result.load(path, env=...)"
-            )
-        setup = resolve(
-            description["algorithm"], env or description["env_spec"], seed=description["seed"],
-            seeds=description["seeds"], config=resume.config_of(description),
-            env_params=resume.env_params_of(description, env_params, f"the run in {path}"),
-            settings=description.get("settings"), pbt=description.get("pbt"),
-        )  # fmt: skip
-        saved, state, registers = resume.load_agent(path, checkpoint, setup)
-        resume.check_settings(path, description, saved)
-        progress = saved.progress
-        rows = folder.read_rows(path, progress["rows"])
-        summary: dict[str, Any] = {}
-        if (path / folder.SUMMARY).exists() and checkpoint == "newest":
-            summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds")
-        return cls(
-            history=stack_rows(rows),
-            config=setup.config,
-            state=state,
-            status=summary.get("status", "unfinished"),
-            stop_reason=summary.get("stop_reason", ""),
-            compile_seconds=summary.get("compile_seconds", progress["compile_seconds"]),
-            wall_seconds=summary.get("wall_seconds", progress["wall_seconds"]),
-            timings={name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
-            evaluation=resume.read_evaluation(progress["evaluation"]),
-            description=description,
-            behavior=setup.behavior,
-            registers=registers,
-            folder=path,
-        )
+        return cls(**stored.load(Path(path), env, env_params, checkpoint))

@@ -12,7 +12,7 @@ from typing import Any
 
 from msrl_jax._checks import whole
 from msrl_jax.data.experience import at_rest
-from msrl_jax.training import processes, stopping
+from msrl_jax.training import processes, stopping, stored
 from msrl_jax.training.checkpoint import CheckpointWriter
 from msrl_jax.training.folder import CONFIG, SaveWarning
 from msrl_jax.training.result import Result
@@ -170,7 +170,7 @@ def complete_folder(result: Result, path: Path, error: OSError | None) -> Result
         error = FileNotFoundError(f"its {CONFIG} is gone")
     if error is None:
         try:
-            result.finish(path)
+            stored.finish(result, path)
             return result
         except OSError as problem:
             error = problem

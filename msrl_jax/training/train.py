@@ -17,7 +17,7 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.training import checkpoint, folder, processes, stopping
+from msrl_jax.training import checkpoint, folder, processes, stopping, stored
 from msrl_jax.training.begin import begin
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
 from msrl_jax.training.guard import DivergedError, Finding, GuardPolicy
@@ -229,7 +229,7 @@ def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Res
     if result.status == "unfinished":
         result = dataclasses.replace(result, status="finished")
         if processes.is_first():
-            result.finish(saved.path)
+            stored.finish(result, saved.path)
     return result
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import gymnasium
@@ -30,16 +31,22 @@ def children():
 
 
 def test_a_run_goes_on_when_its_workers_are_killed(caplog):
-    killed, over = [], threading.Event()
+    killed, all_step, over, begun = [], threading.Event(), threading.Event(), time.monotonic()
+
+    def noticed():
+        return caplog.text.count("the worker ended with code -9")
 
     def kill():
+        all_step.wait(60)  # a worker that never stepped has fewer tries
         while len(killed) < 10 and not over.wait(0.7):
             if pids := children():
                 os.kill(pids[len(killed) % len(pids)], signal.SIGKILL)
                 killed.append(pids)
 
     def enough(tick):
-        return len(killed) == 10
+        if tick.metrics["absent"] == 0:
+            all_step.set()
+        return noticed() == 10 or time.monotonic() - begun > 120
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -49,7 +56,7 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
         over.set()
         killer.join()
     history = result.history
-    assert len(killed) == 10 and caplog.text.count("the worker ended with code -9") == 10
+    assert len(killed) == 10 and noticed() == 10
     np.testing.assert_array_equal(np.diff(history["step"]), 2 * 8 * 32)  # every step of the run was taken
     absent = history["absent"]
     assert 0 < absent.mean() < 0.9 and absent.min() == 0
@@ -75,7 +82,7 @@ def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(ValueError, match=r"seeds=2: .* gymnasium:Pendulum-v1 is simulated on the host; run one seed after"):
+    with pytest.raises(ValueError, match=r"seeds=2: .* gymnasium:Pendulum-v1 is simulated on the host; run one after another"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, seeds=2, **SMALL)
     with pytest.raises(ValueError, match="env_groups=2: a run whose steps are recorded takes env_groups=1"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, record="x.npz", env_groups=2, **SMALL)

@@ -6,7 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax import algorithms, envs
 from msrl_jax.training import Result
+from msrl_jax.training.hyperparameters import tuned
 from msrl_jax.training.setup import resolve
 
 from .test_members import ENV, assert_member
@@ -187,3 +189,16 @@ def test_what_is_not_finite_is_told_with_the_setting_of_its_member(tiny, one_dev
 def test_a_population_that_does_not_fit_says_how_many_bytes(tiny):
     with pytest.raises(ValueError, match=r"bytes"):
         msrl.train("dqn", ENV, seeds=100_000, learning_rate=[1e-3, 1e-4], capacity=100_000, total_steps=1e6, progress=False)
+
+
+def test_an_algorithm_that_branches_on_a_field_is_told_so(tiny):
+    algorithm = algorithms.get("ppo")
+    config = algorithm.make_config(None, {"total_steps": 64, **tiny})
+
+    def build(config):
+        return algorithm.build(envs.make(ENV), config) if config.learning_rate > 0 else None
+
+    agent = tuned(build, config, {"learning_rate": (1e-3, 1e-2)})
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        jax.eval_shape(agent.init, jax.random.key(0), {"learning_rate": np.float32(1e-3)})
+    assert "differ in learning_rate of PPOConfig" in raised.value.__notes__[0]

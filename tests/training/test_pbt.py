@@ -405,7 +405,8 @@ def test_settings_summary_and_text(trained):
 
 
 def test_lineage_is_drawn(trained, tmp_path, members):
-    trained.plot_lineage(tmp_path / "lineage.png")
+    figure = trained.plot_lineage(tmp_path / "lineage.png")
+    assert [panel.get_yscale() for panel in figure.axes] == ["linear", "log"], "as entropy_coef and learning_rate are drawn"
     assert (tmp_path / "lineage.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="this run has no lineage; train with pbt"):
         members.plot_lineage()
@@ -431,6 +432,19 @@ def test_initial_values_may_be_given():
     result = train(learning_rate=rates, total_steps=4 * STEPS, eval_episodes=0)
     assert [s["learning_rate"] for s in result.settings] == rates
     np.testing.assert_array_equal(result.history["pbt/learning_rate"][0], np.float32(rates))
+
+
+@pytest.mark.parametrize(
+    ("search", "message"),
+    [
+        (envs.log_uniform(1e-3, 3e-3), r"learning_rate=0.004 of member 3 does not lie in PBT.search, log_uniform"),
+        (envs.choice([1e-3, 2e-3, 4e-3]), r"learning_rate=0.003 of member 2 does not lie in PBT.search, choice"),
+    ],
+    ids=["range", "options"],
+)
+def test_initial_values_lie_in_the_search(search, message):
+    with pytest.raises(ValueError, match=message):
+        train(learning_rate=[1e-3, 2e-3, 3e-3, 4e-3], pbt=dataclasses.replace(FOUR, search={"learning_rate": search}))
 
 
 def test_slow_members_are_left_alone():

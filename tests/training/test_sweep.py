@@ -13,7 +13,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
 from msrl_jax.training.folder import RunFolderError
-from msrl_jax.training.sweeps import plan
+from msrl_jax.training.sweeps import batch, plan
 from msrl_jax.training.sweeps.halving import rung_steps, survivors
 from msrl_jax.training.sweeps.space import choose, read_axes
 from msrl_jax.training.sweeps.trials import Trial
@@ -355,24 +355,25 @@ def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
 
     whole = start("whole")
     killed = 0
-    for after in ("stage-0, run 2", "stage-1"):
-        process, wanted = start("killed"), after.replace("-", " ", 1)
+    for after, by in (("stage 0, run 2", signal.SIGKILL), ("stage 1", signal.SIGINT), ("stage 1", signal.SIGKILL)):
+        process = start("killed")
         for line in process.stderr:
-            if line.startswith(wanted):
+            if line.startswith(after):
                 time.sleep(2.5)
-                process.send_signal(signal.SIGKILL)
+                process.send_signal(by)
                 killed += 1
                 break
-        process.communicate()
+        out, _ = process.communicate(timeout=200)
+        assert out == ("interrupted\n" if by == signal.SIGINT else "")
     process = start("killed")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert whole.communicate(timeout=200)[0] == "finished\n" == out and killed == 2
+    assert whole.communicate(timeout=200)[0] == "finished\n" == out and killed == 3
     for table in ("table.csv", "table.json"):
         assert (tmp_path / "killed" / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
 
 
-def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path):
+def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, monkeypatch):
     pytest.importorskip("optuna")
 
     def sweep(out, **options):
@@ -385,6 +386,19 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path):
     assert len(found.trials) == 6 and sorted(t.rank for t in found.trials) == [1, 2, 3, 4, 5, 6]
     assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
     assert sweep("sweep").trials == found.trials
+
+    calls, train = [], batch.train
+
+    def train_once(*args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) > 1:
+            raise RuntimeError("the machine is gone")
+        return train(*args, **kwargs)
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
+        patched.setattr(batch, "train", train_once)
+        sweep("half")
+    assert sweep("half").trials == found.trials
 
 
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
@@ -408,6 +422,22 @@ def test_the_command_line_sweeps(tmp_path, capsys):
     assert cli.main(words) == 2 and "already holds a sweep" in capsys.readouterr().err
     assert cli.main(["sweep", "--learning-rate", "log:1e-4", "--num", "2"]) == 2
     assert "PPOConfig.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
+
+
+def test_words_and_sequences_are_swept_on_the_command_line(capsys):
+    def parsed(*words):
+        return cli._flags.parse("msrl-jax sweep", cli.Sweep, words)[1]
+
+    assert parsed("--hidden-sizes", "64", "64,128", "--activation", "relu,tanh") == {
+        "hidden_sizes": [(64, 64), (128,)], "activation": ["relu", "tanh"],
+    }  # fmt: skip
+    assert parsed("--hidden-sizes", "64", "64", "--activation", "relu") == {"hidden_sizes": (64, 64), "activation": "relu"}
+    for words, message in (
+        (["--activation", "relu,gelub"], "'gelub' is not one of tanh, relu"),
+        (["--hidden-sizes", "64,6x"], "'6x' is not a whole number"),
+        (["--hidden-sizes", "64,"], "'64,' has an empty value"),
+    ):
+        assert cli.main(["sweep", *words]) == 2 and message in capsys.readouterr().err
 
 
 def test_several_numbers_of_a_flag_are_several_members(capsys):

@@ -46,6 +46,7 @@ def plot_sweep(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Fi
             panel.set_xticks(range(len(labels)), labels)
         elif _is_log(axis):
             panel.set_xscale("log")
+            _few_ticks(panel, at)
         elif axis.values.kind == "choice":
             panel.set_xticks(sorted({*at}))
     panels[0].set_ylabel("return")
@@ -53,6 +54,13 @@ def plot_sweep(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Fi
     figure.suptitle(title)
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure
+
+
+def _few_ticks(panel: Any, at: np.ndarray) -> None:
+    """Labels three places of a logarithmic axis, by one digit each: a narrow panel has no room for more."""
+    ticks = sorted({float(f"{x:.1g}") for x in np.geomspace(at.min(), at.max(), 3)})
+    panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    panel.set_xticks([], minor=True)
 
 
 def _is_log(axis: Axis) -> bool:
