@@ -124,9 +124,13 @@ class PBT:
                     raise ValueError(f"PBT.search: {in_words({name: value})} of {name}={distribution}: {error}") from None
 
     def _check_initial(self, name: str, values: Any) -> None:
-        distribution, (low, high) = self.search[name], self.limits(name)
-        for member, value in enumerate(map(float, values)):
-            if not low <= value <= high or (distribution.kind == "choice" and value not in distribution.numbers):
+        distribution = self.search[name]
+        options = np.asarray(distribution.numbers, np.float32)
+        for member, given in enumerate(values):
+            if not isinstance(given, numbers.Real | np.generic | jax.Array):
+                continue  # what is no number is refused with the other fields
+            value = np.float32(given)  # as members have it
+            if not options.min() <= value <= options.max() or (distribution.kind == "choice" and value not in options):
                 raise ValueError(
                     f"{name}={value:g} of member {member} does not lie in PBT.search, {distribution}; give an initial value "
                     "that does, or a wider range"

@@ -447,6 +447,12 @@ def test_initial_values_lie_in_the_search(search, message):
         train(learning_rate=[1e-3, 2e-3, 3e-3, 4e-3], pbt=dataclasses.replace(FOUR, search={"learning_rate": search}))
 
 
+def test_bounds_rounded_to_float32_lie_in_the_search():
+    pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-6, 1e-3)}, members=2)
+    rounded = [float(np.float32(1e-6)), float(np.float32(1e-3))]
+    assert rounded[0] < 1e-6 and resolve("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt).members == 2
+
+
 def test_slow_members_are_left_alone():
     result = train(pbt=dataclasses.replace(FOUR, min_episodes=10_000), total_steps=8 * STEPS, eval_episodes=0)
     assert (result.history["pbt/parent"] == np.arange(4)).all()
