@@ -36,7 +36,7 @@ def test_a_member_is_the_run_with_its_setting_and_seed(swept, options, setting, 
         "ppo", ENV, seed=3 + seed, learning_rate=RATES[setting], discount=DISCOUNTS[setting], eval_every=2 * 64, **options
     )
     assert_member(swept, 3 * setting + seed, alone)
-    assert_close(swept.member_state(3 * setting + seed).params, alone.state.params)
+    assert_near(swept.member_state(3 * setting + seed).params, alone.state.params)
     assert swept.settings[3 * setting + seed] == {
         "seed": 3 + seed, "learning_rate": RATES[setting], "discount": DISCOUNTS[setting],
     }  # fmt: skip
@@ -72,10 +72,10 @@ def test_twelve_members_are_the_same_under_every_policy(policy, devices, options
     split = msrl.train("ppo", ENV, policy=policy, **few | {"devices": jax.devices()[:devices]})
     for name in ("entropy", "learning_rate", "episode_length"):
         np.testing.assert_allclose(split.history[name], one.history[name], rtol=1e-4, atol=1e-5, err_msg=name)
-    assert_close(split.state.params, one.state.params)
+    assert_near(split.state.params, one.state.params)
 
 
-def assert_close(params, others):
+def assert_near(params, others):
     """That parameters differ by less than 1e-5 of the largest one of their array."""
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
