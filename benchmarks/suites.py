@@ -46,7 +46,10 @@ def playground(name: str, num_envs: int) -> Loop:
     config.update({"impl": "jax"} if "impl" in config else {})
     own = package.registry.load(name, config)
     env = package.wrapper.wrap_for_brax_training(own, config.episode_length, config.get("action_repeat", 1))
-    return env.reset, lambda state, action, keys: env.step(state, action)
+    return (  # its wrapper counts the dimensions of untyped keys
+        lambda keys: env.reset(jax.random.key_data(keys)),
+        lambda state, action, keys: env.step(state, action),
+    )
 
 
 def craftax(name: str, num_envs: int) -> Loop:

@@ -2,8 +2,8 @@
 
 A vectorized environment computes a reset in every step of every copy, because a program without branches has to. Here every
 copy has a spare first state, which it takes when its episode ends, and in each step only one of `ratio` adjacent copies gets a
-new spare, in turns. (Craftax's optimistic resets, Matthews et al. 2024, arXiv 2402.16801, share fresh states among the copies
-instead, so copies whose episodes end in the same step may get the same state.)
+new spare, in turns; of fewer copies, one gets it every few steps. (Craftax's optimistic resets, Matthews et al. 2024, arXiv
+2402.16801, share fresh states among the copies instead, so copies whose episodes end in the same step may get the same state.)
 """
 
 from collections.abc import Callable
@@ -30,8 +30,9 @@ class ResetPool:
 
     Attributes:
       env: the environment, of one agent.
-      ratio: steps between two resets of a copy. With a number of copies that it does not divide, their greatest common divisor
-        counts.
+      ratio: steps between two resets of a copy. Their greatest common divisor with the number of copies is how many adjacent
+        copies share the resets. If that is less than `ratio`, not every step computes resets: a branch decides, in which the
+        devices of a run agree. (A run of several members has no such branch, so each step computes resets there.)
     """
 
     env: Environment
@@ -86,7 +87,7 @@ class Spares(NamedTuple):
     Attributes:
       first: the state and the observation with which each environment's next episode begins. `[E, ...]`
       used: whether an episode has begun with the spare. `[E]` bool
-      turn: which copy of a group gets the next spare; the same in all. `[E]` int32
+      turn: steps since the first copy of a group got a spare, below `ratio`; the same for all copies. `[E]` int32
       starts: number of episodes that began since `pop_repeats`, but the first. `[E]` float32
       repeats: number of these that began with a used spare. `[E]` float32
     """
@@ -104,8 +105,10 @@ def fill(first: tuple[PyTree, PyTree]) -> Spares:
     return Spares(first, zero > 0, zero.astype(jnp.int32), zero, zero)
 
 
-def renew(reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int) -> Spares:
-    """Gives a new spare to one copy of each group, whose turn it is.
+def renew(
+    reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int, group: int
+) -> Spares:
+    """Gives a new spare to one copy of each group, if it is the turn of one.
 
     Groups of adjacent copies that are on one device need no communication.
 
@@ -113,27 +116,29 @@ def renew(reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments
       reset: makes the state and the observation of one copy.
       spares: the spares.
       arguments: the arguments of `reset` for each copy. `[E, ...]`
-      ratio: size of a group; it divides the number of copies.
+      ratio: steps between two resets of a copy.
+      group: size of a group; it divides the number of copies and `ratio`.
 
     Returns:
       The spares before the copies take them.
     """
 
     def grouped(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, ratio, *x.shape[1:])
+        return x.reshape(x.shape[0] // group, group, *x.shape[1:])
 
-    turn = grouped(spares.turn)[:, 0]
+    turn, period = grouped(spares.turn)[:, 0], ratio // group
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn, new).reshape(old.shape)
+        return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn // period, new).reshape(old.shape)
 
-    chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn), arguments)
-    fresh = jax.vmap(reset)(*chosen)
-    return spares._replace(
-        first=jax.tree.map(put, spares.first, fresh),
-        used=put(spares.used, jnp.zeros(turn.shape, bool)),
-        turn=(spares.turn + 1) % ratio,
-    )
+    def renewed(spares: Spares) -> Spares:
+        chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn // period), arguments)
+        first = jax.tree.map(put, spares.first, jax.vmap(reset)(*chosen))
+        return spares._replace(first=first, used=put(spares.used, jnp.zeros(turn.shape, bool)))
+
+    due = jnp.any(turn % period == 0)
+    spares = renewed(spares) if period == 1 else jax.lax.cond(due, renewed, lambda spares: spares, spares)
+    return spares._replace(turn=(spares.turn + 1) % ratio)
 
 
 def take(spares: Spares, done: jax.Array) -> Spares:

@@ -65,7 +65,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     _check(env)
     if has_masks(env):
         check_masks(env)
-    return Vectorized(with_masks(env), num_envs, math.gcd(num_envs, reset_pool.ratio_of(env)))
+    return Vectorized(with_masks(env), num_envs, reset_pool.ratio_of(env))
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class Vectorized:
     Attributes:
       env: the environment.
       num_envs: number of copies, `E`.
-      ratio: steps between two resets of a copy, which divides `num_envs`. Above 1, `ratio` adjacent copies share the resets, as
-        `ResetPool` says.
+      ratio: steps between two resets of a copy. Above 1, adjacent copies share the resets, as `ResetPool` says.
     """
 
     env: Environment
@@ -125,13 +124,15 @@ class Vectorized:
 
         spares, copies = state.spares, state.key.shape[0]
         if spares:
-            if copies % self.ratio:
+            group = math.gcd(self.num_envs, self.ratio)
+            if copies % group:
                 raise ValueError(
-                    f"{self.name}: ResetPool(ratio={self.ratio}) does not divide the {copies} copies stepped together; "
-                    f"use a ratio that divides num_envs / env_groups, such as {math.gcd(copies, self.ratio)}"
+                    f"{self.name}: ResetPool(ratio={self.ratio}) shares resets among {group} copies, which do not divide the "
+                    f"{copies} stepped together; use a ratio that divides num_envs / env_groups, such as "
+                    f"{math.gcd(copies, self.ratio)}"
                 )
             reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
-            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio)
+            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio, group)
 
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)

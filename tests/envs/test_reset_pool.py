@@ -1,6 +1,7 @@
 """`ResetPool`: whose first states copies get, in turns, written out; how much is computed; and the same run on more devices."""
 
 import dataclasses
+import math
 
 import chex
 import jax
@@ -49,9 +50,9 @@ def test_with_a_ratio_of_one_the_run_is_the_one_without_a_pool():
     assert plain[2].spares == ()
 
 
-@pytest.mark.parametrize("ratio", [2, 4, 8])
+@pytest.mark.parametrize("ratio", [2, 4, 8, 24, 11])
 def test_copies_begin_with_their_spares_which_are_renewed_in_turns(ratio):
-    env = Dice()
+    env, group = Dice(), math.gcd(ratio, E)
     venv = envs.vectorize(envs.ResetPool(env, ratio), E)
     assert isinstance(venv, envs.Vectorized) and venv.ratio == ratio
     first, steps, state = jax.jit(lambda: played(venv))()
@@ -68,7 +69,7 @@ def test_copies_begin_with_their_spares_which_are_renewed_in_turns(ratio):
             inner, obs, reward, terminated, truncated = step(step_key, inner, 0)
             np.testing.assert_array_equal(obs, steps.final_obs[t, i])
             np.testing.assert_array_equal(reward, steps.reward[t, i])
-            if t % ratio == i % ratio:
+            if t % ratio == i % group * (ratio // group):
                 spare, used = reset(reset_key), False
             if terminated or truncated:
                 starts, repeats, used, (inner, obs) = starts + 1, repeats + used, True, spare
@@ -112,8 +113,9 @@ def test_groups_on_devices_of_their_own_need_no_communication():
     chex.assert_trees_all_close(step(*args)[1], alone[1], rtol=1e-6)
 
 
-def test_training_is_the_same_under_another_policy_and_reports_repeated_starts():
-    env = envs.TimeLimit(envs.ResetPool(Dice(), 4), 9)
+@pytest.mark.parametrize("ratio", [4, 48])
+def test_training_is_the_same_under_another_policy_and_reports_repeated_starts(ratio):
+    env = envs.TimeLimit(envs.ResetPool(Dice(), ratio), 9)
     small = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (4,), "total_steps": 512, "progress": False}
     one, other = (
         msrl.train("ppo", env, policy=policy, **small) for policy in ("GPUOnly:num_devices=1", "MultiLearner:num_devices=4")
@@ -128,7 +130,7 @@ def test_what_cannot_be_pooled_is_refused():
         envs.ResetPool(Dice(), 0)
     with pytest.raises(TypeError, match="ResetPool takes environments of one agent, and Leaving has several"):
         envs.ResetPool(Leaving())
-    with pytest.raises(ValueError, match=r"ResetPool\(ratio=8\) does not divide the 4 copies .* env_groups, such as 4"):
+    with pytest.raises(ValueError, match=r"ResetPool\(ratio=8\) shares resets among 8 copies.* the 4 .* env_groups, such as 4"):
         msrl.train(
             "ppo", envs.ResetPool(Dice(), 8), num_envs=8, env_groups=2, unroll_length=2, num_minibatches=1, total_steps=16,
             devices=jax.devices()[:1], progress=False,

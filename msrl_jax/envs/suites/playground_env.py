@@ -3,16 +3,17 @@
 import subprocess
 from typing import Any
 
-from msrl_jax.envs.base import Environment
+from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
 from msrl_jax.envs.suites.brax_env import BraxEnvironment, limited
 
 
-def make(name: str, **params: Any) -> Environment:
+def make(name: str, *, reset_ratio: int = 512, **params: Any) -> ResetPool:
     """Builds an environment of MuJoCo Playground.
 
     Args:
       name: one of its names, such as "CheetahRun".
+      reset_ratio: steps between two resets of a copy (`ResetPool`), because some resets let the bodies fall for 200 steps.
       **params: values of the environment's config, such as `ctrl_dt`, `episode_length` and `action_repeat`. The physics is
         `impl="jax"`, the same on all platforms, unless it is given.
 
@@ -27,7 +28,7 @@ def make(name: str, **params: Any) -> Environment:
     common.check_name("MuJoCo Playground", name, registry.ALL_ENVS)
     full = f"playground:{name}"
     config = registry.get_default_config(name)
-    common.check_params(full, params, config)
+    common.check_params(full, params, {*config, "reset_ratio"})
     config.update({"impl": "jax"} if "impl" in config else {})
     values = {key: common.fit(f"{full}: {key}", x, config[key]) for key, x in params.items()}
     try:
@@ -38,4 +39,4 @@ def make(name: str, **params: Any) -> Environment:
             f"({error}); connect to the internet, or take one of the DeepMind Control Suite, such as playground:CheetahRun"
         ) from error
     config.update(values)
-    return limited(BraxEnvironment(env, full), config.episode_length, config.get("action_repeat", 1))
+    return ResetPool(limited(BraxEnvironment(env, full), config.episode_length, config.get("action_repeat", 1)), reset_ratio)

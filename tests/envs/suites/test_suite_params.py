@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
+from msrl_jax.envs.suites.brax_env import BraxEnvironment
 from msrl_jax.envs.suites.common import quiet
 
 
@@ -28,7 +29,10 @@ def changed(raw, field, values):
 def test_a_system_as_data_steps_like_the_suites_own(name, field, values):
     made = envs.make(name)
     env = envs.RandomizeParams(made, values)
-    theirs, action = changed(made.env.env, field, values), jnp.full(made.action_space.shape, 0.3)
+    inner = made
+    while not isinstance(inner, BraxEnvironment):
+        inner = inner.env
+    theirs, action = changed(inner.env, field, values), jnp.full(made.action_space.shape, 0.3)
 
     def ours(key):
         state, first = env.reset(key)

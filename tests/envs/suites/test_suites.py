@@ -92,7 +92,8 @@ def redo_jumanji(env, state, action, key):
 
 
 REDO = {
-    "brax": redo_brax, "playground": redo_brax, "craftax": redo_craftax, "xminigrid": redo_xminigrid, "jumanji": redo_jumanji,
+    "brax": redo_brax, "playground": lambda env, *given: redo_brax(env.env, *given), "craftax": redo_craftax,
+    "xminigrid": redo_xminigrid, "jumanji": redo_jumanji,
 }  # fmt: skip
 
 
@@ -199,8 +200,10 @@ def test_parameters_reach_the_suite():
     assert envs.make("xminigrid:MiniGrid-Empty-5x5", max_steps=7, view_size=3).observation_space.shape == (3, 3, 2)
     craftax = envs.make("craftax:Craftax-Classic-Symbolic-v1", max_timesteps=7, map_size=(32, 32))
     assert craftax.env.params.max_timesteps == 7 and craftax.env.env.static_env_params.map_size == (32, 32)
+    assert envs.make("playground:CartpoleBalance").ratio == 512
     assert craftax.ratio == 16 and envs.make("craftax:Craftax-Classic-Symbolic-v1:reset_ratio=1").ratio == 1
-    assert envs.make("playground:CartpoleBalance", episode_length=10, action_repeat=2).max_steps == 5
+    cartpole = envs.make("playground:CartpoleBalance", episode_length=10, action_repeat=2, reset_ratio=4)
+    assert cartpole.env.max_steps == 5 and cartpole.ratio == 4
 
 
 def test_what_is_broken_says_so():
