@@ -85,7 +85,7 @@ def run_sections(tmp_path, monkeypatch):
             assert (page, title) in RUN_HERE
             for code in blocks(page, title, "python"):
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
-                code = code if steps is None else re.sub(r"total_steps=[\d_]+", f"total_steps={steps}", code)
+                code = code if steps is None else re.sub(r"(total|round)_steps=[\d_]+", rf"\1_steps={steps}", code)
                 namespaces.append({"__name__": "page"})
                 with contextlib.redirect_stdout(output):
                     exec(compile(code, f"{page}: {title}", "exec"), namespaces[-1])
@@ -344,7 +344,7 @@ def test_settings_and_sweeps(run_sections):
 
 
 def test_tournaments(run_sections):
-    (namespace,), _ = run_sections(POPULATIONS, "Tournaments", steps=40_960)
+    (namespace,), _ = run_sections(POPULATIONS, "Tournaments")
     assert len(namespace["board"].rounds) == 4
 
 

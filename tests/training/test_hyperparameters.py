@@ -178,6 +178,7 @@ def test_bad_settings_are_refused_before_anything_compiles(fields, message, tiny
         msrl.train("ppo", ENV, seeds=2, total_steps=6 * 64, progress=False, **tiny | fields)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_told_with_the_setting_of_its_member(tiny, one_device):
     """A member with an absurd rate: halt names it, skip drops its updates only, rollback halves the rates in the state."""
     options = {"learning_rate": [1e-3, 1e38], "total_steps": 4 * 64, "chunk": 2, "progress": False, **tiny}
