@@ -5,7 +5,7 @@
 
 The suites differ in what a reset is: Brax and Playground go back to the first state of each environment, Jumanji draws a new
 one where an episode ended, and the others draw one in every step. Here, every episode begins with a new state; expensive ones
-come from a pool (Craftax). Both run the same number of environments on the same device, by turns.
+come from a pool (Craftax, Playground). Both run as many environments on the same device, by turns.
 """
 
 import argparse
@@ -27,8 +27,8 @@ Loop = tuple[Callable[[jax.Array], Any], Callable[[Any, Any, jax.Array], Any]]
 
 SIZES = {"brax": 64, "playground": 32, "craftax": 64, "xminigrid": 512, "jumanji": 256, "gymnax": 1024}
 NAMES = (
-    "brax:inverted_pendulum", "brax:halfcheetah", "playground:CartpoleBalance", "craftax:Craftax-Classic-Symbolic-v1",
-    "xminigrid:MiniGrid-EmptyRandom-8x8", "xminigrid:XLand-MiniGrid-R1-9x9", "jumanji:Snake-v1", "jumanji:Game2048-v1",
+    "brax:inverted_pendulum", "brax:halfcheetah", "playground:CartpoleBalance", "playground:CheetahRun",
+    "craftax:Craftax-Classic-Symbolic-v1", "xminigrid:MiniGrid-EmptyRandom-8x8", "xminigrid:XLand-MiniGrid-R1-9x9", "jumanji:Snake-v1", "jumanji:Game2048-v1",
     "CartPole-v1", "Breakout-MinAtar",
 )  # fmt: skip
 
