@@ -28,8 +28,8 @@ Loop = tuple[Callable[[jax.Array], Any], Callable[[Any, Any, jax.Array], Any]]
 SIZES = {"brax": 64, "playground": 32, "craftax": 64, "xminigrid": 512, "jumanji": 256, "gymnax": 1024}
 NAMES = (
     "brax:inverted_pendulum", "brax:halfcheetah", "playground:CartpoleBalance", "playground:CheetahRun",
-    "craftax:Craftax-Classic-Symbolic-v1", "xminigrid:MiniGrid-EmptyRandom-8x8", "xminigrid:XLand-MiniGrid-R1-9x9", "jumanji:Snake-v1", "jumanji:Game2048-v1",
-    "CartPole-v1", "Breakout-MinAtar",
+    "craftax:Craftax-Classic-Symbolic-v1", "xminigrid:MiniGrid-EmptyRandom-8x8", "xminigrid:XLand-MiniGrid-R1-9x9",
+    "jumanji:Snake-v1", "jumanji:Game2048-v1", "CartPole-v1", "Breakout-MinAtar",
 )  # fmt: skip
 
 
