@@ -112,7 +112,7 @@ class PBT:
                 )
             if name in self.search:
                 self._check_initial(name, value)
-            if name not in self.search and name in tunable and several:
+            elif name in tunable and several:
                 raise ValueError(
                     f"{name}={value!r}: members differ in it, but PBT.search does not name it; add it there, or give one number"
                 )
