@@ -46,8 +46,8 @@ class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConf
       unroll_length: steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048.
     """
 
-    unroll_length: int = 64
-    learning_rate: Tunable = 1e-3
+    unroll_length: int = 128
+    learning_rate: Tunable = 3e-3
     max_grad_norm: Tunable = 0.5
 
     def check(self) -> None:
