@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.fragments.executables import Executables
 from msrl_jax.policies import Layout, Placement
 
 from . import toy
@@ -167,3 +168,11 @@ def test_numpy_states_run():
         given, _ = program.run(program.place(state)._replace(x=state.x), 1, donate=True)
         np.testing.assert_array_equal(kept.x, given.x)
         assert not state.x.any()  # the caller's memory is not written to
+
+
+def test_errors_of_programs_whose_arguments_xla_may_split_are_shown():
+    def fails(x):
+        raise ValueError("no such operation")
+
+    with pytest.raises(ValueError, match="no such operation"):
+        Executables().compile("key", fails, [jax.ShapeDtypeStruct((2,), jnp.float32)], (), None)
