@@ -1,7 +1,8 @@
 """Keys of programs: two programs share an executable if and only if their keys are equal.
 
-A key holds the content of every constant and parameter, not a printed form. An object without comparable content (a
-function, an opaque object) equals only itself; the key keeps it alive, so that no other object gets its id.
+A key holds the content of every constant and parameter, not a printed form. An object without comparable content (an opaque
+object) and everything that can be called (it may hold a simulator, whatever it compares) equal only themselves; the key keeps
+them alive, so that no other object gets their id.
 """
 
 import dataclasses
@@ -147,7 +148,7 @@ def value_key(value: Any) -> Hashable:
 
     Returns:
       A hashable value: type (dtype, shape, weak type) and bytes of a number or array; type and contents of a container or
-      dataclass; any other object itself.
+      dataclass; any other object itself, callables by identity.
     """
     if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
         return type(value), value
@@ -163,10 +164,17 @@ def value_key(value: Any) -> Hashable:
         return type(value), tuple((value_key(k), value_key(v)) for k, v in value.items())
     if isinstance(value, set | frozenset):
         return type(value), frozenset(map(value_key, value))
+    if callable(value) and not _is_wrapper(value):
+        return _Same(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and _compares_fields(type(value)):
         fields = tuple(value_key(getattr(value, f.name)) for f in dataclasses.fields(value))
         return type(value), fields, _hashable(value)
     return type(value), _hashable(value)
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether a callable is a dataclass that JAX makes for each use of a function, such as that of a host callback."""
+    return dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "jax"
 
 
 def _compares_fields(cls: type) -> bool:
