@@ -62,6 +62,7 @@ __all__ = [
     "is_reference",
     "is_traced_here",
     "jaxpr_as_fun",
+    "jaxprs_in",
     "jit_p",
     "lower_on_cpu",
     "make_jaxpr_of",
@@ -211,6 +212,18 @@ def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
         outs = [results.get(v, v) for v in e.outvars]
         made.append(e.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
     return made
+
+
+def jaxprs_in(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    """A jaxpr and all that it holds at any depth, each once: functions under `jax.jit` that are called twice share theirs."""
+    seen: set[int] = set()
+    stack = [jaxpr]
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            stack += reversed([sub for eqn in current.eqns for sub in sub_jaxprs(eqn)])
 
 
 def fresh(var: Var) -> Var:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import Jaxpr, sub_jaxprs
+from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.codecs import get
 from msrl_jax.fragments.cost import flops
 from msrl_jax.fragments.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
@@ -151,4 +151,4 @@ def _callback_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str
 
 
 def _calls_host(jaxpr: Jaxpr) -> bool:
-    return any("callback" in e.primitive.name or any(map(_calls_host, sub_jaxprs(e))) for e in jaxpr.eqns)
+    return any("callback" in e.primitive.name for inner in jaxprs_in(jaxpr) for e in inner.eqns)

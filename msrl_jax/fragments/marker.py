@@ -24,9 +24,9 @@ from msrl_jax._compat import (
     batching,
     is_traced_here,
     jaxpr_as_fun,
+    jaxprs_in,
     mlir,
     pe,
-    sub_jaxprs,
 )
 from msrl_jax.fragments.implementations import check_platforms, evaluate_for_platform
 
@@ -249,16 +249,16 @@ def _mark(
             named = _named(signature, static, args, kwargs)
 
             def evaluate(body: Callable[..., Any]) -> Any:
-                before, again = _leaves(named), _leaves(named)  # twice, because a type may make leaves when it is asked for them
+                before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
                 result = body(*args, **kwargs)
                 after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
                 for path in before | after:
                     changed = path not in before or before[path] is again[path] is not after.get(path)
                     if changed and id(after.get(path)) not in returned:
                         raise TypeError(
-                            f"fragment {name!r} changes its argument {path} in place, and the change would be lost: it is given "
-                            "a copy. Return the new value and assign it outside (of a flax.nnx module nnx.state(module), or "
-                            "pass what nnx.split returns, nnx.merge it inside and return its state)"
+                            f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
+                            "is given a copy. Return the new value and assign it outside (of a flax.nnx module "
+                            "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
                         )
                 return result
 
@@ -314,10 +314,7 @@ def _fault(x: Any) -> str | None:
 
 
 def _makes_reference(jaxpr: Jaxpr) -> bool:
-    return any(
-        any(isinstance(v.aval, AbstractRef) for v in eqn.outvars) or any(map(_makes_reference, sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(isinstance(v.aval, AbstractRef) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns for v in eqn.outvars)
 
 
 def _refusal(
