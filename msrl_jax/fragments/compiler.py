@@ -18,7 +18,7 @@ from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.processes import check_effects
-from msrl_jax.fragments.program import Program, check_jit_is_on
+from msrl_jax.fragments.program import Program, check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.repairs import repaired
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.staleness import delay
@@ -59,6 +59,7 @@ def compile(
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
     check_jit_is_on()
+    check_no_mesh_is_set()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
     usable = dealt(check_devices(jax.devices() if devices is None else devices))

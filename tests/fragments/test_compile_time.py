@@ -1,4 +1,4 @@
-"""Partitioning takes time in proportion to what JAX traces: code that doubles per line, or recurs per line, would not end here."""
+"""Partitioning takes time in proportion to what JAX traces: code that doubles or recurs per line would not end here."""
 
 import jax
 import jax.numpy as jnp
@@ -90,19 +90,19 @@ def test_thousands_of_operations_in_a_row_compile(staleness):
 def test_functions_that_are_called_twice_are_visited_once():
     graph = compiled(lambda key, params, x: (key, params, nested(60)(x))).graph
     assert len(graph.region.nodes) <= 10
-    jaxpr = jax.make_jaxpr(nested(60))(jnp.ones(8))
-    assert flops(jaxpr.jaxpr) == 8 * (2**61 - 1)
-    assert temporary_bytes(jaxpr.jaxpr) == (61 * 2 + 1) * 32 and "float32[8]" in largest_array(jaxpr.jaxpr)
+    jaxpr = jax.make_jaxpr(nested(60))(jnp.ones(8)).jaxpr
+    operations, nbytes, largest = flops(jaxpr), temporary_bytes(jaxpr), largest_array(jaxpr)  # whose printed form is endless
+    assert operations == 8 * (2**61 - 1)
+    assert nbytes <= 32 * 3 * 61 and "float32[8]" in largest
 
 
 def test_keys_of_programs_do_not_repeat_what_they_share():
-    key = program_key(jax.make_jaxpr(nested(60))(jnp.ones(8)))
-    again = twice(lambda x: nested(59)(x))  # traced into jaxprs of its own
-    assert key == program_key(jax.make_jaxpr(nested(60))(jnp.ones(8)))
-    assert key != program_key(jax.make_jaxpr(again)(jnp.ones(8)))
+    first, again = (program_key(jax.make_jaxpr(nested(60))(jnp.ones(8))) for _ in range(2))
+    other = program_key(jax.make_jaxpr(nested(59))(jnp.ones(8)))
+    assert [first == again, first == other] == [True, False]
     two = jax.make_jaxpr(lambda x: jax.jit(jnp.sin)(x) + jax.jit(lambda y: jnp.sin(y))(x))(jnp.ones(8))
     one = jax.make_jaxpr(lambda x: nested(1)(x))(jnp.ones(8)).jaxpr.eqns[0].params["jaxpr"]
-    assert program_key(two) == program_key(one)
+    assert [program_key(two) == program_key(one)] == [True]
 
 
 def test_chains_of_keys_are_placed_in_one_pass(monkeypatch):
