@@ -115,7 +115,8 @@ class Executables:
         try:
             yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            raise _explained(error, fn.__name__, {d for a in args for d in a.sharding.device_set}) from error
+            devices = {d for a in args if a.sharding is not None for d in a.sharding.device_set}
+            raise _explained(error, fn.__name__, devices) from error
         self.seconds += time.perf_counter() - start
 
 

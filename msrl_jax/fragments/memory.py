@@ -173,6 +173,13 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
 
 def temporary_bytes(jaxpr: Jaxpr) -> int:
     """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
+    return _temporary_bytes(jaxpr, {})
+
+
+def _temporary_bytes(jaxpr: Jaxpr, known: dict[int, int]) -> int:
+    """As `temporary_bytes`; `known` holds what was found of jaxprs that are called again."""
+    if id(jaxpr) in known:
+        return known[id(jaxpr)]
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
     held: dict[Var, int] = {}
@@ -181,17 +188,22 @@ def temporary_bytes(jaxpr: Jaxpr) -> int:
         made = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
         held |= made
         total += sum(made.values())
-        most = max(most, total + max(map(temporary_bytes, sub_jaxprs(eqn)), default=0))
+        most = max(most, total + max((_temporary_bytes(sub, known) for sub in sub_jaxprs(eqn)), default=0))
         unused = {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and last.get(v, i) <= i}
         total -= sum(held.pop(v, 0) for v in unused)
+    known[id(jaxpr)] = most
     return most
 
 
 def largest_array(jaxpr: Jaxpr) -> str:
     """Names the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
 
+    seen: set[int] = set()
+
     def visit(jaxpr: Jaxpr, fragment: str) -> Iterator[tuple[int, str]]:
-        for eqn in jaxpr.eqns:
+        eqns = () if id(jaxpr) in seen else jaxpr.eqns
+        seen.add(id(jaxpr))
+        for eqn in eqns:
             for sub in sub_jaxprs(eqn):
                 yield from visit(sub, f" in {eqn.params['name']!r}" if is_fragment(eqn) else fragment)
             for made in (v.aval for v in eqn.outvars):
