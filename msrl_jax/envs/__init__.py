@@ -1,6 +1,5 @@
 """Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
-from msrl_jax import _threefry as _threefry
 from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.agents.base import MultiAgentEnvironment as MultiAgentEnvironment
 from msrl_jax.envs.agents.base import MultiAgentTimeStep as MultiAgentTimeStep
