@@ -13,7 +13,7 @@ from msrl_jax import _registry, envs
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
 from msrl_jax.envs import Environment, VectorEnvironment
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.metrics import Mean
 
 Metrics = Mapping[str, jax.Array | Mean]
@@ -118,7 +118,8 @@ class Algorithm:
         return "unroll_length" not in {field.name for field in dataclasses.fields(self.config)}
 
     def check_env(self, env: Any) -> None:
-        """Raises TypeError if the environment has several agents and the algorithm trains one, or the reverse."""
+        """Raises TypeError if the environment is a class, or of several agents and the algorithm trains one, or the reverse."""
+        check_made(env)
         if envs.has_agents(env) == self.many_agents:
             return
         name = env_name(env)

@@ -188,6 +188,12 @@ def env_name(env: Environment | VectorEnvironment) -> str:
     return str(getattr(env, "name", type(env).__name__))
 
 
+def check_made(env: Any) -> None:
+    """Raises TypeError if an environment is given as a class, not as an instance of it."""
+    if isinstance(env, type):
+        raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
+
+
 def strong(tree: Any) -> Any:
     """Converts values to arrays without weak types, so that a state keeps its types in a scan."""
 

@@ -266,7 +266,14 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     """The shapes and dtypes that a function returns, checked."""
     taken = counter() if any(distributions.ramps(values)) else ()
     key = jax.eval_shape(lambda: jax.random.key(0))
-    drawn = jax.eval_shape(lambda key: dict(jax.tree.map(jnp.asarray, values.sample(key, _levels(values, taken)))), key)
+
+    def sample(key: jax.Array) -> dict[str, jax.Array]:
+        drawn = values.sample(key, _levels(values, taken))
+        if not isinstance(drawn, Mapping) or not drawn:
+            raise TypeError(f"the function of env_params of {env} returned {drawn!r}; return a mapping name -> value")
+        return dict(jax.tree.map(jnp.asarray, drawn))
+
+    drawn = jax.eval_shape(sample, key)
     for name, x in drawn.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):

@@ -11,7 +11,7 @@ from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import param_source, reset_pool, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, check_made, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
 from msrl_jax.envs.params import ParamSource
@@ -57,6 +57,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
+    check_made(env)
     own = getattr(env, "vectorize", None)
     if own is not None:
         return own(num_envs)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from jax.core import Tracer
 
-from msrl_jax.algorithms.configs.checks import check_booleans, check_choice
+from msrl_jax.algorithms.configs.checks import check_booleans, check_choice, check_float32
 
 _TUNABLE = "may differ between the members of a program"
 
@@ -35,7 +35,8 @@ class Config:
                 cls.__dict__["check"](self)
 
     def check(self) -> None:
-        """Raises ValueError unless every `bool` field is True or False and every `Literal` field is one of its options."""
+        """Raises ValueError unless each field fits its type: `bool`, an option of `Literal`, a `Tunable` number of float32."""
+        check_float32(self, *tunable_fields(type(self)))
         for field, hint in typing.get_type_hints(type(self)).items():
             if hint is bool:
                 check_booleans(self, field)

@@ -56,6 +56,13 @@ def check_numbers(
             raise _reject(config, field, f"a finite number {wanted}".rstrip())
 
 
+def check_float32(config: object, *fields: str) -> None:
+    """Raises ValueError if a number of a named field becomes 0 or infinite in float32, in which programs have it."""
+    for field, value in _given(config, fields):
+        if isinstance(value, numbers.Real) and math.isfinite(value) and value and not 1.2e-38 <= abs(value) <= 3.4e38:
+            raise _reject(config, field, "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38")
+
+
 def check_booleans(config: object, *fields: str) -> None:
     """Raises ValueError unless every named field is True or False."""
     for field in fields:

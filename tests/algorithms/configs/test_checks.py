@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPOConfig
-from msrl_jax.algorithms.configs.base import field_docs
+from msrl_jax.algorithms.configs.base import field_docs, tunable_fields
 
 from ..many_agents import Homes
 from ..random_walk import RandomWalk
@@ -52,6 +53,16 @@ def test_every_field_of_every_algorithm_is_checked(name, field):
     config = algorithms.get(name).config
     with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=<object.*>: use "):
         config(**{field: object()})
+
+
+@pytest.mark.parametrize("name", sorted(algorithms.ALGORITHMS))
+def test_numbers_that_float32_does_not_hold_are_refused(name):
+    config = algorithms.get(name).config
+    for field in tunable_fields(config):
+        for value in (1e-60, 1e40):
+            fact = re.escape(f"{config.__name__}.{field}={value!r}: use a ")
+            with pytest.raises(ValueError, match=f"{fact}(finite )?number"):
+                config(**{field: value})
 
 
 def test_minibatches_must_divide_the_unroll():
