@@ -118,8 +118,19 @@ class Algorithm:
         return "unroll_length" not in {field.name for field in dataclasses.fields(self.config)}
 
     def check_env(self, env: Any) -> None:
-        """Raises TypeError if the environment is a class, or of several agents and the algorithm trains one, or the reverse."""
+        """Checks that the algorithm can train in an environment.
+
+        Raises:
+          TypeError: if the environment is a class, or has several agents and the algorithm trains one, or the reverse.
+          ValueError: if JAX is set not to promote dtypes or ranks.
+        """
         check_made(env)
+        for setting, default in {"dtype": "standard", "rank": "allow"}.items():
+            if (value := str(getattr(jax.config, f"jax_numpy_{setting}_promotion"))) not in (default, "warn"):
+                raise ValueError(
+                    f"jax_numpy_{setting}_promotion={value!r}: algorithms rely on the promotion of {setting}s; "
+                    f"call this under jax.numpy_{setting}_promotion({default!r})"
+                )
         if envs.has_agents(env) == self.many_agents:
             return
         name = env_name(env)

@@ -83,13 +83,11 @@ class GymnaxEnvironment:
         object.__setattr__(env, "params", dataclasses.replace(self.params, **params))
         return env
 
-    @common.promoting()
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
         """Starts an episode."""
         obs, state = self.env.reset_env(key, self.params)
         return strong(state), strong(obs)
 
-    @common.promoting()
     def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
         """Advances the episode."""
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)

@@ -168,3 +168,10 @@ def test_a_class_in_place_of_an_environment_is_refused():
     for use in (lambda: envs.vectorize(Walk, 2), lambda: msrl.train("ppo", Walk, total_steps=100)):
         with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
             use()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("dtype", "strict"), ("rank", "raise")])
+def test_settings_of_jax_that_forbid_promotion_are_refused(kind, value):
+    setting = getattr(jax, f"numpy_{kind}_promotion")
+    with setting(value), pytest.raises(ValueError, match=rf"jax_numpy_{kind}_promotion='{value}': .* call this under jax"):
+        msrl.train("ppo", "CartPole-v1", total_steps=100)

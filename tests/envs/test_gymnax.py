@@ -160,11 +160,3 @@ def test_with_its_data_the_mnist_bandit_steps_as_gymnax_does(monkeypatch):
     monkeypatch.setattr(load_mnist, "load_mnist", lambda: ((images, np.arange(5, dtype=np.uint8)), None))
     env, steps = check_against_gymnax("MNISTBandit-bsuite")
     assert env.observation_space.shape == (28, 28) and np.all(steps.terminated)
-
-
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", "Breakout-MinAtar"])
-def test_strict_settings_of_promotion_are_no_fault_of_gymnax(name):
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        venv = envs.EpisodeStatistics(envs.vectorize(envs.make(name), 2))
-        action = jax.vmap(venv.action_space.sample)(jax.random.split(jax.random.key(0), 2))
-        jax.eval_shape(lambda key: venv.step(venv.reset(key)[0], action), jax.random.key(0))

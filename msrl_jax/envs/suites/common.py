@@ -22,16 +22,9 @@ Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
 
 
 @contextlib.contextmanager
-def promoting() -> Iterator[None]:
-    """Suites rely on JAX's default promotion of dtypes and ranks, whatever the settings of those who use them."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-@contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Suites print, and use what is deprecated in other packages; neither concerns those who use the suites."""
-    with promoting(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)  # of bounds of spaces
