@@ -64,7 +64,8 @@ __all__ = [
     "jaxpr_as_fun",
     "jaxprs_in",
     "jit_p",
-    "lower_on_cpu",
+    "lower_as",
+    "lowering_rule",
     "make_jaxpr_of",
     "mlir",
     "pe",
@@ -112,9 +113,14 @@ def call_labels(eqn: JaxprEqn) -> frozenset[str]:
     return _LABELS if eqn.primitive in _CALLS else frozenset()
 
 
-def lower_on_cpu(primitive: Primitive, fn: Callable[..., Sequence[jax.Array]]) -> None:
-    """Compiles a primitive on CPUs as the operations of a function of arrays, which returns several."""
-    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True), platform="cpu")
+def lowering_rule(fn: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:
+    """A rule that compiles a primitive as the operations of a function of arrays, which returns several."""
+    return mlir.lower_fun(fn, multiple_results=True)
+
+
+def lower_as(traced: jax.stages.Traced, rules: tuple[tuple[Primitive, Callable[..., Any]], ...]) -> jax.stages.Lowered:
+    """Lowers a traced function, its primitives as the rules say; no other program is affected."""
+    return traced.lower(_private_parameters=mlir.LoweringParameters(override_lowering_rules=rules))  # type: ignore[arg-type]
 
 
 def context(eqn: JaxprEqn) -> Hashable:

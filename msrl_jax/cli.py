@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
+from msrl_jax import _background, _compile_cache, _flags, _launch, _names, _streams, _suites
 from msrl_jax._commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -284,7 +284,7 @@ def _list(args: List, config: dict[str, Any]) -> int:
 
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
+        environments = sorted([*_names.ENVIRONMENTS, *_suites.names()])
         names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
     if args.envs:
         names = {"environments": names["environments"]}
@@ -302,9 +302,9 @@ def _state(suite: _suites.Suite) -> str:
     """Whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"
-    if suite.read is tuple:
+    if not suite.files:
         return f"{suite.package} {version}; {suite.package}.list_all_envs() lists its environments"
-    return f"{suite.package} {version}, {len(suite.read())} environments"
+    return f"{suite.package} {version}, {len(suite.own_names)} environments"
 
 
 def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:

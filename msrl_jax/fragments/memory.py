@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msrl_jax._background import in_background
 from msrl_jax._compat import ClosedJaxpr, Jaxpr, ShapedArray, Var, jaxpr_as_fun, sub_jaxprs
 from msrl_jax._device_memory import array_bytes, device_memory
+from msrl_jax._threefry import lower
 from msrl_jax.fragments.marker import is_fragment
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.processes import is_global, transfer
@@ -233,14 +234,14 @@ class Fitting:
         """Has another thread compile the program for such arguments."""
         key = _signature(args)
         if key not in self._programs and key not in self._begun:
-            self._begun[key] = in_background(self._fn.lower(*args).compile)
+            self._begun[key] = in_background(lower(self._fn, *args).compile)
 
     def __call__(self, *args: Any) -> Any:
         """Computes the function."""
         key = _signature(args)
         if key not in self._programs:
             begun = self._begun.pop(key, None)
-            compiled = begun() if begun else self._fn.lower(*args).compile()
+            compiled = begun() if begun else lower(self._fn, *args).compile()
             check_program_fits(compiled, self._what, self._remedy)
             self._programs[key] = compiled
         return self._programs[key](*args)
