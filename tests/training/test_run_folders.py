@@ -1,7 +1,9 @@
 """What is in a run's folder is read whole or refused: contradictions, damaged files, foreign files, full disks."""
 
 import json
+import os
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from msrl_jax.training import Result
 from msrl_jax.training.checkpoint import CheckpointError, complete
 from msrl_jax.training.folder import RunFolderError, SaveWarning
 from msrl_jax.training.resume import ResumeWarning
+from tests.support import processes
 from tests.training.runs import CHUNK, assert_same_run, cli, stop_after, train
 
 CONFLICTS = [
@@ -251,6 +254,43 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     assert result.status == "finished" and result.folder != path and len(result.history["step"]) == 6
     assert_same_run(Result.load(result.folder), result)
     shutil.rmtree(result.folder.parent)
+
+
+FULL = """
+import pathlib, resource, sys, tempfile, threading, time
+from msrl_jax.cli import main
+run, free, elsewhere = pathlib.Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE), tempfile.mkdtemp
+
+def fill():
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, free[1]))  # the system refuses every further byte
+
+def mkdtemp(**options):
+    resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    return elsewhere(**options)
+
+tempfile.mkdtemp = mkdtemp
+threading.Thread(target=fill, daemon=True).start()
+sys.exit(main(["train", "--out", str(run), *sys.argv[2:]]))
+"""
+
+
+def test_a_full_disk_at_the_end_takes_one_line_and_another_folder(tmp_path):
+    flags = ["--env", "CartPole-v1:max_steps_in_episode=30", "--total-steps", 64 * 400, "--chunk", 1, "--num-envs", 8]
+    flags += ["--unroll-length", 8, "--num-epochs", 1, "--num-minibatches", 2, "--hidden-sizes", 8, "--eval-episodes", 2]
+    code = [sys.executable, "-c", FULL, tmp_path / "run", *flags, "--progress", "none", "--json"]
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = processes.run(code, env=kept | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 2, done.stderr[:3000]
+    rows, run = done.stderr.splitlines()
+    assert rows.startswith("msrl-jax: warning: metrics are kept in memory")
+    assert run.startswith("msrl-jax: warning: the run could not be saved in") and "File too large" in run
+    saved = json.loads(done.stdout.splitlines()[-1])
+    assert saved["status"] == "finished" and saved["folder"] in run
+    result = Result.load(saved["folder"])
+    assert result.history["step"].tolist() == list(range(64, 64 * 401, 64)) and result.act([0.0] * 4).shape == ()
 
 
 def test_bad_folders_are_one_line_on_the_command_line(copy):
