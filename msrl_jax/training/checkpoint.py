@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.training.folder import CHECKPOINTS, RunFolderError, to_json, write_json
+from msrl_jax.training.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_json, write_json
 
 SEAL = "run.json"
 _DIGITS = 12
@@ -306,12 +306,19 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
             if (checkpoint.path / SEAL).exists():  # else the process that writes it has just deleted it
                 problems.append(str(error))
             continue
-        for problem in problems:
+        for problem in [*_unsealed(path, checkpoint.iteration), *problems]:
             note(f"{problem}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
         return checkpoint
-    if problems:
+    if problems := problems or _unsealed(path, -1):
         raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
     return None
+
+
+def _unsealed(path: Path, after: int) -> list[str]:
+    """What is wrong with the checkpoints without a seal after an iteration, if the run has ended; else one is being written."""
+    folders = sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True) if (path / SUMMARY).exists() else []
+    lost = [folder for folder in folders if int(folder.name) > after and not (folder / SEAL).exists()]
+    return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
 
 
 def undamaged(path: Path) -> Iterator[Checkpoint]:

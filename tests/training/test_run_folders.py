@@ -125,9 +125,28 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
         msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
     for path, content in kept.items():
         assert path.read_bytes() == content, path
-    if "metrics.jsonl has" not in message:
+    if "metrics" not in message:
         with pytest.raises(RunFolderError, match=message):
             Result.load(copy)
+        return
+    with pytest.warns(ResumeWarning, match=rf"{message}.*; the history of the run is left out"):
+        loaded = Result.load(copy)
+    assert loaded.history == {} and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
+
+
+def test_without_its_summary_an_agent_acts(copy):
+    (copy / "summary.json").write_text("{")
+    with pytest.warns(ResumeWarning, match=r"summary\.json is damaged .*; the outcome of the run is left out"):
+        loaded = Result.load(copy)
+    assert loaded.status == "unfinished" and loaded.act(np.zeros(4)).shape == ()
+
+
+def test_an_ended_run_misses_its_newest_checkpoint(copy):
+    last, before = complete(copy)
+    (last.path / "run.json").unlink()
+    with pytest.warns(ResumeWarning, match=rf"{last.path.name} is damaged: run.json is missing; .* {before.iteration} is used"):
+        loaded = Result.load(copy)
+    assert loaded.status == "unfinished" and loaded.history["iteration"][-1] == before.iteration
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -136,6 +155,23 @@ def test_what_is_no_run_is_refused(tmp_path):
             msrl.train(resume=resume, progress=False)
     with pytest.raises(ValueError, match=r"resume=True goes on with the run in out"):
         msrl.train(resume=True, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "table.csv", "thesis.tex"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(RunFolderError, match=rf"holds other files, no run \({name}\); name a new or empty folder"):
+        msrl.train(out=tmp_path, resume=resume, total_steps=64, progress=False, **tiny)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("given", [{"out": ""}, {"resume": ""}, {"record": ""}], ids=str)
+def test_an_empty_path_is_refused(given, tmp_path, monkeypatch, tiny):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{next(iter(given))}='' names no path; give one, or leave it out"):
+        msrl.train(total_steps=64, progress=False, **given, **tiny)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -162,10 +198,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
     )
     with pytest.warns(ResumeWarning, match=message):
         loaded = Result.load(copy)
-    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "stopped"
+    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "unfinished"
     with pytest.raises(CheckpointError, match="damaged"):
         Result.load(copy, checkpoint=found[0].iteration)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint 77; those after iterations"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 77: those after iterations"):
         Result.load(copy, checkpoint=77)
 
 
