@@ -68,7 +68,7 @@ def _print_json(value: Any) -> None:
 
 def _default_folder(args: Train, now: str) -> Path:
     parts = (args.algo, args.env, args.policy, str(args.seed), now)
-    return Path("runs") / re.sub(r"[^\w.-]+", "_", "-".join(parts))
+    return Path("runs") / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
 
 
 def _train(args: Train, config: dict[str, Any]) -> int:
