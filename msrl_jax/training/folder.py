@@ -105,7 +105,8 @@ def check_free(path: Path) -> None:
             "folder, or delete it first"
         )
     if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
-        raise RunFolderError(f"the folder {path} holds other files, no run ({', '.join(others[:3])}); name a new or empty folder")
+        some = ", ".join(others[:3])
+        raise RunFolderError(f"the folder {path} holds other files, no run ({some}); name a new or empty folder")
 
 
 @contextlib.contextmanager
@@ -237,7 +238,8 @@ def _append_table(path: Path, rows: Sequence[Row]) -> None:
 def _lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     text = io.StringIO()
     for row in rows:
-        cells = (row.get(name, math.nan) for name in columns)
+        whole = {name: int(row[name]) for name in ("step", "iteration") if isinstance(row.get(name), float)}
+        cells = ((row | whole).get(name, math.nan) for name in columns)
         csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
     return text.getvalue()
 

@@ -105,8 +105,8 @@ def choose(path: Path, which: Any) -> Checkpoint:
         why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
         if found and which == "best":
             why = (
-                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had ended "
-                "in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
+                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had "
+                "ended in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
             )
         elif found:
             why = f"those after iterations {has} are complete"

@@ -71,7 +71,8 @@ def train(
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
-        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the computation.
+        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the
+        computation.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
@@ -239,7 +240,7 @@ def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Res
 
 def _is_true(answer: Any) -> bool:
     """Whether a callback returned True (of Python, NumPy or JAX); other results have no effect."""
-    return getattr(answer, "shape", ()) == () and getattr(answer, "dtype", type(answer)) == bool and bool(answer)
+    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
 
 def _answer(callback: Callback, tick: Tick) -> bool:

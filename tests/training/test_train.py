@@ -100,7 +100,7 @@ def test_a_run_reports_the_parts_of_its_time(trained):
 def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
     answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
     callbacks = [lambda tick, answer=answer: answer for answer in answers]
-    result = msrl.train("ppo", ENV, total_steps=2 * 64, chunk=1, devices=one_device, callbacks=callbacks, progress=False, **tiny)
+    result = msrl.train("ppo", ENV, total_steps=128, chunk=1, devices=one_device, callbacks=callbacks, progress=False, **tiny)
     assert result.status == "finished"
     for true in (np.True_, np.array(True), jnp.bool_(True)):
         assert msrl.train(
