@@ -1,6 +1,5 @@
 """Random bits on a CPU: the published generator, JAX's numbers, and no loop in the compiled program."""
 
-import subprocess
 import sys
 
 import jax
@@ -10,6 +9,7 @@ import pytest
 
 from msrl_jax._threefry import lower, threefry2x32
 from msrl_jax.fragments.executables import Executables
+from tests.support import processes
 
 # Known-answer tests of Random123 1.14 (kat_vectors): counters, keys, results.
 KNOWN = [
@@ -41,7 +41,8 @@ drawn = [jax.jit(draw)(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
 def test_numbers_are_those_of_jax_alone(tmp_path):
     check = "import sys; assert 'msrl_jax' not in sys.modules"
     code = f"{DRAW}\n{check}; np.savez({str(tmp_path / 'x.npz')!r}, *jax.tree.leaves(drawn))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = processes.run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
     namespace = {}
     exec(DRAW, namespace)
     program = lower(jax.jit(namespace["draw"]), jax.random.key(0)).compile()
@@ -71,4 +72,5 @@ msrl.train("ppo", "CartPole-v1", total_steps=64, num_envs=4, unroll_length=8, hi
 jax.clear_caches()
 assert text() == before and "while" in before
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = processes.run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,5 @@
 """JaxMARL's environments: names, spaces, masks, the end of time, and the same steps as JaxMARL's own."""
 
-import subprocess
 import sys
 import types
 from importlib import metadata
@@ -14,6 +13,7 @@ from msrl_jax import cli, envs
 from msrl_jax._spec import parse_spec
 from msrl_jax._suites import SUITES
 from msrl_jax.envs.agents.jaxmarl_env import _registration
+from tests.support import processes
 
 NAMES = [*SUITES["jaxmarl"].own_names, "LearnedPolicyEnemySMAX"]
 SMALL = {
@@ -70,7 +70,7 @@ assert streams == (sys.stdout, sys.stderr, sys.__stdout__)
 
 @pytest.mark.slow
 def test_its_import_leaves_the_standard_streams_alone():
-    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=300)
+    done = processes.run([sys.executable, "-c", QUIET])
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
