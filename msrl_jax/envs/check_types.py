@@ -33,7 +33,7 @@ def check_types(env: Any, several: bool = False) -> None:
     for field in ("observation_space", "action_space"):
         check_space(getattr(env, field), f"{name}.{field}")
     lead: tuple[int, ...] = (len(env.agents),) if several else ()
-    each = f" for each of its {lead[0]} agents" if several else ""
+    each = f" for each of its {len(env.agents)} agents" if several else ""
     observation, action = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
         for space in (env.observation_space, env.action_space)
