@@ -13,8 +13,8 @@ from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import MaskedObservation as MaskedObservation
 from msrl_jax.envs.base import TimeStep as TimeStep
 from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
-from msrl_jax.envs.checking import Report as Report
-from msrl_jax.envs.checking import check as check
+from msrl_jax.envs.check_values import Report as Report
+from msrl_jax.envs.check_values import check as check
 from msrl_jax.envs.distributions import choice as choice
 from msrl_jax.envs.distributions import log_uniform as log_uniform
 from msrl_jax.envs.distributions import ramp as ramp

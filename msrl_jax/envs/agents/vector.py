@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from msrl_jax.envs import param_source
 from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
-from msrl_jax.envs.agents.conformity import check_agents
 from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, Wrapper, strong
-from msrl_jax.envs.conformity import as_actions, check_key
+from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action
 from msrl_jax.envs.params import ParamSource
 from msrl_jax.metrics import Mean
@@ -83,7 +82,7 @@ class VectorizedAgents(Wrapper):
     axes = ENV_AXIS
 
     def __post_init__(self):
-        check_agents(self.env)
+        check_types(self.env, several=True)
 
     @property
     def agents(self) -> tuple[str, ...]:
