@@ -239,7 +239,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     text = io.StringIO()
     for row in rows:
         whole = {name: int(row[name]) for name in ("step", "iteration") if isinstance(row.get(name), float)}
-        cells = ((row | whole).get(name, math.nan) for name in columns)
+        cells = ({**row, **whole}.get(name, math.nan) for name in columns)
         csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
     return text.getvalue()
 
