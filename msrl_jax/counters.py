@@ -58,6 +58,26 @@ def advance(count: Counter, by: jax.Array | int = 1) -> Counter:
     return Counter(count.high + jnp.uint32(upper) + (low < added).astype(jnp.uint32), low)
 
 
+def times(count: Counter, by: int) -> Counter:
+    """Multiplies a counter.
+
+    Args:
+      count: the counter.
+      by: the factor, from 0 to `2**32 - 1`.
+
+    Returns:
+      The product, modulo 2**64.
+    """
+    product = Counter(count.high * jnp.uint32(by), jnp.zeros_like(count.low))
+    for i, half in enumerate((count.low & 0xFFFF, count.low >> 16)):
+        for j, factor in enumerate((by & 0xFFFF, by >> 16)):
+            part, places = half * jnp.uint32(factor), i + j  # of 16 bits each
+            upper = (jnp.zeros_like(part), part >> 16, part)[places]
+            lower = (part, part << 16, jnp.zeros_like(part))[places]
+            product = advance(product._replace(high=product.high + upper), lower)
+    return product
+
+
 def difference(later: Counter, earlier: Counter) -> jax.Array:
     """Subtracts two counters.
 

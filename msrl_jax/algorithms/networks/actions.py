@@ -1,19 +1,16 @@
-"""Actions: which spaces an algorithm takes, distributions over actions from outputs of networks, and maps to environments.
+"""Actions: which spaces an algorithm takes, and the maps between actions of policies and of environments.
 
-In the shape descriptions, `K` denotes the number of integers of an action, and `N` the most values that one of them has.
+In the shape descriptions, `K` denotes the number of integers of an action.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical, Normal
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import is_integers, num_values
 
 MAX_VALUES = 1024
@@ -62,48 +59,6 @@ def num_outputs(space: Discrete | Box) -> int:
     if isinstance(space, Discrete):
         return space.n
     return sum(num_values(space)) if is_integers(space) else math.prod(space.shape)
-
-
-def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical | MultiCategorical:
-    """Makes the distribution over actions in a `Discrete` space or a `Box` of integers.
-
-    Args:
-      space: the space.
-      outputs: logits of all actions, or of all values of the first integer, then of the second, and so on. `[..., D]`
-      obs: the observations; if they have masks, illegal actions of a `Discrete` space have probability 0.
-
-    Returns:
-      The distribution.
-    """
-    if isinstance(space, Discrete):
-        return Categorical(only_legal(outputs, obs))
-    sizes = num_values(space)
-    if len(set(sizes)) == 1:
-        return MultiCategorical(outputs.reshape(*outputs.shape[:-1], len(sizes), sizes[0]))
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    padding = [(0, 0)] * (outputs.ndim - 1)
-    logits = [
-        jnp.pad(outputs[..., end - size : end], [*padding, (0, max(sizes) - size)], constant_values=-jnp.inf)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-    return MultiCategorical(jnp.stack(logits, axis=-2))
-
-
-def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:
-    """Makes the distribution over actions: as `discrete_policy`, or for a `Box` of floats a `Normal` around `outputs`.
-
-    Args:
-      space: the space.
-      outputs: logits, or means. `[..., D]`
-      obs: the observations.
-      log_scale: logarithms of the standard deviations of floats. `[D]`
-
-    Returns:
-      The distribution.
-    """
-    if log_scale is None:
-        return discrete_policy(space, outputs, obs)
-    return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
 
 
 def has_scale(space: Discrete | Box) -> bool:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs
 from msrl_jax.algorithms.networks.actor_critic import Layers, Torso, actor_critic, make_torso
-from msrl_jax.algorithms.networks.distributions import Distribution
+from msrl_jax.algorithms.networks.distributions import Distribution, policy_of
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.algorithms.networks.policies import Network
 from msrl_jax.algorithms.networks.q_network import q_network

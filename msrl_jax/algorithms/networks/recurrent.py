@@ -6,33 +6,19 @@ recurrent state.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.networks.actor_critic import Layers, linear_actor_critic, make_torso
-from msrl_jax.algorithms.networks.cores import Carry, recurrent_core
-from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.networks.q_network import q_network_on_features
+from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic
+from msrl_jax.algorithms.networks.cores import recurrent_core
+from msrl_jax.algorithms.networks.layers import Carry, Layers, Network, Torso, flatten, make_torso, unflatten
+from msrl_jax.algorithms.networks.q_network import q_network_on
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import with_mask_of
 from msrl_jax.envs.spaces import zeros
-
-
-class Heads(Protocol):
-    """A network from features to outputs, such as an `ActorCritic` or a `QNetwork`."""
-
-    @property
-    def init(self) -> Callable[[jax.Array, jax.Array], Any]:
-        """`(key, features [..., H]) -> params`."""
-        ...
-
-    @property
-    def apply(self) -> Callable[[Any, jax.Array], Any]:
-        """`(params, features [..., H]) -> outputs [..., ...]`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +39,14 @@ class RecurrentNetwork:
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
 
 
-class RecurrentLayers(Layers, Protocol):
-    """What a config says of a recurrent network: its dense layers, then its core."""
-
-    @property
-    def core(self) -> Any: ...  # noqa: D102
-    @property
-    def memory_size(self) -> int: ...  # noqa: D102
-
-
 def recurrent_network(
-    observation_space: Space, make_heads: Callable[[Box], Heads], config: Layers, *, core: Any, memory_size: int
+    observation_space: Space, make_heads: Callable[[Box], Any], config: Layers, *, core: Any, memory_size: int
 ) -> RecurrentNetwork:
     """Makes a network of a torso, a recurrent core, and heads.
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
-      make_heads: makes the heads for the space of the core's outputs.
+      make_heads: makes the heads, such as an `ActorCritic` or a `Network`, for the space of the core's outputs.
       config: sizes of the torso.
       core: the kind of the core.
       memory_size: its size, `H`.
@@ -108,13 +85,13 @@ def recurrent_network(
     return RecurrentNetwork(init, memory.initial_carry, step, unroll)
 
 
-def recurrent_actor_critic(observation_space: Space, action_space: Space, config: RecurrentLayers) -> RecurrentNetwork:
+def recurrent_actor_critic(observation_space: Space, action_space: Space, config: Any) -> RecurrentNetwork:
     """Makes a recurrent policy and value function: linear heads on a recurrent core.
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
       action_space: `Discrete`, or a `Box` of floats or of integers.
-      config: sizes of the torso and the core.
+      config: the layers before the core, then its kind `core` and its `memory_size`.
 
     Returns:
       The network. Its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
@@ -127,15 +104,13 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
     return recurrent_network(observation_space, heads, config, core=config.core, memory_size=config.memory_size)
 
 
-def recurrent_q_network(
-    observation_space: Space, action_space: Discrete, config: RecurrentLayers, *, dueling: bool
-) -> RecurrentNetwork:
+def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any, *, dueling: bool) -> RecurrentNetwork:
     """Makes recurrent action values: a linear head on a recurrent core, or two streams of one dense layer each.
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
       action_space: its size is `A`.
-      config: sizes of the torso and the core; streams are as wide as the last dense layer.
+      config: as in `recurrent_actor_critic`; streams are as wide as the last dense layer.
       dueling: whether there are separate streams for values and for advantages.
 
     Returns:
@@ -145,9 +120,9 @@ def recurrent_q_network(
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
 
-    def make_heads(features: Box) -> Heads:
-        sizes = config.hidden_sizes[-1:] if dueling else ()
-        heads = q_network_on_features(features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling)
-        return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
+    def make_heads(features: Box) -> Network:
+        torso = Torso(features, config.hidden_sizes[-1:] if dueling else (), config.activation, convolve=False)
+        heads = q_network_on(torso, action_space, dueling=dueling)
+        return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
 
     return recurrent_network(observation_space, make_heads, config, core=config.core, memory_size=config.memory_size)
