@@ -33,7 +33,7 @@ from msrl_jax.algorithms.loops.updates import (
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.agents import centralized_network, independent_network, with_ids, with_ids_space
-from msrl_jax.algorithms.networks.cores import forget
+from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
@@ -60,13 +60,15 @@ class IPPO:
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
         default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
     )
-    clip_ratio: float = tunable(default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0)
+    clip_ratio: float = tunable(
+        default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0
+    )
     clip_value: float | None = tunable(
         default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
     )
     target_kl: float | None = tunable(
         default=None,
-        doc="an iteration skips its remaining updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
+        doc="an iteration skips its other updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
         above=0,
     )
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
@@ -80,7 +82,7 @@ class IPPO:
         default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
     )
     core: Literal["none", "gru", "lstm", "min_gru"] = field(
-        default="none", doc='"none", or the recurrent layer of agents that remember. Usual: "none", or "gru" if they see little.'
+        default="none", doc='"none", or the recurrent layer of agents that remember. Usual: "none"; "gru" if they see little.'
     )
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     share_parameters: bool = field(
@@ -393,16 +395,5 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
         space = with_ids_space(space, num_agents)
     if config.central_critic:
         state_size = venv.state_size + (num_agents if identify else 0)
-        return centralized_network(
-            space, venv.action_space, state_size, config, core=config.core, memory_size=config.memory_size
-        )
-    return independent_network(
-        space,
-        venv.action_space,
-        config,
-        core=config.core,
-        memory_size=config.memory_size,
-        shared_torso=config.shared_torso,
-    )
-
-
+        return centralized_network(space, venv.action_space, state_size, config)
+    return independent_network(space, venv.action_space, config)

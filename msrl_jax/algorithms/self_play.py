@@ -62,13 +62,15 @@ class SelfPlay:
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
         default="none", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "none".'
     )
-    clip_ratio: float = tunable(default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0)
+    clip_ratio: float = tunable(
+        default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0
+    )
     clip_value: float | None = tunable(
         default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
     )
     target_kl: float | None = tunable(
         default=None,
-        doc="an iteration skips its remaining updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
+        doc="an iteration skips its other updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
         above=0,
     )
     entropy_coef: float = tunable(
@@ -90,7 +92,8 @@ class SelfPlay:
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
     pool_period: int = field(default=10, doc="iterations between two copies of the parameters into the pool. Usual: 1 to 100.")
     latest_share: float = tunable(
-        default=0.8, doc="probability that an opponent is the current parameters, not past ones. Usual: 0.5 to 1.", low=0, high=1
+        default=0.8, low=0, high=1,
+        doc="probability that an opponent is the current parameters, not past ones. Usual: 0.5 to 1.",
     )
     opponents: Literal["uniform", "payoff"] = field(
         default="uniform",
@@ -98,7 +101,8 @@ class SelfPlay:
         'or "payoff" for games in which policies beat each other in circles.',
     )
     num_opponents: int = field(
-        default=8, doc="opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32."
+        default=8,
+        doc="opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.",
     )
 
     def check(self) -> None:

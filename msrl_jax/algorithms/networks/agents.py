@@ -1,10 +1,12 @@
 """Policies and critics of several agents, feed-forward or recurrent; a critic may see the global state.
 
-In the shape descriptions, `S` denotes the length of what a centralized critic sees.
+A config has the layers of `make_torso`, the kind `core` of a recurrent layer ("none" for feed-forward networks), and its
+`memory_size`. Networks that convolve raise ValueError if observations are not images of at least 3x3. In the shape
+descriptions, `A` denotes the number of agents and `S` the length of what a centralized critic sees.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +14,9 @@ import numpy as np
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs
-from msrl_jax.algorithms.networks.actor_critic import Layers, Torso, actor_critic, make_torso
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, policy_of
-from msrl_jax.algorithms.networks.layers import dense
-from msrl_jax.algorithms.networks.policies import Network
+from msrl_jax.algorithms.networks.layers import Network, Torso, dense, make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import (
     RecurrentNetwork,
@@ -27,60 +28,28 @@ from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.spaces import flat_space, flatten, zeros
 
-Core = Literal["none", "gru", "lstm", "min_gru"]
-"""The kind of recurrent layer; "none" makes a feed-forward network."""
 
-
-def independent_network(
-    observation_space: Space, action_space: Space, config: Layers, *, core: Core, memory_size: int, shared_torso: bool
-) -> RecurrentNetwork:
+def independent_network(observation_space: Space, action_space: Space, config: Any) -> RecurrentNetwork:
     """Makes a policy and a critic that both see observations: the networks of PPO and of recurrent PPO.
 
-    Args:
-      observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      config: the layers.
-      core: the kind of recurrent layer.
-      memory_size: its size.
-      shared_torso: whether policy and critic share a torso; recurrent ones always do.
-
-    Returns:
-      The network; its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    Its outputs are distributions over actions, as in `actor_critic`, and values `[...]`. Policy and critic share a torso if the
+    config has `shared_torso`; recurrent ones always do. Raises TypeError if there is no policy for the space of actions.
     """
-    if core != "none":
-        return recurrent_actor_critic(observation_space, action_space, config, core=core, memory_size=memory_size)
-    network = actor_critic(observation_space, action_space, config, shared_torso=shared_torso)
+    if config.core != "none":
+        return recurrent_actor_critic(observation_space, action_space, config)
+    network = actor_critic(observation_space, action_space, config, shared_torso=config.shared_torso)
     return _feed_forward(observation_space, network.init, network.apply)
 
 
-def centralized_network(
-    observation_space: Space, action_space: Space, state_size: int, config: Layers, *, core: Core, memory_size: int
-) -> RecurrentNetwork:
+def centralized_network(observation_space: Space, action_space: Space, state_size: int, config: Any) -> RecurrentNetwork:
     """Makes a policy that sees observations, and a critic that sees global states.
 
-    Args:
-      observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      state_size: length of what the critic sees, `S`.
-      config: the layers of both.
-      core: the kind of recurrent layer of both.
-      memory_size: its size.
-
-    Returns:
-      The network. It takes pairs of observations and states `[..., S]`; its outputs are distributions over actions, as in
-      `actor_critic`, and values `[...]`.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    The network takes pairs of observations and states `[..., S]`; its outputs are those of `independent_network`. Raises
+    TypeError if there is no policy for the space of actions.
     """
     space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
-    actor = _network(observation_space, lambda torso: _Policy(torso, space), config, core, memory_size)
-    critic = _network(states, _Value, config, core, memory_size)
+    actor = _network(observation_space, lambda torso: _Policy(torso, space), config)
+    critic = _network(states, _Value, config)
 
     def init(key: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
@@ -130,21 +99,17 @@ class _Value(nn.Module):
         return dense(1, 1.0)(self.torso(state))[..., 0]
 
 
-def _network(
-    space: Space, make: Callable[[Torso], nn.Module], config: Layers, core: Core, memory_size: int
-) -> RecurrentNetwork:
+def _network(space: Space, make: Callable[[Torso], nn.Module], config: Any) -> RecurrentNetwork:
     """A module on a torso, or linear in the outputs of a recurrent core."""
-    if core == "none":
-        module = make(
-            make_torso(space, config)
-        )
+    if config.core == "none":
+        module = make(make_torso(space, config))
         return _feed_forward(space, module.init, module.apply)
 
     def heads(features: Box) -> Network:
         module = make(Torso(features, (), "tanh", convolve=False))
-        return Network(module.init, module.apply)  # type: ignore[arg-type]
+        return Network(module.init, module.apply)
 
-    return recurrent_network(space, heads, config, core=core, memory_size=memory_size)
+    return recurrent_network(space, heads, config, core=config.core, memory_size=config.memory_size)
 
 
 def _feed_forward(space: Any, init: Callable[..., Any], apply: Callable[..., Any]) -> RecurrentNetwork:
@@ -157,44 +122,27 @@ def _feed_forward(space: Any, init: Callable[..., Any], apply: Callable[..., Any
     )
 
 
-def agent_values(
-    observation_space: Space,
-    action_space: Discrete,
-    num_agents: int,
-    config: Layers,
-    *,
-    core: Core,
-    memory_size: int,
-    dueling: bool,
-    shared: bool,
-    agent_ids: bool,
-) -> RecurrentNetwork:
+def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
     """Makes the action values of every agent of a team, from joint observations.
 
     Args:
-      observation_space: the space of one agent's observations, a `Box`.
+      observation_space: the space of one agent's observations.
       action_space: the space of one agent's `N` actions.
       num_agents: number of agents, `A`.
-      config: the layers.
-      core: the kind of recurrent layer.
-      memory_size: its size.
-      dueling: whether there are separate streams for values and for advantages.
-      shared: whether all agents have one network, or each its own.
-      agent_ids: whether a shared network also sees which agent it acts for.
+      config: the layers; whether the network is `dueling`, whether agents `share_parameters`, and whether a shared network
+        also sees `agent_ids`.
 
     Returns:
       The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    identify = shared and agent_ids and num_agents > 1
+    shared = config.share_parameters
+    identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
-    if core == "none":
-        values = q_network(space, action_space, config, dueling=dueling)
+    if config.core == "none":
+        values = q_network(space, action_space, config, dueling=config.dueling)
         one = _feed_forward(space, values.init, lambda params, obs: values.apply(params, obs)[..., 0])
     else:
-        one = recurrent_q_network(space, action_space, config, core=core, memory_size=memory_size, dueling=dueling)
+        one = recurrent_q_network(space, action_space, config, dueling=config.dueling)
 
     def init(key: jax.Array) -> Any:
         # One after another: a batched QR decomposition of orthogonal initializers is slow.
@@ -225,15 +173,9 @@ def agent_values(
 
 
 def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
-    """Appends the number of the agent, one-hot, to observations `[..., A, *shape]`, flattened; a mask stays as it is.
+    """Appends the number of the agent, one-hot, to vectors, or to observations of one agent's space, flattened; masks stay.
 
-    Args:
-      obs: observations of a space, or vectors if none is given.
-      num_agents: number of agents, `A`.
-      space: the space of one agent's observations.
-
-    Returns:
-      Vectors. `[..., A, D + A]` float32
+    `[..., A, *shape]` becomes `[..., A, D + A]` float32.
     """
     plain = unmasked(obs)
     vectors = plain if space is None else flatten(space, plain)
