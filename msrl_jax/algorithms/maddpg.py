@@ -23,14 +23,13 @@ import numpy as np
 
 from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.agents import Team, agent_of
+from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import agents_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
-from msrl_jax.algorithms.networks.agents import with_ids, with_ids_space
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
@@ -70,7 +69,7 @@ class MADDPG:
     )
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float | None = tunable(
-        default=0.5, doc="largest norm of the gradients of each network; larger ones are scaled down to it. Usual: 0.5.", above=0
+        default=0.5, doc="largest norm of the gradients of each network; larger ones are scaled down. Usual: 0.5.", above=0
     )
     tau: float = tunable(
         default=0.01, above=0, high=1,
@@ -95,7 +94,7 @@ class MADDPG:
     )
     agent_ids: bool = field(
         default=True,
-        doc="whether a shared actor sees which agent it acts for, as shared critics do. Usual: True if observations do not tell.",
+        doc="whether a shared actor sees which agent it acts for, as its critic does. Usual: True if observations do not tell.",
     )
 
     def build(self, env: MultiAgentEnvironment) -> Agent:

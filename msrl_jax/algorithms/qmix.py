@@ -19,19 +19,19 @@ from flax import linen as nn
 
 from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable, variant
-from msrl_jax.algorithms.loops.agents import Team, agent_of
+from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.sequences import replay_successors, replay_values, sequence_target
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
-from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.losses.q_learning import sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.agents import agent_values
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
+from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward
 from msrl_jax.counters import Counter, advance, remainder
-from msrl_jax.envs import JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
+from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Transition
@@ -209,7 +209,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
             target = sequence_target(next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=None)
             taken = mix(params, _of_actions(values, after.action), after.obs)[: config.trace_length]
             delta = config.huber_delta
-            losses = value_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
+            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
             stats = {"loss": losses.mean(), "value": taken.mean()}
             return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
 
@@ -257,6 +257,56 @@ def _keys_of_agents(keys: jax.Array, num_agents: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
 
 
+def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
+    """Makes the action values of every agent of a team, from joint observations.
+
+    Args:
+      observation_space: the space of one agent's observations.
+      action_space: the space of one agent's `N` actions.
+      num_agents: number of agents, `A`.
+      config: the layers; whether the network is `dueling`, whether agents `share_parameters`, and whether a shared network
+        also sees `agent_ids`.
+
+    Returns:
+      The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
+    """
+    shared = config.share_parameters
+    identify = shared and config.agent_ids and num_agents > 1
+    space = with_ids_space(observation_space, num_agents) if identify else observation_space
+    if config.core == "none":
+        values = q_network(space, action_space, config, dueling=config.dueling)
+        one = feed_forward(space, Network(values.init, lambda params, obs: values.apply(params, obs)[..., 0]))
+    else:
+        one = recurrent_q_network(space, action_space, config, dueling=config.dueling)
+
+    def init(key: jax.Array) -> Any:
+        # One after another: a batched QR decomposition of orthogonal initializers is slow.
+        return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
+
+    def seen(joint: Any) -> Any:
+        return with_ids(joint.obs, num_agents, observation_space) if identify else joint.obs
+
+    def step(params: Any, joint: Any, carry: Any) -> tuple[jax.Array, Any]:
+        obs = seen(joint)
+        if shared:
+            return one.step(params, obs, carry)
+        axis = joint.present.ndim - 1
+        return jax.vmap(one.step, in_axes=(0, axis, axis), out_axes=axis)(params, obs, carry)
+
+    def unroll(params: Any, joint: Any, is_first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        obs = seen(joint)
+        if not shared:
+            return jax.vmap(one.unroll, in_axes=(0, 2, None, 1), out_axes=2)(params, obs, is_first, carry)
+        # The agents of an environment are rows of the one network.
+        length, batch = is_first.shape
+        rows = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[3:]), obs)
+        carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)
+        outputs = one.unroll(params, rows, jnp.repeat(is_first, num_agents, axis=1), carry)
+        return jax.tree.map(lambda x: x.reshape(length, batch, num_agents, *x.shape[2:]), outputs)
+
+    return RecurrentNetwork(init, lambda batch_shape: one.initial_carry((*batch_shape, num_agents)), step, unroll)
+
+
 def sum_mixer() -> Network:
     """Makes the mixer of VDN: the sum (Sunehag et al., 2017, arXiv 1706.05296). It has no parameters."""
     return Network(lambda key: {}, lambda params, values, state: values.sum(-1))
@@ -266,8 +316,8 @@ def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper
     """Makes the mixer of QMIX (Rashid et al., 2018, arXiv 1803.11485, section 4.1).
 
     It maps values `[..., A]` and states `[..., S]` to `[...]`, and never falls if one of the values rises, so the best joint
-    action is the best action of every agent. Its layers are `elu` and linear. Hypernetworks of two layers compute their weights,
-    of which absolute values are taken, and their biases, which may have any sign, from the global state.
+    action is the best action of every agent. Its layers are `elu` and linear. Hypernetworks of two layers compute their
+    weights, of which absolute values are taken, and their biases, which may have any sign, from the global state.
     """
     module = _Monotonic(num_agents, mixing_size, hyper_size)
     init = lambda key: module.init(key, jnp.zeros((1, num_agents)), jnp.zeros((1, state_size)))  # noqa: E731

@@ -20,12 +20,16 @@ from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import replay_successors, replay_values, sequence_target
+from msrl_jax.algorithms.loops.sequences import (
+    recurrent_q_network,
+    replay_successors,
+    replay_values,
+    sequence_target,
+)
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry
-from msrl_jax.algorithms.networks.recurrent import recurrent_q_network
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import is_on_host

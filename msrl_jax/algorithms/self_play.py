@@ -97,8 +97,8 @@ class SelfPlay:
     )
     opponents: Literal["uniform", "payoff"] = field(
         default="uniform",
-        doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: "uniform", '
-        'or "payoff" for games in which policies beat each other in circles.',
+        doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
+        '"uniform", or "payoff" for games in which policies beat each other in circles.',
     )
     num_opponents: int = field(
         default=8,
@@ -348,7 +348,7 @@ def no_games(size: int) -> Standings:
 
 
 def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings:
-    """Adds the current policy to the game, by its results, in the place `slot` of `filled` ones; the next one has no results."""
+    """Adds the current policy to the game in the place `slot` of `filled` ones, by its results; the next one has none."""
     size = standings.games.shape[0]
     row = jnp.where(standings.games > 0, standings.total / jnp.maximum(standings.games, 1), 0.0)
     payoff = standings.payoff.at[slot].set(row).at[:, slot].set(-row).at[slot, slot].set(0.0)

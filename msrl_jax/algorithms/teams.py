@@ -123,7 +123,8 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
         name, fields = parse_spec(text, prefixes=True)
         kind = get(name) if name in ALGORITHMS or ":" in name else None
     elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
-        name, fields, patterns, kind = algorithm.name, _changed(algorithm), (), type(algorithm)
+        kind, fields, patterns = type(algorithm), _changed(algorithm), ()
+        name = kind.name
     else:
         raise ValueError(f"Teams.teams[{team!r}] is {algorithm!r}; give a config such as IPPO(), or a text such as 'ippo'")
     if given := [name for name in _SHARED if name in fields]:

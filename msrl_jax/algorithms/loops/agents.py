@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.networks.actions import action_transform
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
+from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, vectorize_agents
+from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.spaces import flat_space, flatten
 from msrl_jax.fragments import fragment, fragment_scope
 
 
@@ -262,3 +264,24 @@ def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
     """The agent of a config whose method `build_team` makes one team of all agents of an environment."""
     venv = vectorize_agents(env, config.num_envs)
     return teams_agent(venv, {"agents": config.build_team(venv, venv.num_agents)}, unroll_length=config.unroll_length)
+
+
+def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
+    """Appends the number of the agent, one-hot, to vectors, or to observations of one agent's space, flattened; masks stay.
+
+    `[..., A, *shape]` becomes `[..., A, D + A]` float32.
+    """
+    plain = unmasked(obs)
+    vectors = plain if space is None else flatten(space, plain)
+    ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
+    return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
+
+
+def with_ids_space(space: Space, num_agents: int) -> Box:
+    """The space of the results of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
+    if isinstance(space, Box) and len(space.shape) > 1:
+        raise TypeError(
+            f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
+            "agent_ids=False"
+        )
+    return Box(-np.inf, np.inf, (flat_space(space).shape[0] + num_agents,))

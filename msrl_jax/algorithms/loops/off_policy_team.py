@@ -30,22 +30,18 @@ def off_policy_team(
     refresh_period: int = 1,
     rewards: Literal["summed", "each"] = "summed",
 ) -> Team:
-    """Makes a team that learns from a replay buffer.
+    """Makes a team that learns from a replay buffer; other arguments are those of `off_policy_agent`.
 
     Args:
       view: what the team sees of its environments.
       buffer: the buffer, of `Transition`s with `JointObservation`s and joint actions.
       rule: what the team learns from a batch.
       explore: chooses actions in training.
-      unroll_length: steps of every environment per iteration, `T`.
-      num_updates: updates per iteration.
-      refresh_period: iterations between two refreshes of the acting parameters.
       rewards: "summed" for the reward of the team and one end of its episode; "each" keeps those of every agent, `[A]`.
 
     Returns:
       The team.
     """
-    initial_carry = rule.initial_carry or (lambda num_envs: ())
 
     def act_jointly(params, now, keys, steps, carry):
         carry = forget(now.is_first, carry)
@@ -53,14 +49,8 @@ def off_policy_team(
         return action, carry, next_carry
 
     explore_jointly: Any = fragment(role="actor", name="explore")(act_jointly)
-    replayer = replaying(
-        buffer,
-        rule,
-        num_envs=view.num_envs,
-        unroll_length=unroll_length,
-        num_updates=num_updates,
-        refresh_period=refresh_period,
-    )
+    sizes = {"num_envs": view.num_envs, "unroll_length": unroll_length, "num_updates": num_updates}
+    replayer = replaying(buffer, rule, **sizes, refresh_period=refresh_period)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
         learner_key, replay_key = jax.random.split(learner_key)
@@ -106,7 +96,7 @@ def off_policy_team(
         act=act,
         learn=learn,
         choose_action=choose_action,
-        initial_carry=initial_carry,
+        initial_carry=rule.initial_carry or (lambda num_envs: ()),
         recurrent=rule.initial_carry is not None,
         updates_per_iteration=num_updates,
         agent_axes=P("env"),

@@ -1,4 +1,4 @@
-"""Values and targets along replayed sequences of steps, for recurrent networks.
+"""Recurrent action values, and their targets along replayed sequences of steps.
 
 In the shape descriptions, `S` denotes the length of a window, `T` its length without the burn-in, `B` the batch size, `A` the
 number of actions and `H` the size of the recurrent state. Teams of agents have dimensions of agents after `B`.
@@ -11,10 +11,26 @@ import jax.numpy as jnp
 
 from msrl_jax.algorithms.loops.trajectory import truncated_values
 from msrl_jax.algorithms.losses.q_learning import rescale, unrescale
-from msrl_jax.algorithms.networks.layers import Carry
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
+from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
+from msrl_jax.algorithms.networks.q_network import q_network_on
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.returns.estimators import n_step_return
+from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.replay import Transition
+
+
+def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any, *, dueling: bool) -> RecurrentNetwork:
+    """Recurrent action values `[..., A]`: a linear head on a recurrent layer, or two streams of one dense layer if `dueling`.
+
+    The config is that of `recurrent_network`, which raises ValueError too; streams are as wide as the last dense layer.
+    """
+
+    def make_heads(features: Box) -> Network:
+        torso = Torso(features, config.hidden_sizes[-1:] if dueling else (), config.activation, convolve=False)
+        heads = q_network_on(torso, action_space, dueling=dueling)
+        return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
+
+    return recurrent_network(observation_space, make_heads, config)
 
 
 def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
