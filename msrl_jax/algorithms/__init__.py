@@ -15,5 +15,12 @@ from msrl_jax.algorithms.config import names as names
 from msrl_jax.algorithms.config import tunable as tunable
 from msrl_jax.algorithms.es import ES as ES
 from msrl_jax.algorithms.impala import IMPALA as IMPALA
+from msrl_jax.algorithms.ippo import IPPO as IPPO
+from msrl_jax.algorithms.ippo import MAPPO as MAPPO
+from msrl_jax.algorithms.maddpg import MADDPG as MADDPG
 from msrl_jax.algorithms.ppo import PPO as PPO
+from msrl_jax.algorithms.qmix import QMIX as QMIX
+from msrl_jax.algorithms.qmix import VDN as VDN
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
+from msrl_jax.algorithms.self_play import SelfPlay as SelfPlay
+from msrl_jax.algorithms.teams import Teams as Teams

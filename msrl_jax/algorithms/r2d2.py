@@ -20,13 +20,16 @@ from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
-from msrl_jax.algorithms.loops.trajectory import truncated_values
+from msrl_jax.algorithms.loops.sequences import (
+    recurrent_q_network,
+    replay_successors,
+    replay_values,
+    sequence_target,
+)
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
-from msrl_jax.algorithms.losses.q_learning import greedy_target, rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_q_network
-from msrl_jax.algorithms.returns.estimators import n_step_return
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import is_on_host
@@ -165,75 +168,6 @@ def make_buffer(env: Environment, carry: Any, config: R2D2) -> Replay:
         carry=carry,
         may_be_absent=is_on_host(env),
     )
-
-
-def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Computes values along windows, from the stored carry of the first step.
-
-    Args:
-      network: the network.
-      params: its parameters; no gradient flows through the burn-in.
-      window: windows. `[S, B, ...]`
-      burn_in: initial steps that only refresh the carry.
-
-    Returns:
-      Values `[S - burn_in, B, A]` of the later steps, and the carries after them `[S - burn_in, B, H]`.
-    """
-    ends = window.terminated | window.truncated
-    # The stored carry is already zero if the step is the first of an episode.
-    is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    carry = tuple(x[0] for x in window.carry)
-    if burn_in:
-        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
-        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
-        carry = tuple(x[-1] for x in carries)
-    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
-    return network.unroll(params, after, is_first[burn_in:], carry)
-
-
-def replay_successors(
-    network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
-) -> jax.Array:
-    """Computes values of the true successors; where an episode is truncated, the true successor is not the next step.
-
-    Args:
-      network: the network.
-      params: its parameters.
-      window: windows. `[T, B, ...]`
-      values: the values of their steps. `[T, B, A]`
-      carries: the carries after these steps. `[T, B, H]`
-
-    Returns:
-      The values; those of terminated steps have no meaning. `[T, B, A]`
-    """
-    last = truncated_values(
-        lambda final: network.step(params, *final)[0], (window.next_obs, carries), window.truncated, also_last=True
-    )
-    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
-    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
-
-
-def sequence_target(
-    next_value: jax.Array, window: Transition, *, discount: float, num_steps: int, epsilon: float | None
-) -> jax.Array:
-    """n-step targets along windows, squeezed by `rescale` if an `epsilon` is given.
-
-    Args:
-      next_value: the target network's values of the successors, for the best actions. `[T, B]`
-      window: rewards and ends of episodes. `[T, B]`
-      discount: discount factor per step.
-      num_steps: number of rewards before the target bootstraps, `n`.
-      epsilon: the `epsilon` of `rescale`; None if values are not rescaled.
-
-    Returns:
-      The targets of all but the last `n - 1` steps. `[T - n + 1, B]`
-    """
-    if epsilon is not None:
-        next_value = unrescale(next_value, epsilon)
-    target = n_step_return(
-        window.reward, next_value, window.terminated, window.truncated, discount=discount, num_steps=num_steps
-    )[: len(next_value) - num_steps + 1]
-    return target if epsilon is None else rescale(target, epsilon)
 
 
 def build(env: Environment, config: R2D2) -> Agent:
