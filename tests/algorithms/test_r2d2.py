@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import msrl_jax as msrl
 from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, counted, r2d2
-from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network
+from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
 
 from .off_policy_reference import adam, assert_close, counting, num_params, start, wide
 from .random_walk import RandomWalk
