@@ -1,7 +1,5 @@
 """Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
-from msrl_jax import _threefry as _threefry
-from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.agents.base import MultiAgentEnvironment as MultiAgentEnvironment
 from msrl_jax.envs.agents.base import MultiAgentTimeStep as MultiAgentTimeStep
 from msrl_jax.envs.agents.base import has_agents as has_agents
@@ -44,5 +42,3 @@ from msrl_jax.envs.vector_wrappers import NormalizeReward as NormalizeReward
 from msrl_jax.envs.wrappers import FlattenObservation as FlattenObservation
 from msrl_jax.envs.wrappers import FrameStack as FrameStack
 from msrl_jax.envs.wrappers import TimeLimit as TimeLimit
-
-vectorise = _deprecated("vectorise", vectorize)

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import param_source, reset_pool, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, Wrapper, check_made, env_name, strong
 from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
 from msrl_jax.envs.masks import check_masks, has_masks, with_masks
 from msrl_jax.envs.params import ParamSource
@@ -57,6 +56,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
+    check_made(env)
     own = getattr(env, "vectorize", None)
     if own is not None:
         return own(num_envs)
@@ -69,7 +69,7 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
 
 
 @dataclass(frozen=True)
-class Vectorized:
+class Vectorized(Wrapper):
     """The `VectorEnvironment` that `vectorize` returns.
 
     Attributes:
@@ -82,21 +82,6 @@ class Vectorized:
     num_envs: int
     ratio: int = 1
     axes = ENV_AXIS
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of one environment's observations."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of one environment's actions."""
-        return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[VectorState, PyTree]:
         """Starts all environments; returns the state and the first observations `[E, ...]`."""
@@ -156,8 +141,6 @@ class Vectorized:
             return state, metrics
         spares, shares = reset_pool.pop_repeats(state.spares)
         return state._replace(spares=spares), metrics | shares
-
-    drain = deprecated("drain", pop_episodes)
 
     def observe(self, state: VectorState, obs: PyTree) -> PyTree:
         """Returns the observations unchanged."""
