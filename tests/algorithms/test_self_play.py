@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.loops.meta_game import draw, no_games, replicator_dynamics
 from scipy.optimize import linprog
 
 import msrl_jax as msrl
 from msrl_jax.algorithms.ippo import make_team
 from msrl_jax.algorithms.loops.agents import Experience, Now
-from msrl_jax.algorithms.loops.meta_game import draw, no_games, replicator_dynamics
 from msrl_jax.algorithms.self_play import SelfPlayConfig, play_itself
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors

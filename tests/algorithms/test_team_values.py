@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.loops.replaying import Batch, Progress
 
 from msrl_jax import algorithms, replay
 from msrl_jax.algorithms import ippo, maddpg, qmix
 from msrl_jax.algorithms.loops.agents import Experience, Now
-from msrl_jax.algorithms.loops.replaying import Batch, Progress
 from msrl_jax.counters import counter
 from msrl_jax.envs import Box, JointObservation, MaskedObservation, VectorizedAgents
 from tests.envs.agents.leaving import Leaving

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from msrl_jax.algorithms.networks.mixers import monotonic_mixer, sum_mixer
 
 AGENTS, STATE = 3, 5
