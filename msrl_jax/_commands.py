@@ -28,7 +28,8 @@ class Train(Where):
       algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
-      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
+      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1;
+        GPUOnly if not given, or MultiLearner if the host simulates the environment.
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
@@ -56,7 +57,7 @@ class Train(Where):
     algo: str = "ppo"
     env: str = "CartPole-v1"
     env_params: str | None = None
-    policy: str = "GPUOnly"
+    policy: str | None = None
     total_steps: int = 500_000
     seed: int = 0
     seeds: int = 1
@@ -184,6 +185,7 @@ class Evaluate(Where):
     Attributes:
       run: folder of a run.
       episodes: number of episodes.
+      checkpoint: newest, best, or the number of iterations after which it was written.
       seed: the seed of the environments' randomness.
       member: number of the member that plays, in a run of several seeds; the best one if not given.
       max_steps: maximum length of an episode, in steps.
@@ -193,6 +195,7 @@ class Evaluate(Where):
 
     run: tyro.conf.Positional[Path]
     episodes: int = 128
+    checkpoint: Literal["newest", "best"] | int = "newest"
     seed: int = 0
     member: int | None = None
     max_steps: int = 10_000

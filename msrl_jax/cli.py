@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
+from msrl_jax import _background, _compile_cache, _flags, _launch, _names, _streams, _suites
 from msrl_jax._commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax._flags import UsageError
 from msrl_jax._spelling import suggestion
@@ -68,7 +68,7 @@ def _print_json(value: Any) -> None:
 
 def _default_folder(args: Train, now: str) -> Path:
     parts = (args.algo, args.env, args.policy, str(args.seed), now)
-    return Path("runs") / re.sub(r"[^\w.-]+", "_", "-".join(parts))
+    return Path("runs") / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
 
 
 def _train(args: Train, config: dict[str, Any]) -> int:
@@ -173,7 +173,7 @@ def _evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.training import Result
     from msrl_jax.training.hyperparameters import in_words
 
-    result = Result.load(args.run)
+    result = Result.load(args.run, checkpoint=args.checkpoint)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
     member = result.member(args.member) if result.has_members else None
     if member is not None:
@@ -284,7 +284,7 @@ def _list(args: List, config: dict[str, Any]) -> int:
 
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
+        environments = sorted([*_names.ENVIRONMENTS, *_suites.names()])
         names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
     if args.envs:
         names = {"environments": names["environments"]}
@@ -302,9 +302,9 @@ def _state(suite: _suites.Suite) -> str:
     """Whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"
-    if suite.read is tuple:
+    if not suite.files:
         return f"{suite.package} {version}; {suite.package}.list_all_envs() lists its environments"
-    return f"{suite.package} {version}, {len(suite.read())} environments"
+    return f"{suite.package} {version}, {len(suite.own_names)} environments"
 
 
 def _check_env(args: CheckEnv, config: dict[str, Any]) -> int:
@@ -361,8 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _end(1)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
-        if lost and code == 0 and argv[0] not in ("train", "record"):
-            code = _complain(f"cannot write to standard output: {out.error}")
+        if lost and code == 0:
+            complaint = _complain(f"cannot write to standard output: {out.error}")
+            code = 0 if argv[0] in ("train", "record") else complaint  # which have written their files
     if (code and _is_one_of_several()) or (is_whole_process and _background.is_busy()):
         _end(code)
     return code
@@ -417,7 +418,8 @@ def _run(argv: list[str]) -> int:
     name, *rest = argv
     try:
         if name not in COMMANDS:
-            raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
+            known = [*COMMANDS, "--help", "--version"]
+            raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
         args, config = _flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
         if name != "train" or args.processes is None or _launch.INDEX in os.environ:
             _use_cpu_devices(getattr(args, "cpu_devices", None))

@@ -16,6 +16,7 @@ from msrl_jax._flags import parse
 from msrl_jax.algorithms import PPOConfig
 from msrl_jax.algorithms.configs.base import field_docs
 from msrl_jax.cli import MOST_CPU_DEVICES, Train, main
+from tests.support import processes
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
@@ -25,7 +26,7 @@ def command(*arguments):
 
 
 def run(*arguments, cwd=None):
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=300)
+    return processes.run(command(*arguments), cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +71,20 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     outcome = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(outcome["returns"]) == 4 and outcome["eval_return"] == sum(outcome["returns"]) / 4
     assert outcome["finished"] == [True] * 4
+    assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "2", "--json"]) == 2
+    assert "has no checkpoint 2: those after iterations 4 are complete" in capsys.readouterr().err
+    assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
-    process = subprocess.Popen(
+    process = processes.start(
         command("train", "--total-steps", 64 * 100_000, "--chunk", 20, "--out", "run", "--progress", "none", *TINY),
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -90,6 +96,12 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
 
 MISTAKES = [
     (["trian"], "did you mean 'train'?"),
+    (["--verison"], "did you mean '--version'?"),
+    (["train", "--total-steps", "1e30"], "'1e30' is too large"),
+    (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
+    (["train", "--hidden-sizes", "64,x"], "'x' is not a whole number"),
+    (["replay", __file__], "test_cli.py is no file of a step that was not finite"),
+    (["replay", "nothere.npz"], "there is no file nothere.npz"),
     (["train", "--num-env", "4"], "did you mean '--num-envs'?"),
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
@@ -133,6 +145,7 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, capsys, tmp_path, 
 @pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
 def test_whole_numbers_may_be_written_as_floats(text, number):
     args, config = parse("train", Train, ["--total-steps", text, "--num-envs", text])
+    assert parse("train", Train, ["--hidden-sizes", f"{text},8", "9"])[1] == {"hidden_sizes": (number, 8, 9)}
     assert args.total_steps == number and config == {"num_envs": number} and type(config["num_envs"]) is int
 
 
@@ -219,28 +232,29 @@ def test_help_starts_no_device():
     # `--cpu-devices` can be obeyed only if nothing before it has started a backend.
     code = "import msrl_jax.cli, jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices()))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = processes.run([sys.executable, "-c", code], env=environment)
     assert done.stdout.split() == ["3"], done.stderr
 
 
-@pytest.mark.parametrize("output", ["2>&1 | head -1", ">&- 2>/dev/full"])
-def test_output_does_not_decide_over_training(output, tmp_path):
+FULL = "msrl-jax: error: cannot write to standard output: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(("output", "said"), [("2>&1 | head -1", ""), (">&- 2>/dev/full", ""), (">/dev/full", FULL)])
+def test_output_does_not_decide_over_training(output, said, tmp_path):
     words = command("train", "--total-steps", 64 * 40, "--chunk", 1, "--out", "run", "--eval-episodes", 0, *TINY)
-    done = subprocess.run(
-        ["bash", "-c", f"{shlex.join(words)} {output}; echo code ${{PIPESTATUS[0]}}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "code 0" and done.stderr == ""
+    words += ["--progress", "none"] if said else []
+    done = processes.run(["bash", "-c", f"{shlex.join(words)} {output}; echo code ${{PIPESTATUS[0]}}"], cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "code 0" and done.stderr == said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 40
 
 
 def test_a_listing_that_cannot_be_written_is_an_error():
-    done = subprocess.run(["bash", "-c", f"{shlex.join(command('list'))} >/dev/full"], capture_output=True, text=True)
+    done = processes.run(["bash", "-c", f"{shlex.join(command('list'))} >/dev/full"])
     assert done.returncode == 2 and done.stderr.startswith("msrl-jax: error: cannot write to standard output")
 
 
 def test_a_reader_that_leaves_early_is_no_error():
     piped = " ".join(command("list")) + " | head -1; echo ${PIPESTATUS[0]}"
-    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=120)
+    done = processes.run(["bash", "-c", piped])
     assert done.stdout.splitlines() == ["algorithms", "0"] and done.stderr == ""

@@ -96,7 +96,7 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises RunFolderError if `path` holds a run, or is a file."""
+    """Raises RunFolderError if `path` is a file, or holds a run or other files; hidden ones do not count."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
     if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINTS) if (path / name).exists()]:
@@ -104,6 +104,9 @@ def check_free(path: Path) -> None:
             f"the folder {path} already holds a run ({taken[0]}); go on with it (resume=True, or --resume), name another "
             "folder, or delete it first"
         )
+    if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
+        some = ", ".join(others[:3])
+        raise RunFolderError(f"the folder {path} holds other files, no run ({some}); name a new or empty folder")
 
 
 @contextlib.contextmanager
@@ -235,7 +238,8 @@ def _append_table(path: Path, rows: Sequence[Row]) -> None:
 def _lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     text = io.StringIO()
     for row in rows:
-        cells = (row.get(name, math.nan) for name in columns)
+        whole = {name: int(row[name]) for name in ("step", "iteration") if isinstance(row.get(name), float)}
+        cells = ((row | whole).get(name, math.nan) for name in columns)
         csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
     return text.getvalue()
 

@@ -19,6 +19,7 @@ from msrl_jax.training import checkpoint, folder, processes
 from msrl_jax.training.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.folder import RunFolderError
+from msrl_jax.training.history import LastEpisodes
 from msrl_jax.training.pbt import read
 from msrl_jax.training.run import Run
 from msrl_jax.training.setup import Setup
@@ -100,11 +101,16 @@ def choose(path: Path, which: Any) -> Checkpoint:
     else:
         chosen = next((c for c in found if c.iteration == which), None)
     if chosen is None:
-        has = ", ".join(str(c.iteration) for c in reversed(found)) or "none"
-        raise CheckpointError(
-            f"{path} has no checkpoint {which!r}; those after iterations {has} are complete. An unfinished run "
-            "writes its first one after a minute (checkpoint_every)"
-        )
+        has = ", ".join(str(c.iteration) for c in reversed(found))
+        why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
+        if found and which == "best":
+            why = (
+                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had "
+                "ended in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
+            )
+        elif found:
+            why = f"those after iterations {has} are complete"
+        raise CheckpointError(f"{path} has no checkpoint {which!r}: {why}")
     if which != "newest":
         checkpoint.verify(chosen)
     return chosen
@@ -396,6 +402,8 @@ def continue_from(saved: Saved, run: Run) -> None:
         return
     run.iteration = saved.checkpoint.iteration
     run.evaluation = read_evaluation(progress["evaluation"])
+    if (episodes := progress.get("last_episodes")) is not None:
+        run.last_episodes = LastEpisodes(**{name: np.array(x, np.float64) for name, x in episodes.items()})
     run.started -= progress["wall_seconds"]
     run.compiled_before = progress["compile_seconds"]
     for name in run.seconds:

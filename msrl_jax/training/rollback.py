@@ -85,6 +85,7 @@ def roll_back(
     run.run_state = run.program.place(state)
     run.guard = Guard(run.setup, run.program, run.run_state, policy="rollback", iteration=iteration)
     run.iteration, run.non_finite = iteration, None
+    run.last_episodes = run.last_episodes.until(iteration)
     run.rows = [row for row in run.rows if row["iteration"] <= iteration]
     description["config"] = folder.to_json(run.setup.config)
     description["rollbacks"] = [

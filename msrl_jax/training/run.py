@@ -18,7 +18,7 @@ from msrl_jax.fragments.program import Delayed, Program
 from msrl_jax.training import processes
 from msrl_jax.training.evaluate import Evaluation, Evaluator, make_evaluator
 from msrl_jax.training.guard import Finding, Guard
-from msrl_jax.training.history import Row, reduce_chunk
+from msrl_jax.training.history import NO_EPISODES, LastEpisodes, Row, reduce_chunk
 from msrl_jax.training.pace import Pace
 from msrl_jax.training.setup import Setup
 
@@ -46,6 +46,7 @@ class Run:
       guard: notices numbers that are not finite.
       started: time of `time.perf_counter` at which the run would have started if it had never been interrupted.
       rows: the history.
+      last_episodes: the returns of the last episodes.
       iteration: iterations done.
       evaluation: the last evaluation.
       has_begun_evaluation: whether the evaluation is compiled, or is being compiled by another thread.
@@ -70,6 +71,7 @@ class Run:
     guard: Guard
     started: float
     rows: list[Row] = dataclasses.field(default_factory=list)
+    last_episodes: LastEpisodes = NO_EPISODES
     iteration: int = 0
     evaluation: Evaluation | None = None
     has_begun_evaluation: bool = False
@@ -127,6 +129,8 @@ class Run:
             self.experience.add(self.program.unwrap(self.run_state), steps)
         self.non_finite = self.guard.check(self.run_state, metrics, self.iteration)
         self._add_row(self.iteration - first, metrics)
+        if (returns := metrics.get("episode_return")) is not None:
+            self.last_episodes = self.last_episodes.add(first, returns, finite=self.setup.skips)
         due = self.eval_every is not None and self.step // self.eval_every > first * self.steps_per_iteration // self.eval_every
         if due or self.iteration == self.iterations:
             self.evaluate_now()
@@ -229,12 +233,14 @@ class Run:
         """The measure of success by which the best checkpoint is kept; more is better. None if there is no such measure."""
         if not self.setup.behavior.agent.ranked:
             return None
-        names = ["eval_return"] if self.eval_every is not None else ["episode_return"]
-        sign = 1.0
+        row = self.rows[-1] if self.rows else {}
         if self.setup.behavior.agent.unit == "updates":
-            names, sign = ["validation_loss"], -1.0
-        value = float(np.mean(self.rows[-1].get(names[0], np.nan))) if self.rows else np.nan
-        return sign * value if np.isfinite(value) else None
+            value = -np.mean(row.get("validation_loss", np.nan))
+        elif self.eval_every is not None:
+            value = np.mean(row.get("eval_return", np.nan))
+        else:
+            value = np.mean(self.last_episodes.mean())
+        return float(value) if np.isfinite(value) else None
 
 
 def most_at_once(program: Program, most: int) -> int:

@@ -143,6 +143,7 @@ def progress_of(run: Run) -> dict[str, Any]:
     return {
         "settings": run.fingerprint,
         "rows": len(run.rows),
+        "last_episodes": dataclasses.asdict(run.last_episodes),
         "rollbacks": run.rollbacks,
         "evaluation": run.evaluation,
         "registers": run.program.registers,

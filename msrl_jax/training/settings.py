@@ -10,6 +10,7 @@ from msrl_jax._checks import whole
 from msrl_jax.data.experience import ExperienceWriter
 from msrl_jax.data.files import check_new
 from msrl_jax.data.spaces import bytes_per_step
+from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -160,13 +161,14 @@ def resolve_run(
         fallback = DEFAULTS
     settings = {name: fallback[name] if value is None else value for name, value in given.items()}
     total_steps = whole("total_steps", settings["total_steps"])
-    distribution = resolve_policy(settings["policy"])
     setup = resolve(
         settings["algo"], settings["env"], seed=settings["seed"], seeds=settings["seeds"], config=config,
         overrides=overrides | {"total_steps": total_steps}, env_params=settings["env_params"],
         pbt=settings["pbt"],
     )  # fmt: skip
-    return setup, distribution, total_steps
+    if saved is None and given["policy"] is None and is_on_host(setup.env):
+        settings["policy"] = "MultiLearner"
+    return setup, resolve_policy(settings["policy"]), total_steps
 
 
 def whole_iterations(total_steps: int, per_iteration: int, saved: Saved | None) -> int:

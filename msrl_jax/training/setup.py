@@ -181,13 +181,29 @@ def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
     return policies.get(name, **params)
 
 
+def _built(algorithm: Algorithm, env: Any, config: Any) -> Agent:
+    """The agent, which refuses metrics that are no numbers."""
+    agent = algorithm.build(env, config)
+
+    @functools.wraps(agent.iteration)
+    def iteration(state: Any) -> tuple[Any, Any]:
+        state, metrics = agent.iteration(state)
+        for name, value in metrics.items():
+            if isinstance(value, str | bytes) or value is None:
+                raise TypeError(f"algorithm {algorithm.name!r} reports the metric {name!r} as {value!r}; metrics are numbers")
+        return state, metrics
+
+    return dataclasses.replace(agent, iteration=iteration)
+
+
 def _build(
     algorithm: Algorithm, env: Any, config: Any, dataset: data.Dataset | None, settings: Settings, pbt: PBT | None
 ) -> Agent:
     config = config if dataset is None else dataclasses.replace(config, data=dataset)
+    build = functools.partial(_built, algorithm, env)
     if not settings:
-        return algorithm.build(env, config)
-    agent = tuned(functools.partial(algorithm.build, env), config, settings)
+        return build(config)
+    agent = tuned(build, config, settings)
     return agent if pbt is None else standing(agent)
 
 

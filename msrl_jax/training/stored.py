@@ -1,14 +1,17 @@
 """Results as folders: what `Result.save` writes and `Result.load` reads."""
 
+import contextlib
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.training import checkpoint, folder, resume
-from msrl_jax.training.history import stack_rows
+from msrl_jax.training.history import Row, stack_rows
 from msrl_jax.training.run import TIMINGS
 from msrl_jax.training.setup import resolve
 
@@ -61,6 +64,16 @@ def finish(result: Result, path: Path) -> None:
     folder.write_json(path / folder.SUMMARY, result.summary())
 
 
+@contextlib.contextmanager
+def _not_needed(what: str) -> Iterator[None]:
+    """Warns of a damaged file without which an agent can act."""
+    try:
+        yield
+    except folder.RunFolderError as error:
+        reason = str(error).partition(";")[0]
+        warnings.warn(f"{reason}; {what} is left out", resume.ResumeWarning, stacklevel=3)
+
+
 def load(
     path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
 ) -> dict[str, Any]:
@@ -94,9 +107,16 @@ def load(
     progress = saved.progress
     summary: dict[str, Any] = {}
     if (path / folder.SUMMARY).exists() and which == "newest":
-        summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds")
+        with _not_needed("the outcome of the run"):
+            summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
+    steps = saved.iteration * setup.behavior.agent.steps_per_iteration
+    if summary and summary["status"] != "diverged" and summary["total_steps"] != steps:
+        summary = {}  # of a later checkpoint, which is damaged
+    rows: list[Row] = []
+    with _not_needed("the history of the run"):
+        rows = folder.read_rows(path, progress["rows"])
     return {
-        "history": stack_rows(folder.read_rows(path, progress["rows"])),
+        "history": stack_rows(rows),
         "config": setup.config,
         "state": state,
         "status": summary.get("status", "unfinished"),

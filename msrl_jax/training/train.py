@@ -4,19 +4,21 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
 from msrl_jax import _compile_cache
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
-from msrl_jax.envs.host.base import release
+from msrl_jax.envs.host.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.policies.base import spec
 from msrl_jax.training import checkpoint, folder, processes, stopping, stored
 from msrl_jax.training.begin import begin
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
@@ -68,8 +70,9 @@ def train(
       algo: name of an algorithm, such as `"ppo"`, the default.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`. It
-        decides where the parts run and does not change the computation.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
+        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the
+        computation.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
@@ -90,7 +93,7 @@ def train(
       checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
         or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
       keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
-        best training return).
+        best mean return of the last 100 episodes of training).
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
         updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
@@ -142,6 +145,8 @@ def train(
             saver = None if path is None else Saver(path, every, keep)
             writer = folder.RowWriter(path, settings.description) if path is not None and processes.is_first() else None
         agent = settings.setup.behavior.agent
+        if policy is None and not goes_on and is_on_host(settings.setup.env) and progress is not False and processes.is_first():
+            print(f"policy {spec(settings.distribution)}: the host simulates {settings.setup.env_name}", file=sys.stderr)
         title = f"{settings.setup.algorithm.name} {settings.setup.env_name}"
         show = stack.enter_context(display(title, settings.iterations * agent.steps_per_iteration, short_unit(agent.unit)))
         run = begin(settings, saved, every, started)
@@ -235,7 +240,21 @@ def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Res
 
 def _is_true(answer: Any) -> bool:
     """Whether a callback returned True (of Python, NumPy or JAX); other results have no effect."""
-    return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
+    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
+
+
+def _answer(callback: Callback, tick: Tick) -> bool:
+    """Whether a callback stops the run; raises ValueError if it took the state that the run goes on with."""
+    given = []
+    stops = _is_true(callback(dataclasses.replace(tick, get_state=lambda: given.append(tick.get_state()) or given[-1])))
+    for path, leaf in jax.tree.leaves_with_path(given[-1:]):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            name = getattr(callback, "__qualname__", type(callback).__qualname__)
+            raise ValueError(
+                f"the callback {name} deleted or donated tick.state{jax.tree_util.keystr(path[1:])}, with which the run goes "
+                "on; give away a copy: jax.tree.map(jnp.copy, tick.state)"
+            )
+    return stops
 
 
 def _loop(
@@ -263,7 +282,7 @@ def _loop(
         tick = Tick(run.step, run.iteration, run.total_steps, dict(run.rows[-1]), state, unit, first, run.set_env_params)
         with processes.together("a callback"):
             try:
-                stops = [_is_true(callback(tick)) for callback in callbacks]
+                stops = [_answer(callback, tick) for callback in callbacks]
                 answer = "stop" if any(stops) else ""
             except KeyboardInterrupt:
                 answer = "SIGINT"

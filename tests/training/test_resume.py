@@ -19,6 +19,7 @@ from msrl_jax.training import Result
 from msrl_jax.training.checkpoint import complete
 from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.resume import ResumeWarning
+from tests.support import processes
 from tests.training import runs
 from tests.training.runs import ITERATIONS, assert_same_run, cli, stop_after, train
 from tests.training.training_envs import Lottery
@@ -84,7 +85,7 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
     done = 0
     while True:
         arguments = [name, policy, folder, data, record]
-        with subprocess.Popen(
+        with processes.start(
             [sys.executable, "-m", "tests.training.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
         ) as process:
             if done < kills:

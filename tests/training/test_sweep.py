@@ -17,6 +17,7 @@ from msrl_jax.training.sweeps import batch, plan
 from msrl_jax.training.sweeps.halving import rung_steps, survivors
 from msrl_jax.training.sweeps.space import choose, read_axes
 from msrl_jax.training.sweeps.trials import Trial
+from tests.support import processes
 
 from ..algorithms.random_walk import RandomWalk
 from .test_members import assert_member
@@ -351,7 +352,7 @@ print(result.status)
 def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
     def start(name):
         words = [sys.executable, "-c", KILLED, str(tmp_path / name)]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return processes.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     whole = start("whole")
     killed = 0
