@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
-from msrl_jax.algorithms.networks import actor_critic
+from msrl_jax.algorithms.networks import distributions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments.origin import find_origin
 from msrl_jax.training import DivergedError
@@ -163,7 +163,7 @@ def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
 
 @pytest.mark.slow
 def test_an_algorithm_that_takes_illegal_actions_is_halted(monkeypatch):
-    monkeypatch.setattr(actor_critic, "only_legal", lambda logits, obs: logits)
+    monkeypatch.setattr(distributions, "only_legal", lambda logits, obs: logits)
     assert re.search(r"environment \d was given an illegal action", str(halted("a2c", Maze())))
 
 
