@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import mask_of, observation_type
@@ -86,7 +86,7 @@ class Behavior:
         Returns:
           Actions `[E, ...]` and the carry for the next step.
         """
-        observed = self.agent.env.observe(state.env_state, obs)
+        observed = self.agent.env.observe(innermost(state).env_state, obs)
         if self.agent.initial_carry is None:
             return self.agent.act(state, observed, key), carry
         return self.agent.act(state, observed, key, carry)
@@ -111,7 +111,7 @@ class Behavior:
             )
         if self.agent.probabilities is None:
             raise ValueError("this agent has no categorical policy, so no probabilities of actions; use act")
-        return self.agent.probabilities(state, self.agent.env.observe(state.env_state, obs))
+        return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
     def batched(self, obs: Any) -> tuple[Any, bool]:
         """Checks raw observations.
@@ -194,8 +194,10 @@ class Behavior:
         Returns:
           The leaves, for `restore`.
         """
-        leaves = [leaf for leaf, needed in zip(jax.tree.leaves(state), self._needed, strict=True) if needed]
-        leaves = processes.to_hosts(leaves)
+        flat = jax.tree.leaves(state)
+        if any(self._needed[len(flat) :]):  # an algorithm's own state, without the numbers of its member
+            raise ValueError("the agent acts by numbers of its config in which members differ; act with the result: act(member=)")
+        leaves = processes.to_hosts([leaf for leaf, needed in zip(flat, self._needed, strict=False) if needed])
         if device is None:
             at_hand = bool(leaves) and processes.count() == 1
             device = leaves[0].addressable_shards[0].device if at_hand else jax.local_devices()[0]

@@ -14,6 +14,7 @@ import numpy as np
 from msrl_jax.envs.param_source import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSource
 from msrl_jax.experiment import processes
+from msrl_jax.experiment.history import scalars
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.fragments.memory import put
 
@@ -140,16 +141,6 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
 def is_hook(callback: Any) -> bool:
     """Whether a callback is a hook, and no function of a `Tick`."""
     return any(hasattr(callback, phase) for phase in ("begin", "before", "after", "end"))
-
-
-def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
-    """Flattens a row to floats: an array `[M]` gives its mean under its name, and one entry `name/i` per member."""
-    flat: dict[str, float] = {}
-    for name, value in metrics.items():
-        flat[name] = float(np.mean(value))
-        if np.ndim(value):
-            flat |= {f"{name}/{i}": float(x) for i, x in enumerate(np.asarray(value))}
-    return flat
 
 
 def _import_extra(module: str, extra: str) -> ModuleType:

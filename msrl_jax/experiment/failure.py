@@ -171,10 +171,6 @@ def replay_step(
     path = Path(path)
     about, operands = _read(path)
     run, origin = about["run"], about["origin"]
-    if env is None and run["env_spec"] is None:
-        raise ValueError(
-            f"{path} is of a run on an environment object ({run['env']}); give it again: msrl_jax.replay_step(path, env=...)"
-        )
     source = None if run["data"] is None else run["data"]["path"] if data is None else data
     if run["data"] is not None and source is None:
         raise ValueError(f"{path} is of a run that learned from data; give them again: replay_step(path, data=...)")

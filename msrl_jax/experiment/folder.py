@@ -21,7 +21,6 @@ import json
 import math
 import os
 import platform
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ import numpy as np
 
 from msrl_jax._checks import writing
 from msrl_jax.data import Dataset
-from msrl_jax.experiment.callbacks import Tick, scalars
-from msrl_jax.experiment.history import Row
+from msrl_jax.experiment.history import Row, scalars
 
 CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
@@ -89,10 +87,14 @@ def to_json(value: Any) -> Any:
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file beside `path` and renames it, so that a reader sees either the whole file or none."""
-    beside = path.with_name(f".{path.name}.partial")
+    _replace(path, json.dumps(to_json(value), indent=indent) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
     with writing(path):
-        beside.write_text(json.dumps(to_json(value), indent=indent) + "\n")
-        os.replace(beside, path)
+        partial.write_text(text, newline="")
+        os.replace(partial, path)
 
 
 def check_free(path: Path) -> None:
@@ -150,105 +152,29 @@ def _remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-class RowWriter:
-    """A callback that appends every tick to `metrics.jsonl` and `metrics.csv`; a killed run keeps all logged rows.
-
-    If a file cannot be written, the run goes on: the rows are kept, and written with a later one.
-    """
-
-    def __init__(self, path: Path, description: Mapping[str, Any]):
-        """Writes nothing yet.
-
-        Args:
-          path: the folder, which exists.
-          description: the content of `config.json`.
-        """
-        self._path, self._description = path, description
-        self._config_written, self._failed = False, False
-        self._waiting: list[Row] = []
-
-    def __call__(self, tick: Tick) -> None:
-        """Appends one tick."""
-        self._waiting.append(dict(tick.metrics))
-        self.flush()
-
-    def flush(self) -> None:
-        """Writes what was not written so far; warns at the first failure of several."""
-        try:
-            self.write_config()
-            if self._waiting:
-                append_rows(self._path, self._waiting)
-            self._waiting.clear()
-            self._failed = False
-        except OSError as error:
-            if not self._failed:
-                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", SaveWarning, stacklevel=2)
-            self._failed = True
-
-    def write_config(self) -> None:
-        """Writes `config.json`, once."""
-        if not self._config_written:
-            write_json(self._path / CONFIG, self._description)
-            self._config_written = True
-
-
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Appends rows of the history to both files of a folder; a file that cannot take them all keeps its size.
-
-    Args:
-      path: the folder.
-      rows: the rows.
-
-    Raises:
-      OSError: if a file cannot be written.
-    """
-    lines = "".join(json.dumps(to_json(row)) + "\n" for row in rows)
-    size = (path / ROWS).stat().st_size if (path / ROWS).exists() else 0
-    _append(path / ROWS, lines)
+    """Appends rows of the history to `metrics.jsonl`; a file that cannot take them all keeps its size."""
+    file = path / ROWS
+    size = file.stat().st_size if file.exists() else 0
     try:
-        _append_table(path, rows)
+        with writing(file), file.open("a", newline="") as lines:
+            lines.write("".join(json.dumps(to_json(row)) + "\n" for row in rows))
     except OSError:
         with contextlib.suppress(OSError):
-            os.truncate(path / ROWS, size)
+            os.truncate(file, size)
         raise
 
 
-def _append_table(path: Path, rows: Sequence[Row]) -> None:
-    """Appends rows to `metrics.csv`; if they have other columns, the file is written anew with all of them."""
-    table, flat = path / TABLE, [scalars(row) for row in rows]
-    head = []
-    if table.exists():
-        with table.open(newline="") as file:
-            head = next(csv.reader(file), [])
-    columns = list(dict.fromkeys(name for row in flat for name in row))
-    if head and set(columns) <= set(head):
-        _append(table, _lines(flat, head))
-        return
-    everything = [scalars(row) for row in _read_lines(path / ROWS)]
-    columns = list(dict.fromkeys([*head, *(name for row in everything for name in row)]))
-    beside = table.with_name(f".{TABLE}.partial")
-    with writing(table):
-        beside.write_text(_lines([dict(zip(columns, columns, strict=True)), *everything], columns), newline="")
-        os.replace(beside, table)
-
-
-def _lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+def write_table(path: Path) -> None:
+    """Writes the rows of `metrics.jsonl` to `metrics.csv`."""
+    rows = [scalars(row) for row in _read_lines(path / ROWS)]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
+    csv.writer(text).writerow(columns)
     for row in rows:
         cells = (row.get(name, math.nan) for name in columns)
         csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
-    return text.getvalue()
-
-
-def _append(path: Path, text: str) -> None:
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with writing(path), path.open("a", newline="") as file:
-            file.write(text)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
-        raise
+    _replace(path / TABLE, text.getvalue())
 
 
 def rewind_rows(path: Path, count: int) -> list[Row]:
@@ -264,15 +190,9 @@ def rewind_rows(path: Path, count: int) -> list[Row]:
     Raises:
       RunFolderError: if there are fewer rows, or one of them is damaged.
     """
-    rows = read_rows(path, count)
-    for name, lines in ((ROWS, count), (TABLE, count + 1)):
-        file, beside = path / name, path / f".{name}.partial"
-        kept = file.read_bytes().splitlines(keepends=True)[:lines] if file.exists() else []
-        if count and (len(kept) < lines or not kept[-1].endswith(b"\n")):
-            raise _too_few(file, count)
-        with writing(file):
-            beside.write_bytes(b"".join(kept))
-            os.replace(beside, file)
+    rows, file = read_rows(path, count), path / ROWS
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    _replace(file, "".join(lines[:count]))
     return rows
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import numpy as np
 
 from msrl_jax._device_memory import array_bytes
 from msrl_jax.envs.host.base import release
-from msrl_jax.experiment import failure, folder, processes
+from msrl_jax.experiment import failure, folder, processes, store
 from msrl_jax.experiment.agents import SKIPPED, fold_keys
 from msrl_jax.experiment.failure import Failure
-from msrl_jax.experiment.history import HostMetrics, first_non_finite
+from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
 from msrl_jax.experiment.locate import locate
-from msrl_jax.experiment.pbt import in_words
 from msrl_jax.experiment.run import Ending, Run
+from msrl_jax.experiment.saving import Checkpoints
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.watch import Watch
 
@@ -40,9 +40,6 @@ CAUSES = (
     "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
     "or an observation without a legal action"
 )
-
-States = Callable[[], Iterator[tuple[Any, int]]]
-"""Reads the states and iterations of a run's checkpoints, the newest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,19 +167,19 @@ class Guard:
         self._kept, self._kept_at = None, -math.inf
         self._keep(run)
 
-    def earlier(self, run: Run, checkpoints: States) -> tuple[Any, int]:
+    def earlier(self, run: Run) -> tuple[Any, int]:
         """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state.
 
         A checkpoint may hold a nan in its replay buffer that no update has used yet.
         """
-        for state, iteration in checkpoints():
+        for state, iteration in store.saved_states(run.path, run):
             if self._kept is not None and iteration <= self._kept[1]:
                 break
             if self._watch.is_whole(run.program.unwrap(state)):
                 return state, iteration
         return self._kept or (run.experiment.start(run.program), 0)
 
-    def locate(self, run: Run, checkpoints: States) -> Finding:
+    def locate(self, run: Run) -> Finding:
         """Finds where the first nan or infinity came from, and writes the file for `replay_step`."""
         finding: Finding = run.finding
         if self._kept is None and self._begin == 0 and self._first_bad:
@@ -190,7 +187,7 @@ class Guard:
             who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
             note = f"{who} numbers that are not finite: state{leaf} of the initial state"
             return dataclasses.replace(finding, leaf=leaf, note=note)
-        found = self._search(run, checkpoints)
+        found = self._search(run)
         if isinstance(found, str):
             return dataclasses.replace(finding, note=f"{found} {CAUSES}")
         blamed, begin = found
@@ -204,11 +201,11 @@ class Guard:
             return dataclasses.replace(finding, note=f"The step could not be written: {error}")
         return dataclasses.replace(finding, replay=saved)
 
-    def _search(self, run: Run, checkpoints: States) -> tuple[Failure, int] | str:
+    def _search(self, run: Run) -> tuple[Failure, int] | str:
         """What is to blame, and its iteration; or why that is not known."""
         if not self._can_read:
             return "The state is on several processes, so the cause was not looked for."
-        state, begin = self.earlier(run, checkpoints)
+        state, begin = self.earlier(run)
         iterations = run.finding.iteration - begin
         if begin < run.changed_at:
             when = f"after iteration {run.changed_at}, which is later than the last kept state"
@@ -241,8 +238,8 @@ class Guard:
 class Divergence:
     """A hook that ends a run in which something is not finite, or takes it back to its last good state."""
 
-    def __init__(self, guard: Guard, checkpoints: States, saver: Any = None):
-        self._guard, self._checkpoints, self._saver = guard, checkpoints, saver
+    def __init__(self, guard: Guard, saver: Checkpoints | None):
+        self._guard, self._saver = guard, saver
 
     def after(self, run: Run) -> Ending | None:
         """Ends the run if it diverged and does not go back."""
@@ -262,7 +259,7 @@ class Divergence:
     def _roll_back(self, run: Run) -> None:
         """Takes a run back in place; rows after that state are dropped, and the program is compiled again."""
         rollbacks = run.deployment["rollbacks"]
-        state, iteration = self._guard.earlier(run, self._checkpoints)
+        state, iteration = self._guard.earlier(run)
         state = jax.tree.map(lambda x: jnp.copy(x), again(state, len(rollbacks) + 1, run.experiment))
         release(run.experiment.agent.env)
         run.experiment = run.experiment.slower()

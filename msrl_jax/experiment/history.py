@@ -114,6 +114,21 @@ def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
     return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
 
 
+def in_words(setting: Mapping[str, float]) -> str:
+    """A setting as text, such as `seed 3, learning_rate=0.001`."""
+    return ", ".join(f"seed {value}" if name == "seed" else f"{name}={value:.6g}" for name, value in setting.items())
+
+
 def team_of(column: str, name: str) -> str:
     """The team of a column `NAME/TEAM` of a metric; empty if it is another column."""
     return column.removeprefix(f"{name}/") if column.startswith(f"{name}/") else ""
+
+
+def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
+    """Flattens a row to floats: an array `[M]` gives its mean under its name, and one entry `name/i` per member."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        flat[name] = float(np.mean(value))
+        if np.ndim(value):
+            flat |= {f"{name}/{i}": float(x) for i, x in enumerate(np.asarray(value))}
+    return flat

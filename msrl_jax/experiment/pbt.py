@@ -12,11 +12,11 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
-from msrl_jax.algorithms import Algorithm
-from msrl_jax.algorithms.configs.base import tunable_fields
+from msrl_jax import algorithms
+from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import distributions
 from msrl_jax.envs.distributions import Distribution, Ramp
-from msrl_jax.experiment.hyperparameters import in_words
+from msrl_jax.experiment.history import in_words
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 """The type of a hyper-parameter."""
@@ -83,23 +83,22 @@ class PBT:
         values = self.search[name].numbers
         return min(values), max(values)
 
-    def check(self, algorithm: Algorithm, config: Any, overrides: Mapping[str, Any]) -> None:
-        """Checks the search for an algorithm.
+    def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
+        """Checks the search for a config.
 
         Args:
-          algorithm: the algorithm.
-          config: the config to start from; the defaults if None.
+          base: the config to start from.
           overrides: fields of the config; the initial values of a field of `search` are a sequence.
 
         Raises:
           ValueError: if a field is unknown or not `Tunable`, if the config refuses a value of its range, or if a field of
             `overrides` contradicts the search.
         """
-        kind, tunable = algorithm.config.__name__, tunable_fields(algorithm.config)
+        kind, tunable = type(base).__name__, tunable_fields(type(base))
         for name in self.search:
             if name not in tunable:
                 fact = f"{kind} has no field {name!r}{suggestion(name, tunable)}"
-                if name in {field.name for field in dataclasses.fields(algorithm.config)}:
+                if name in {field.name for field in dataclasses.fields(base)}:
                     fact = f"{name} of {kind} changes shapes or branches of the program"
                 raise ValueError(f"PBT.search: {fact}; it can search {', '.join(tunable) or 'nothing'}")
         fixed = {name: value for name, value in overrides.items() if name not in self.search}
@@ -119,7 +118,7 @@ class PBT:
         for name, distribution in self.search.items():
             for value in distribution.numbers:
                 try:
-                    algorithm.make_config(config, {**fixed, name: value})
+                    algorithms.make(base, {**fixed, name: value})
                 except ValueError as error:
                     raise ValueError(f"PBT.search: {in_words({name: value})} of {name}={distribution}: {error}") from None
 

@@ -4,14 +4,14 @@ A hook has any of these, which are called in the order of the hooks:
 
     every            steps at whose multiples chunks end, unless the user chose the length of chunks
     begin(run)       the state is there, and nothing has run
-    before(run)      before each chunk; an `Ending` ends the run
+    before(run)      before each chunk; an `Ending` ends the run, and the hooks after that one are not called
     after(run)       after each chunk; an `Ending` ends the run
     end(run)         the run is over: the last hook first
 """
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,6 +21,7 @@ import numpy as np
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.experience import without_experience
 from msrl_jax.experiment import processes
+from msrl_jax.experiment.agents import acting_part
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.history import HostMetrics, Row, reduce_chunk
 from msrl_jax.experiment.pace import Pace
@@ -128,6 +129,10 @@ class Run:
         """The state of the run without registers and recorded steps."""
         return without_experience(self.program.unwrap(self.run_state))
 
+    def acting_state(self) -> Any:
+        """The state as the run's behavior takes it."""
+        return acting_part(self.whole_state())
+
     def state(self) -> Any:
         """The algorithm's own state."""
         return innermost(self.whole_state())
@@ -183,30 +188,35 @@ def most_at_once(program: Program, most: int) -> int:
     return min(limit, most, max(1, _METRICS_BYTES // max(program.metrics_bytes, 1)))
 
 
-def call(hooks: Sequence[Any], phase: str, run: Run) -> list[Ending]:
-    """Calls a phase of all hooks that have it; gives the endings that they ask for."""
-    answers = [getattr(hook, phase)(run) for hook in hooks if hasattr(hook, phase)]
-    return [answer for answer in answers if isinstance(answer, Ending)]
+def _call(hooks: Iterable[Any], phase: str, run: Run) -> Iterator[Ending]:
+    """Calls a phase of the hooks that have it; gives the endings that they ask for."""
+    for hook in hooks:
+        answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
+        if isinstance(answer, Ending):
+            yield answer
 
 
-def loop(run: Run, hooks: Sequence[Any]) -> Ending:
+def loop(run: Run, hooks: Sequence[Any]) -> None:
     """Runs chunk after chunk, until all iterations are done or a hook ends the run.
 
     Args:
-      run: the run.
+      run: the run, which has its `ending` then.
       hooks: the hooks, in the order in which they are called.
-
-    Returns:
-      Why the run ended.
     """
-    call(hooks, "begin", run)
-    while not (endings := call(hooks, "before", run)):
+    list(_call(hooks, "begin", run))
+    while True:
+        if ending := next(_call(hooks, "before", run), None):
+            run.ending = ending
+            return
         run.advance()
-        endings = call(hooks, "after", run)
+        endings = list(_call(hooks, "after", run))
         if run.iteration == run.iterations and run.finding is None:
             endings.append(Ending("finished"))
         if endings:
-            break
-    run.ending = min(endings, key=lambda ending: _FIRST.index(ending.status))
-    return run.ending
+            run.ending = min(endings, key=lambda ending: _FIRST.index(ending.status))
+            return
 
+
+def finish(run: Run, hooks: Sequence[Any]) -> None:
+    """Has all hooks finish what they do, the last one first."""
+    list(_call(reversed(hooks), "end", run))

@@ -29,7 +29,8 @@ from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import members, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evolve import evolve
 from msrl_jax.experiment.folder import RunFolderError, to_json
-from msrl_jax.experiment.pbt import PBT, GivenPBT, in_words, read
+from msrl_jax.experiment.history import in_words
+from msrl_jax.experiment.pbt import PBT, GivenPBT, read
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -206,15 +207,15 @@ class Experiment:
     def record(self, steps: int) -> "Experiment":
         """The same run with environments that keep their last `steps` steps."""
         check_rows_fit(self.environment, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
-        return self._replaced(recorded_steps=steps)
+        return self.replaced(recorded_steps=steps)
 
     def slower(self) -> "Experiment":
         """The same run with half of every learning rate that is a constant."""
         names = [f.name for f in dataclasses.fields(self.algorithm) if f.name.endswith("learning_rate")]
         rates = {name: rate / 2 for name in names if isinstance(rate := getattr(self.algorithm, name), float)}
-        return self._replaced(algorithm=dataclasses.replace(self.algorithm, **rates))
+        return self.replaced(algorithm=dataclasses.replace(self.algorithm, **rates))
 
-    def _replaced(self, **changes: Any) -> "Experiment":
+    def replaced(self, **changes: Any) -> "Experiment":
         """The same run on the same environment and data, which are not made again."""
         new = dataclasses.replace(self, **changes)
         vars(new).update({name: vars(self)[name] for name in ("environment", "dataset") if name in vars(self)})
@@ -224,6 +225,9 @@ class Experiment:
 
     def to_json(self) -> dict[str, Any]:
         """The experiment as plain data: the part of `config.json` that decides what is computed."""
+        return self._plain() | {"data": self._data_source}
+
+    def _plain(self) -> dict[str, Any]:
         kind = type(self.algorithm)
         return {
             "algorithm": self.name,
@@ -239,7 +243,6 @@ class Experiment:
             "pbt": None if self.pbt is None else self.pbt.to_json(),
             "guard": self.guard,
             "config": to_json(self.algorithm),
-            "data": self._data_source,
         }
 
     @property
@@ -301,22 +304,17 @@ class Experiment:
         except (TypeError, ValueError, KeyError) as error:
             raise RunFolderError(f"this version cannot read the config of {where}: {error}") from error
 
-    def facts(self) -> dict[str, Any]:
-        """What decides what is computed, besides its length and the data set, as plain data by argument of `train`."""
-        about = self.to_json()
-        names = {"algorithm": "algo", "env": "env", "env_object": "env_object", "seed": "seed", "seeds": "seeds"}
-        names |= {"env_params": "env_params", "pbt": "pbt"}
-        fields = about["config"] | (about["settings"] or {})
-        return {new: about[name] for name, new in names.items()} | {k: v for k, v in fields.items() if k != "data"}
-
     def difference(self, other: "Experiment") -> tuple[str, Any, Any] | None:
-        """The first fact in which another experiment differs, with both values; None if they compute the same."""
-        mine, theirs = self.facts(), other.facts()
+        """The first fact in which another experiment differs, with both values; None if they compute the same.
+
+        Lengths are left out, because a run may be extended, and so are guards and data sets.
+        """
+        mine, theirs = (_facts(x._plain()) for x in (self, other))
         return next(((n, x, theirs.get(n)) for n, x in mine.items() if x != theirs.get(n)), None)
 
     def fingerprint(self, rollbacks: Sequence[Any] = ()) -> str:
-        """The SHA-256 of the facts, and of what changed them during the run."""
-        return hashlib.sha256(json.dumps(to_json([self.facts(), list(rollbacks)]), sort_keys=True).encode()).hexdigest()
+        """The SHA-256 of what `difference` compares, and of what changed it during the run."""
+        return fingerprint(self._plain(), rollbacks)
 
     def about(self) -> dict[str, Any]:
         """A description of the run for its data sets."""
@@ -331,6 +329,18 @@ class Experiment:
             **({"settings": self.settings} if self.settings else {}),
             **({"pbt": self.pbt.to_json()} if self.pbt else {}),
         }
+
+
+def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides what is computed, besides the length and the data set, by argument of `train`."""
+    fields = about["config"] | (about["settings"] or {})
+    names = ("env", "env_object", "seed", "seeds", "env_params", "pbt")
+    return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
+
+
+def fingerprint(about: Mapping[str, Any], rollbacks: Sequence[Any] = ()) -> str:
+    """The SHA-256 of the facts in the content of `config.json`, and of what changed them during the run."""
+    return hashlib.sha256(json.dumps(to_json([_facts(about), list(rollbacks)]), sort_keys=True).encode()).hexdigest()
 
 
 def describe_env(env: Any) -> str | None:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from time import monotonic as now
 from typing import Any
 
+from msrl_jax.experiment import processes
+from msrl_jax.experiment.run import Ending, Run
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 TIME_LIMIT = "time limit"
 
@@ -97,3 +100,16 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
     finally:
         for signum, handler in before.items():  # None is a handler of compiled code, such as that of jax.distributed
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+class Stopping:
+    """A hook that ends the run if any process has a reason to stop before the next chunk would be done and saved."""
+
+    def __init__(self, requests: StopRequests):
+        self._requests = requests
+
+    def before(self, run: Run) -> Ending | None:
+        """Ends the run if there is a reason."""
+        reasons = processes.gathered(self._requests.reason(run.last_seconds + run.saving_seconds))
+        reason = next(filter(None, reasons), "")
+        return Ending("interrupted", reason) if reason else None
