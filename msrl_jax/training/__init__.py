@@ -1,4 +1,4 @@
-"""Training: runs, their results, evaluation, logging and benchmarks."""
+"""Training: runs, their results, evaluation and logging."""
 
 from msrl_jax.training.callbacks import Callback as Callback
 from msrl_jax.training.callbacks import TensorBoard as TensorBoard
@@ -11,12 +11,6 @@ from msrl_jax.training.failure import replay_step as replay_step
 from msrl_jax.training.folder import RunFolderError as RunFolderError
 from msrl_jax.training.folder import SaveWarning as SaveWarning
 from msrl_jax.training.guard import DivergedError as DivergedError
-from msrl_jax.training.leaderboard import Entry as Entry
-from msrl_jax.training.leaderboard import Leaderboard as Leaderboard
-from msrl_jax.training.pbt import PBT as PBT
 from msrl_jax.training.result import Result as Result
 from msrl_jax.training.resume import ResumeWarning as ResumeWarning
-from msrl_jax.training.sweeps.result import SweepResult as SweepResult
-from msrl_jax.training.sweeps.sweep import sweep as sweep
-from msrl_jax.training.tournament import compete as compete
 from msrl_jax.training.train import train as train

@@ -12,12 +12,13 @@ from msrl_jax import algorithms
 from msrl_jax._tables import table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
+from msrl_jax.search import sw_plot as plot
+from msrl_jax.search import sw_record as record
+from msrl_jax.search.space import Axis
+from msrl_jax.search.sw_trials import Trial, by_return, value_in_words
 from msrl_jax.training import folder
 from msrl_jax.training.history import decimals
 from msrl_jax.training.result import Result
-from msrl_jax.training.sweeps import plot, record
-from msrl_jax.training.sweeps.space import Axis
-from msrl_jax.training.sweeps.trials import Trial, by_return, value_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

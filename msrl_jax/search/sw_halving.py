@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from msrl_jax._checks import whole
-from msrl_jax.training.sweeps.trials import Trial, by_return
+from msrl_jax.search.sw_trials import Trial, by_return
 
 
 def rung_steps(

@@ -24,10 +24,10 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.search.leaderboard import Entry, Leaderboard
 from msrl_jax.training import processes, stopping
 from msrl_jax.training.callbacks import Callback, Tick
 from msrl_jax.training.guard import DivergedError
-from msrl_jax.training.leaderboard import Entry, Leaderboard
 from msrl_jax.training.result import Result
 from msrl_jax.training.resume import ResumeWarning
 from msrl_jax.training.rollback import fold_keys

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from msrl_jax.envs.host.base import release
+from msrl_jax.search import sw_plan as plan
+from msrl_jax.search import sw_record as record
+from msrl_jax.search.sw_batch import Common, outcome
+from msrl_jax.search.sw_search import Order, Stage
+from msrl_jax.search.sw_trials import Group, Trial
 from msrl_jax.training import processes
 from msrl_jax.training.result import Result
 from msrl_jax.training.stopping import TIME_LIMIT, StopRequests
-from msrl_jax.training.sweeps import plan, record
-from msrl_jax.training.sweeps.batch import Common, outcome
-from msrl_jax.training.sweeps.search import Order, Stage
-from msrl_jax.training.sweeps.trials import Group, Trial
 
 
 @dataclasses.dataclass

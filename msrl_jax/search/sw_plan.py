@@ -8,8 +8,8 @@ from msrl_jax._device_memory import device_memory
 from msrl_jax.fragments.memory import sharing_memory, temporary_bytes
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan import size
+from msrl_jax.search.sw_trials import Trial
 from msrl_jax.training.setup import Setup
-from msrl_jax.training.sweeps.trials import Trial
 
 HEADROOM = 0.8
 """The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""

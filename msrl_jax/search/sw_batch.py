@@ -16,14 +16,14 @@ from msrl_jax.algorithms import Algorithm
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.search.sw_joining import joined
+from msrl_jax.search.sw_trials import Group, Trial
 from msrl_jax.training import checkpoint, resume
 from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.progress import Progress
 from msrl_jax.training.result import Result
 from msrl_jax.training.settings import whole_iterations
 from msrl_jax.training.setup import Setup, resolve
-from msrl_jax.training.sweeps.joining import joined
-from msrl_jax.training.sweeps.trials import Group, Trial
 from msrl_jax.training.train import train
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax._checks import writing
+from msrl_jax.search.sw_trials import Trial
 from msrl_jax.training import folder, processes
 from msrl_jax.training.folder import RunFolderError
-from msrl_jax.training.sweeps.trials import Trial
 
 SWEEP, TABLE, TABLE_CSV = "sweep.json", "table.json", "table.csv"
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from msrl_jax.training.sweeps.halving import survivors
-from msrl_jax.training.sweeps.space import Axis
-from msrl_jax.training.sweeps.trials import Trial
+from msrl_jax.search.space import Axis
+from msrl_jax.search.sw_halving import survivors
+from msrl_jax.search.sw_trials import Trial
 
 
 class Stage(NamedTuple):

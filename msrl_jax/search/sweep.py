@@ -16,17 +16,19 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.search import sw_plan as plan
+from msrl_jax.search import sw_record as record
+from msrl_jax.search import sw_search as search
+from msrl_jax.search.result import SweepResult
+from msrl_jax.search.space import Axis, Method, check_method, choose, count_of, read_axes
+from msrl_jax.search.sw_batch import Common
+from msrl_jax.search.sw_conduct import Sweep
+from msrl_jax.search.sw_halving import rung_steps
+from msrl_jax.search.sw_trials import Group, Trial, make_trials, ranked
 from msrl_jax.training import folder, processes, stopping
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.resume import describe_env
 from msrl_jax.training.setup import resolve_policy
-from msrl_jax.training.sweeps import plan, record, search
-from msrl_jax.training.sweeps.batch import Common
-from msrl_jax.training.sweeps.conduct import Sweep
-from msrl_jax.training.sweeps.halving import rung_steps
-from msrl_jax.training.sweeps.result import SweepResult
-from msrl_jax.training.sweeps.space import Axis, Method, check_method, choose, count_of, read_axes
-from msrl_jax.training.sweeps.trials import Group, Trial, make_trials, ranked
 
 
 @processes.in_words()

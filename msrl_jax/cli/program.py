@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _flags, _gymnax, _launch, _names, _streams, _suites
-from msrl_jax._commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
-from msrl_jax._flags import UsageError
+from msrl_jax import _background, _compile_cache, _gymnax, _streams, _suites
 from msrl_jax._spelling import suggestion
+from msrl_jax.cli import flags, launch
+from msrl_jax.cli import names as known_names
+from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
+from msrl_jax.cli.flags import UsageError
 
 PROG = "msrl-jax"
 DIVERGED = DOES_NOT_CONFORM = 1
@@ -138,15 +140,15 @@ def _launched(args: Train, argv: Sequence[str]) -> int | None:
     """Starts the processes of a run, or makes this one a part of it; the exit code if it has been run."""
     if args.resume and args.out is None:
         raise UsageError("--resume needs --out, the folder of the run")
-    child = os.environ.get(_launch.INDEX)
+    child = os.environ.get(launch.INDEX)
     if args.processes is not None and args.distributed:
         raise UsageError("--processes starts processes on this machine, and --distributed joins those of a cluster; give one")
     if args.processes is not None and args.processes < 1:
         raise UsageError(f"--processes {args.processes}: use at least 1")
     if args.processes is not None and child is None:
-        return _launch.launch(argv, args.processes)
+        return launch.launch(argv, args.processes)
     if child is not None:
-        _launch.end_with_parent()
+        launch.end_with_parent()
         _use_cpu_devices(args.cpu_devices or 1)
     if child is not None or args.distributed:
         from msrl_jax.training import processes
@@ -154,16 +156,16 @@ def _launched(args: Train, argv: Sequence[str]) -> int | None:
         if child is None:
             processes.start()
         else:
-            processes.start(os.environ[_launch.ADDRESS], int(os.environ[_launch.COUNT]), int(child))
+            processes.start(os.environ[launch.ADDRESS], int(os.environ[launch.COUNT]), int(child))
     return None
 
 
 def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
     """Adds the algorithm of a run that goes on, because it decides which other flags there are."""
-    if command != "train" or "--resume" not in argv or _flags.values_of(argv, "--algo"):
+    if command != "train" or "--resume" not in argv or flags.values_of(argv, "--algo"):
         return argv
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        config = Path(_flags.values_of(argv, "--out")[0]) / "config.json"
+        config = Path(flags.values_of(argv, "--out")[0]) / "config.json"
         return [*argv, "--algo", json.loads(config.read_text())["algorithm"]]
     return argv
 
@@ -225,7 +227,7 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
         from msrl_jax.fragments.topologies import cpus_of
 
         _use_cpu_devices(max(1, *map(cpus_of, args.devices)))
-    from msrl_jax.training.scaling import format_table, plans
+    from msrl_jax.report.scaling import format_table, plans
     from msrl_jax.training.setup import resolve, resolve_policy
 
     if not args.devices:
@@ -252,7 +254,7 @@ def _show(args: Any, data: Any, text: object) -> None:
 
 
 def _bench(args: Bench, config: dict[str, Any]) -> int:
-    from msrl_jax.training.benchmark import bench, format_table
+    from msrl_jax.report.bench import bench, format_table
 
     measurements = bench(
         args.algo, args.env, args.policy, args.num_envs, args.unroll_length, repeats=args.repeats,
@@ -284,8 +286,8 @@ def _list(args: List, config: dict[str, Any]) -> int:
 
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*_names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
-        names = {"algorithms": list(_names.ALGORITHMS), "environments": environments, "policies": list(_names.POLICIES)}
+        environments = sorted([*known_names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
+        names = {"algorithms": list(known_names.ALGORITHMS), "environments": environments, "policies": list(known_names.POLICIES)}
     if args.envs:
         names = {"environments": names["environments"]}
     if args.json:
@@ -418,8 +420,8 @@ def _run(argv: list[str]) -> int:
     try:
         if name not in COMMANDS:
             raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
-        args, config = _flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
-        if name != "train" or args.processes is None or _launch.INDEX in os.environ:
+        args, config = flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
+        if name != "train" or args.processes is None or launch.INDEX in os.environ:
             _use_cpu_devices(getattr(args, "cpu_devices", None))
         if isinstance(args, Train) and (code := _launched(args, argv)) is not None:
             return code
@@ -431,7 +433,7 @@ def _run(argv: list[str]) -> int:
     except RuntimeError as error:
         if type(error).__name__ == "ProcessError":
             _complain(error)
-            return _launch.LOST
+            return launch.LOST
         if not _is_ours(error):
             raise
         return _complain(error)
