@@ -19,11 +19,11 @@ from msrl_jax.fragments import compile as compile
 from msrl_jax.fragments import fragment as fragment
 from msrl_jax.fragments import plan_devices as plan_devices
 from msrl_jax.metrics import Mean as Mean
-from msrl_jax.search import PBT as PBT
 from msrl_jax.search import Leaderboard as Leaderboard
 from msrl_jax.search import SweepResult as SweepResult
 from msrl_jax.search import compete as compete
 from msrl_jax.search import sweep as sweep
+from msrl_jax.training import PBT as PBT
 from msrl_jax.training import Result as Result
 from msrl_jax.training import replay_step as replay_step
 from msrl_jax.training import train as train

@@ -1,5 +1,7 @@
-"""Searches over runs: sweeps, population based training, tournaments. The file `__init__.pyi` lists its names."""
+"""Searches over runs: sweeps and tournaments."""
 
-from msrl_jax._lazy import names_of as _names_of
-
-__getattr__, __dir__, __all__ = _names_of(__name__, __file__)
+from msrl_jax.search.leaderboard import Entry as Entry
+from msrl_jax.search.leaderboard import Leaderboard as Leaderboard
+from msrl_jax.search.result import SweepResult as SweepResult
+from msrl_jax.search.sweep import sweep as sweep
+from msrl_jax.search.tournament import compete as compete

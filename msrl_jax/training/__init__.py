@@ -11,6 +11,7 @@ from msrl_jax.training.failure import replay_step as replay_step
 from msrl_jax.training.folder import RunFolderError as RunFolderError
 from msrl_jax.training.folder import SaveWarning as SaveWarning
 from msrl_jax.training.guard import DivergedError as DivergedError
+from msrl_jax.training.pbt import PBT as PBT
 from msrl_jax.training.result import Result as Result
 from msrl_jax.training.resume import ResumeWarning as ResumeWarning
 from msrl_jax.training.train import train as train

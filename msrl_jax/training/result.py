@@ -16,12 +16,12 @@ from msrl_jax._deprecated import deprecated
 from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.search.lineage import plot_lineage
 from msrl_jax.training import stored
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.training.history import last_mean
 from msrl_jax.training.hyperparameters import in_words, settings_of
+from msrl_jax.training.lineage import plot_lineage
 from msrl_jax.training.plot import plot_history
 from msrl_jax.training.selection import select_member, select_settings
 from msrl_jax.training.summary import describe, summarize

@@ -15,11 +15,11 @@ from msrl_jax import algorithms, data
 from msrl_jax.data.experience import at_rest, awake, without_experience
 from msrl_jax.envs.params import GivenParams, describe
 from msrl_jax.fragments.program import Delayed, Program
-from msrl_jax.search.pbt import read
 from msrl_jax.training import checkpoint, folder, processes
 from msrl_jax.training.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.folder import RunFolderError
+from msrl_jax.training.pbt import read
 from msrl_jax.training.run import Run
 from msrl_jax.training.setup import Setup
 

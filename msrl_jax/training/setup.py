@@ -21,11 +21,11 @@ from msrl_jax.envs.params import GivenParams, randomized
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.search.evolve import evolving, standing
-from msrl_jax.search.pbt import PBT, GivenPBT, read
 from msrl_jax.training.acting import Behavior
+from msrl_jax.training.evolving import evolving, standing
 from msrl_jax.training.hyperparameters import Settings, arrays, count, read_settings, tuned
 from msrl_jax.training.members import initial_key, population
+from msrl_jax.training.pbt import PBT, GivenPBT, read
 from msrl_jax.training.skipping import skipping
 
 

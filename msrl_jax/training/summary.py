@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from msrl_jax.search.lineage import final_values
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.callbacks import short_unit
 from msrl_jax.training.evaluate import Evaluation
 from msrl_jax.training.history import decimals, team_of
 from msrl_jax.training.hyperparameters import in_words, settings_of
+from msrl_jax.training.lineage import final_values
 
 
 class _Summarized(Protocol):

@@ -17,12 +17,12 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.search.pbt import GivenPBT
 from msrl_jax.training import checkpoint, folder, processes, stopping, stored
 from msrl_jax.training.begin import begin
 from msrl_jax.training.callbacks import Callback, Tick, check_callbacks, short_unit
 from msrl_jax.training.guard import DivergedError, Finding, GuardPolicy
 from msrl_jax.training.history import stack_rows
+from msrl_jax.training.pbt import GivenPBT
 from msrl_jax.training.progress import Progress, choose_display
 from msrl_jax.training.result import Result, Status
 from msrl_jax.training.resume import Saved, open_run, read_description, restore_state

@@ -10,8 +10,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
-from msrl_jax.search.lineage import copies
 from msrl_jax.training import Result, RunFolderError
+from msrl_jax.training.lineage import copies
 from msrl_jax.training.setup import resolve
 from tests.training.guarded_envs import Faulty
 from tests.training.runs import assert_same_run, stop_after

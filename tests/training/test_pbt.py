@@ -13,8 +13,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.policies import Layout, Placement
-from msrl_jax.search.evolve import exploit, explore
-from msrl_jax.search.pbt import read
+from msrl_jax.training.evolving import exploit, explore
+from msrl_jax.training.pbt import read
 from msrl_jax.training.setup import resolve
 
 RATE = envs.log_uniform(1e-5, 1e-2)

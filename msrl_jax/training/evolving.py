@@ -18,8 +18,8 @@ from msrl_jax.algorithms.base import Metrics
 from msrl_jax.envs import distributions
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
-from msrl_jax.search.pbt import NUMBER, PBT
 from msrl_jax.training.hyperparameters import FIELD
+from msrl_jax.training.pbt import NUMBER, PBT
 from msrl_jax.training.skipping import learned
 
 STANDING = "pbt"

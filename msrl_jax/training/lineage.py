@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from msrl_jax.search.evolve import PARENT
+from msrl_jax.training.evolving import PARENT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,8 +1,0 @@
-"""The names of the package; `_lazy` imports each at its first use, because `experiment` needs `search.pbt` alone."""
-
-from msrl_jax.search.leaderboard import Entry as Entry
-from msrl_jax.search.leaderboard import Leaderboard as Leaderboard
-from msrl_jax.search.pbt import PBT as PBT
-from msrl_jax.search.result import SweepResult as SweepResult
-from msrl_jax.search.sweep import sweep as sweep
-from msrl_jax.search.tournament import compete as compete
