@@ -287,7 +287,7 @@ def _list(args: List, config: dict[str, Any]) -> int:
         names = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
         environments = sorted([*known_names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
-        names = {"algorithms": list(known_names.ALGORITHMS), "environments": environments, "policies": list(known_names.POLICIES)}
+        names = {"algorithms": known_names.ALGORITHMS, "environments": environments, "policies": known_names.POLICIES}
     if args.envs:
         names = {"environments": names["environments"]}
     if args.json:
