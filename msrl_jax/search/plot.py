@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msrl_jax.search.space import Axis
-from msrl_jax.search.sw_trials import Trial, value_in_words
+from msrl_jax.search.trials import Trial, value_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
