@@ -110,7 +110,7 @@ def compete(
     new = make_experiment(algo, env, total_steps=total_steps, env_params=env_params, overrides=overrides)
     agent = new.behavior.agent
     if not agent.ranked or agent.unit == "updates":
-        raise ValueError(f"algo={new.name!r}: a tournament needs returns that tell which member is better; use another algorithm")
+        raise ValueError(f"algo={new.name!r}: a tournament needs returns that tell which member is better; use another one")
     if new.settings:
         raise ValueError(f"{next(iter(new.settings))} has several values, but a member has one; let workers differ instead")
     board = Leaderboard.make(path, new.env_name, size, describe_params(env_params or None))
