@@ -11,13 +11,9 @@ import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
-from msrl_jax.algorithms.configs.network import ActorCriticConfig
-from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
-from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import (
+from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import (
     Trajectory,
     evaluate,
     next_values,
@@ -26,10 +22,10 @@ from msrl_jax.algorithms.loops.acting import (
     split_keys,
     values,
 )
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
-from msrl_jax.algorithms.loops.unrolling import unroll
+from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, action_transform, actor_critic
+from msrl_jax.algorithms.networks.actions import action_transform
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.algorithms.returns.advantages import mean
@@ -38,22 +34,62 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class A2CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
-    """What A2C computes; a distribution policy decides where it runs.
+@config("a2c")
+class A2C:
+    """What A2C computes; a distribution policy decides where it runs."""
 
-    Attributes:
-      unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's
-        n-step
-        advantages, with n up to the end of the unroll. Usual: 1, or 0.95.
-      normalize_advantage: whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".
-    """
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
+    normalize_rewards: bool = field(
+        default=False,
+        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
+    )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    gae_lambda: float = tunable(
+        default=0.95, low=0, high=1,
+        doc="lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's n-step "
+        "advantages, with n up to the end of the unroll. Usual: 1, or 0.95.",
+    )
+    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+    )
+    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    rms_decay: float = tunable(
+        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
+    )
+    epsilon: float = tunable(
+        default=1e-05, above=0,
+        doc="small number in the denominator of the update. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(
+        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    )
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    shared_torso: bool = field(
+        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
+    )
+    normalize_advantage: Literal["batch", "none"] = field(
+        default="none",
+        doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".',
+    )
 
-    unroll_length: int = 16
-    learning_rate: Tunable = 2e-3
-    max_grad_norm: Tunable = 0.5
-    normalize_advantage: Literal["batch", "none"] = "none"
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 class A2CState(NamedTuple):
@@ -62,7 +98,6 @@ class A2CState(NamedTuple):
     Attributes:
       params: parameters of the `ActorCritic`.
       opt_state: state of the optimizer.
-      iteration: iterations done.
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
       obs: the observations for the next actions. shape=(E, ...)
@@ -70,7 +105,6 @@ class A2CState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: Counter
     actor_keys: jax.Array
     env_state: Any
     obs: jax.Array
@@ -125,7 +159,7 @@ def advantage_loss(
     return stats["policy_loss"] + value_coef * stats["value_loss"] - entropy_coef * stats["entropy"], stats
 
 
-def build(env: Environment, config: A2CConfig) -> Agent:
+def build(env: Environment, config: A2C) -> Agent:
     """Builds A2C for one environment.
 
     Args:
@@ -139,7 +173,6 @@ def build(env: Environment, config: A2CConfig) -> Agent:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -154,14 +187,13 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         return A2CState(
             params=params,
             opt_state=optimizer.init(params),
-            iteration=counter(),
             actor_keys=jax.random.split(actor_key, config.num_envs),
             env_state=env_state,
             obs=obs,
         )
 
     axes = logical_axes(
-        A2CState, params=P(), opt_state=P(), iteration=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+        A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
     )
 
     @fragment(role="actor")
@@ -210,7 +242,7 @@ def build(env: Environment, config: A2CConfig) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, trajectory, last_obs, bootstrap_value, version):
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
         age = parameter_age(iteration, version)
@@ -225,11 +257,8 @@ def build(env: Environment, config: A2CConfig) -> Agent:
             experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
-        version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = unroll(
-            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
-        )
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
         bootstrap_value = bootstrap(state.params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, metrics = learn(
@@ -248,12 +277,9 @@ def build(env: Environment, config: A2CConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=config.steps_per_iteration,
+        steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=1,
         env=venv,
-        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
-
-A2C = register(Algorithm("a2c", A2CConfig, build))

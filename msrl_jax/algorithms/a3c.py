@@ -21,50 +21,80 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers
-from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig, AdvantageConfig
-from msrl_jax.algorithms.configs.network import ActorCriticConfig
-from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
-from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
-from msrl_jax.algorithms.loops.unrolling import unroll
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
+from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
+from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
+from msrl_jax.algorithms.networks.actions import action_transform
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLossConfig, OnPolicyConfig):
-    """What A3C computes; a distribution policy decides where it runs.
+@config("a3c")
+class A3C:
+    """What A3C computes; a distribution policy decides where it runs."""
 
-    Attributes:
-      num_envs: environments stepped in parallel, `E`; a multiple of `num_workers`. Usual: 8 to 4096.
-      num_workers: number of workers, `W`. Each has its own copy of the parameters; up to `W` devices can share the workers.
-        Usual: 8 to 16.
-      unroll_length: steps of every environment per iteration, `T`. Usual: 5 to 32.
-      max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.
-      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's
-        n-step
-        advantages, with n up to the end of the unroll. Usual: 1, or 0.95.
-      normalize_advantage: whether advantages are standardized for each "worker", or not ("none"). Usual: "none".
-    """
-
-    num_envs: int = 64
-    num_workers: int = 8
-    unroll_length: int = 16
-    learning_rate: Tunable = 2e-3
-    max_grad_norm: Tunable = 0.5
-    entropy_coef: Tunable = 0.001
-    normalize_advantage: Literal["worker", "none"] = "none"
+    num_envs: int = field(
+        default=64, doc="environments stepped in parallel, `E`; a multiple of `num_workers`. Usual: 8 to 4096."
+    )
+    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
+    normalize_rewards: bool = field(
+        default=False,
+        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
+    )
+    entropy_coef: float = tunable(default=0.001, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    gae_lambda: float = tunable(
+        default=0.95, low=0, high=1,
+        doc="lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's n-step "
+        "advantages, with n up to the end of the unroll. Usual: 1, or 0.95.",
+    )
+    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, above=0,
+        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.",
+    )
+    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    rms_decay: float = tunable(
+        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
+    )
+    epsilon: float = tunable(
+        default=1e-05, above=0,
+        doc="small number in the denominator of the update. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(
+        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    )
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    shared_torso: bool = field(
+        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
+    )
+    num_workers: int = field(
+        default=8,
+        doc="number of workers, `W`. Each has its own copy of the parameters; up to `W` devices can share the workers. Usual: 8 "
+        "to 16.",
+    )
+    normalize_advantage: Literal["worker", "none"] = field(
+        default="none", doc='whether advantages are standardized for each "worker", or not ("none"). Usual: "none".'
+    )
 
     def check(self) -> None:
         """Raises ValueError unless `num_workers` divides `num_envs`."""
-        check_integers(self, 1, "num_workers")
         if self.num_envs % self.num_workers:
             above = -(-self.num_envs // self.num_workers) * self.num_workers
             raise ValueError(
@@ -76,6 +106,10 @@ class A3CConfig(ActorCriticConfig, RMSPropConfig, AdvantageConfig, ActorCriticLo
                 f"{type(self).__name__}.env_groups={self.env_groups} does not divide the {self.num_envs // self.num_workers} "
                 f"environments of each of num_workers={self.num_workers}; use one that does"
             )
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 class A3CState(NamedTuple):
@@ -94,7 +128,6 @@ class A3CState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: Counter
     worker_params: Any
     fetched: jax.Array
     actor_keys: jax.Array
@@ -102,7 +135,7 @@ class A3CState(NamedTuple):
     obs: jax.Array
 
 
-def build(env: Environment, config: A3CConfig) -> Agent:
+def build(env: Environment, config: A3C) -> Agent:
     """Builds A3C for one environment.
 
     Args:
@@ -116,7 +149,6 @@ def build(env: Environment, config: A3CConfig) -> Agent:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -132,7 +164,6 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         return A3CState(
             params=params,
             opt_state=optimizer.init(params),
-            iteration=counter(),
             worker_params=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_workers, *x.shape)), params),
             fetched=jnp.zeros(num_workers, jnp.uint32),
             actor_keys=jax.random.split(actor_key, config.num_envs),
@@ -144,7 +175,6 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         A3CState,
         params=P(),
         opt_state=P(),
-        iteration=P(),
         worker_params=P("worker"),
         fetched=P("worker"),
         actor_keys=P("env"),
@@ -204,7 +234,7 @@ def build(env: Environment, config: A3CConfig) -> Agent:
 
     @fragment(role="server")
     def apply_updates(params, opt_state, iteration, fetched, grads):
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
         def update(carry, worker):
             params, opt_state = carry
@@ -233,11 +263,8 @@ def build(env: Environment, config: A3CConfig) -> Agent:
             experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
-        version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = unroll(
-            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
-        )
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
         bootstrap_value = bootstrap(state.worker_params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
@@ -264,12 +291,9 @@ def build(env: Environment, config: A3CConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=config.steps_per_iteration,
+        steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=num_workers,
         env=venv,
-        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
-
-A3C = register(Algorithm("a3c", A3CConfig, build))

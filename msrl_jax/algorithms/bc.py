@@ -10,25 +10,58 @@ from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.offline import OfflineConfig
-from msrl_jax.algorithms.configs.spaces import check_bounded
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update
-from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BCConfig(OfflineConfig):
+@config("bc", offline=True)
+class BC:
     """What behavior cloning computes; a distribution policy decides where it runs."""
 
+    data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
+    num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
+    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+    )
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    validation_fraction: float = field(
+        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+    )
 
-def build(env: Environment, config: BCConfig) -> Agent:
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
+
+
+def build(env: Environment, config: BC) -> Agent:
     """Builds behavior cloning for one environment.
 
     Args:
@@ -63,7 +96,7 @@ def build(env: Environment, config: BCConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (losses, stats) = gradients(learner.params, batch.experience)
-        rate = annealed_learning_rate(config, progress.update, 1)
+        rate = annealed(config, progress.update, 1)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         return Learner(params, (), opt_state), losses, stats
 
@@ -72,5 +105,3 @@ def build(env: Environment, config: BCConfig) -> Agent:
 
     return offline_agent(env, config, Rule(init, update, choose_action), read_data(env, config))
 
-
-BC = register(Algorithm("bc", BCConfig, build))

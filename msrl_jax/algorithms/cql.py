@@ -13,16 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
-from msrl_jax.algorithms.configs.offline import OfflineConfig
-from msrl_jax.algorithms.configs.rollout import DiscountConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.configs.targets import TargetConfig
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
@@ -38,48 +34,88 @@ from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
+@config("cql", offline=True)
+class CQL:
     """What CQL computes; a distribution policy decides where it runs.
 
-    The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate.
+    The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate."""
 
-    Attributes:
-      max_grad_norm: largest norm of each network's gradients; larger gradients are scaled down to it. Usual: 10.
-      conservative_weight: weight of the conservative penalty; None takes 0.5 for discrete actions and 5 for continuous ones.
-        Larger rewards need a larger weight. Usual: 0.1 to 10.
-      target_gap: target for the gap between the soft maximum of all values and the value of the data's action. If it is
-        given, the weight of the penalty starts at `conservative_weight` and is learned (the paper's Lagrange variant); for
-        continuous actions only. Usual: None, or 5 to 10.
-      num_samples: number of actions drawn from each of three distributions (uniform, the policy now, the policy one step
-        later) to estimate the soft maximum, `S`; for continuous actions. Usual: 4 to 10.
-      initial_temperature: initial weight of the entropy; for continuous actions. Usual: 0.1 to 1.
-      learn_temperature: whether the temperature is learned; otherwise it is constant. Usual: True.
-      target_entropy: target entropy of the learned temperature, in nats; None takes minus the length of an action. Usual: None.
-      double: whether the online network chooses the action of a target and the target network values it (double DQN); for
-        discrete actions. Usual: True.
-    """
-
-    max_grad_norm: Tunable = 10.0
-    conservative_weight: Tunable | None = None
-    target_gap: Tunable | None = None
-    num_samples: int = 4
-    initial_temperature: Tunable = 1.0
-    learn_temperature: bool = True
-    target_entropy: Tunable | None = None
-    double: bool = True
+    tau: float = tunable(
+        default=0.005, above=0, high=1,
+        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+    )
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
+    num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
+    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=10.0, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+    )
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    validation_fraction: float = field(
+        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+    )
+    conservative_weight: float | None = tunable(
+        default=None, low=0,
+        doc="weight of the conservative penalty; None takes 0.5 for discrete actions and 5 for continuous ones. Larger rewards "
+        "need a larger weight. Usual: 0.1 to 10.",
+    )
+    target_gap: float | None = tunable(
+        default=None,
+        doc="target for the gap between the soft maximum of all values and the value of the data's action. If it is given, the "
+        "weight of the penalty starts at `conservative_weight` and is learned (the paper's Lagrange variant); for "
+        "continuous actions only. Usual: None, or 5 to 10.",
+    )
+    num_samples: int = field(
+        default=4,
+        doc="number of actions drawn from each of three distributions (uniform, the policy now, the policy one step later) to "
+        "estimate the soft maximum, `S`; for continuous actions. Usual: 4 to 10.",
+    )
+    initial_temperature: float = tunable(
+        default=1.0, doc="initial weight of the entropy; for continuous actions. Usual: 0.1 to 1.", above=0
+    )
+    learn_temperature: bool = field(
+        default=True, doc="whether the temperature is learned; otherwise it is constant. Usual: True."
+    )
+    target_entropy: float | None = tunable(
+        default=None,
+        doc="target entropy of the learned temperature, in nats; None takes minus the length of an action. Usual: None.",
+    )
+    double: bool = field(
+        default=True,
+        doc="whether the online network chooses the action of a target and the target network values it (double DQN); for "
+        "discrete actions. Usual: True.",
+    )
 
     def check(self) -> None:
         """Raises ValueError unless the numbers are in their ranges."""
-        check_integers(self, 1, "num_samples")
-        check_numbers(self, "conservative_weight", low=0.0)
-        check_numbers(self, "initial_temperature", above=0.0)
-        check_numbers(self, "target_gap", "target_entropy")
         if self.target_gap is not None and self.conservative_weight == 0:
-            raise ValueError("CQLConfig.conservative_weight=0 cannot be learned; use a weight above 0, or target_gap=None")
+            raise ValueError("CQL.conservative_weight=0 cannot be learned; use a weight above 0, or target_gap=None")
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
-def build(env: Environment, config: CQLConfig) -> Agent:
+def build(env: Environment, config: CQL) -> Agent:
     """Builds CQL for one environment.
 
     Args:
@@ -102,7 +138,7 @@ def build(env: Environment, config: CQLConfig) -> Agent:
     return offline_agent(env, config, rule, read_data(env, config, discount=config.discount))
 
 
-def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -> Rule:
+def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule:
     """Double DQN, with the penalty added to the loss of every example.
 
     Args:
@@ -118,7 +154,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
     """
     if config.target_gap is not None:
         raise ValueError(
-            f"CQLConfig.target_gap={config.target_gap} does not work for discrete actions ({action_space}); use "
+            f"CQL.target_gap={config.target_gap} does not work for discrete actions ({action_space}); use "
             "target_gap=None and a conservative_weight"
         )
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
@@ -151,7 +187,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        rate = annealed_learning_rate(config, progress.update, 1)
+        rate = annealed(config, progress.update, 1)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
@@ -162,7 +198,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQLConfig) -
     return Rule(init, update, choose_action)
 
 
-def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> Rule:
+def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
     """SAC, with the penalty added to the loss of the critics.
 
     Args:
@@ -250,7 +286,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.update, 1)
+        params, opt_state, rate = {}, {}, annealed(config, progress.update, 1)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         share = jnp.where(progress.ready, config.tau, 0.0)
@@ -261,5 +297,3 @@ def continuous_rule(env: Environment, action_space: Box, config: CQLConfig) -> R
 
     return Rule(init, update, choose_action)
 
-
-CQL = register(Algorithm("cql", CQLConfig, build))

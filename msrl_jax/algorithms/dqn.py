@@ -14,18 +14,13 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
-from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
-from msrl_jax.algorithms.configs.q_learning import QLearningConfig
-from msrl_jax.algorithms.configs.replay import MixingConfig
-from msrl_jax.algorithms.configs.rollout import EnvGroupsConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
@@ -38,40 +33,126 @@ from msrl_jax.fragments import fragment
 from msrl_jax.replay import NStep
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig, EnvGroupsConfig):
+@config("dqn")
+class DQN:
     """What DQN computes; a distribution policy decides where it runs.
 
     The defaults are for small tasks on a CPU: many environments, large batches, Adam and a target network that follows
-    slowly. The papers have one environment, batches of 32, RMSProp and a target network that is copied.
+    slowly. The papers have one environment, batches of 32, RMSProp and a target network that is copied."""
 
-    Attributes:
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      double: whether the online network chooses the action of a target and the target network values it. Usual: True.
-      distribution: "none" learns expected returns, "c51" the probabilities of returns at fixed atoms, "qr" quantiles of
-        returns. Quantiles need a higher learning rate and a slower target network: for CartPole-v1, `learning_rate=5e-4` and
-        `tau=0.005`. Usual: "none".
-      num_atoms: number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.
-      v_min: the lowest atom of "c51"; None takes `-1 / (1 - discount)`, the smallest return if rewards are at least -1.
-        Usual: the smallest possible return.
-      v_max: the highest atom of "c51"; None takes `1 / (1 - discount)`. Usual: the largest possible return.
-    """
-
-    unroll_length: int = 4
-    batch_size: int = 128
-    capacity: int = 20_000
-    learning_rate: Tunable = 2.5e-4
-    activation: Activation = "relu"
-    double: bool = True
-    distribution: Literal["none", "c51", "qr"] = "none"
-    num_atoms: int = 51
-    v_min: Tunable | None = None
-    v_max: Tunable | None = None
+    num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
+    unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
+    batch_size: int = field(default=128, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    capacity: int = field(default=20000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    learning_starts: int | None = field(
+        default=1000,
+        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+    )
+    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    learning_rate: float = tunable(default=0.00025, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=10.0, above=0,
+        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+    )
+    prioritised: bool = field(
+        default=False,
+        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+    )
+    alpha: float = tunable(
+        default=0.4, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
+    )
+    beta: float | None = tunable(
+        default=0.4, low=0, high=1,
+        doc="initial exponent of importance weights, which rises to 1 over the run; None gives all weight 1. Usual: 0.4 to 0.6, "
+        "or None for sequences.",
+    )
+    exploration: Literal["annealed", "per_env"] = field(
+        default="annealed",
+        doc='"annealed": one epsilon that falls during training; "per_env": a constant one for each environment. Usual: '
+        '"annealed".',
+    )
+    exploration_steps: int = field(
+        default=10000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
+    )
+    final_epsilon: float = tunable(
+        default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
+    )
+    base_epsilon: float = tunable(
+        default=0.4, low=0, high=1,
+        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933, section 4.1). '
+        'Usual: 0.4.',
+    )
+    actor_period: int = field(
+        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+    )
+    tau: float = tunable(
+        default=0.02, above=0, high=1,
+        doc="share of the way that the target network moves each time; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+    )
+    target_period: int = field(
+        default=1, high=2**24, low=1,
+        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+    )
+    dueling: bool = field(
+        default=False,
+        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
+    )
+    huber_delta: float | None = tunable(
+        default=None, above=0,
+        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+    )
+    adam_epsilon: float = tunable(
+        default=1e-05, above=0,
+        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
+    )
+    data: str | None = field(
+        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
+    )
+    data_fraction: float = field(
+        default=0.5, above=0, high=1,
+        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    double: bool = field(default=True, doc="whether the online network chooses the action of a target. Usual: True.")
+    distribution: Literal["none", "c51", "qr"] = field(
+        default="none",
+        doc='"none" learns expected returns, "c51" the probabilities of returns at fixed atoms, "qr" quantiles of returns. '
+        'Quantiles need a higher learning rate and a slower target network: for CartPole-v1, `learning_rate=5e-4` and '
+        '`tau=0.005`. Usual: "none".',
+    )
+    num_atoms: int = field(default=51, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.", low=2)
+    v_min: float | None = tunable(
+        default=None,
+        doc='the lowest atom of "c51"; None takes `-1 / (1 - discount)`, the smallest return if rewards are at least -1. Usual: '
+        'the smallest possible return.',
+    )
+    v_max: float | None = tunable(
+        default=None, doc='the highest atom of "c51"; None takes `1 / (1 - discount)`. Usual: the largest possible return.'
+    )
 
     def check(self) -> None:
         """Raises ValueError unless there are at least two atoms, and limits for the atoms of "c51"."""
-        check_integers(self, 2, "num_atoms")
-        check_numbers(self, "v_min", "v_max")
         if self.distribution != "c51":
             return
         name = type(self).__name__
@@ -89,8 +170,12 @@ class DQNConfig(NetworkConfig, MixingConfig, QLearningConfig, EnvGroupsConfig):
         v_min = -1 / (1 - self.discount) if self.v_min is None else self.v_min
         return v_min, 1 / (1 - self.discount) if self.v_max is None else self.v_max
 
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
-def build(env: Environment, config: DQNConfig) -> Agent:
+
+def build(env: Environment, config: DQN) -> Agent:
     """Builds DQN for one environment.
 
     Args:
@@ -153,7 +238,7 @@ def build(env: Environment, config: DQNConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
@@ -176,12 +261,11 @@ def build(env: Environment, config: DQNConfig) -> Agent:
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
         refresh_period=config.actor_period,
-        env_groups=config.env_groups,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ApexDQNConfig(DQNConfig):
+class ApexDQN(DQN):
     """Ape-X DQN (Horgan et al., 2018, arXiv 1803.00933) as settings of DQN: many environments, each with its own epsilon.
 
     There are two differences from the paper. A new window has the largest priority so far; in the paper, the actor computes an
@@ -197,6 +281,4 @@ class ApexDQNConfig(DQNConfig):
     exploration: Literal["annealed", "per_env"] = "per_env"
     actor_period: int = 4
 
-
-DQN = register(Algorithm("dqn", DQNConfig, build))
-ApexDQN = register(Algorithm("apex_dqn", ApexDQNConfig, build))
+ApexDQN = register(Algorithm("apex_dqn", ApexDQN, build))

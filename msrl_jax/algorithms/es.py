@@ -17,15 +17,12 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, counting_environment, logical_axes, register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_numbers
-from msrl_jax.algorithms.configs.network import NetworkConfig
-from msrl_jax.algorithms.configs.optimizer import LearningRateConfig
-from msrl_jax.algorithms.configs.rollout import RolloutConfig
-from msrl_jax.algorithms.loops.acting import parameter_age
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend
-from msrl_jax.algorithms.networks.actor_critic import action_transform, actor_critic
+from msrl_jax.algorithms.agent import Agent, Metrics, counting_environment, logical_axes
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import parameter_age
+from msrl_jax.algorithms.loops.updates import annealed, descend
+from msrl_jax.algorithms.networks.actions import action_transform
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.base import env_name
@@ -33,39 +30,50 @@ from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ESConfig(NetworkConfig, LearningRateConfig, RolloutConfig):
-    """What the search computes; a distribution policy decides where it runs.
+@config("es")
+class ES:
+    """What the search computes; a distribution policy decides where it runs."""
 
-    Attributes:
-      num_envs: size of the population, `E`, an even number; every member has one environment. Usual: 64 to 10000.
-      unroll_length: steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps.
-        Usual: the longest episode.
-      noise_scale: standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.
-      learning_rate: step size of Adam. Usual: 0.01 to 0.05.
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`. Usual: False.
-      weight_decay: weight of the parameters that is added to the gradient (L2 regularization). Usual: 0.005.
-      normalize_observations: whether observations are standardized by running statistics. Usual: True for locomotion.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".
-    """
-
-    num_envs: int = 256
-    unroll_length: int = 500
-    noise_scale: Tunable = 0.1
-    learning_rate: Tunable = 0.05
-    weight_decay: Tunable = 0.005
-    normalize_observations: bool = False
-    hidden_sizes: tuple[int, ...] = (32, 32)
+    num_envs: int = field(
+        default=256, doc="size of the population, `E`, an even number; every member has one environment. Usual: 64 to 10000."
+    )
+    unroll_length: int = field(
+        default=500,
+        doc="steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps. Usual: the "
+        "longest episode.",
+    )
+    learning_rate: float = tunable(default=0.05, doc="step size of Adam. Usual: 0.01 to 0.05.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
+    hidden_sizes: tuple[int, ...] = field(
+        default=(32, 32), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    noise_scale: float = tunable(
+        default=0.1, doc="standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.", above=0
+    )
+    weight_decay: float = tunable(
+        default=0.005, doc="weight of the parameters that is added to the gradient (L2 regularization). Usual: 0.005.", low=0
+    )
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
 
     def check(self) -> None:
         """Raises ValueError unless the population consists of pairs, and the noise is above 0."""
-        check_numbers(self, "noise_scale", above=0.0)
-        check_numbers(self, "weight_decay", low=0.0)
         if self.num_envs % 2:
             raise ValueError(
                 f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into pairs of members; use "
                 f"num_envs={self.num_envs + 1}"
             )
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 class ESState(NamedTuple):
@@ -74,7 +82,6 @@ class ESState(NamedTuple):
     Attributes:
       params: parameters of the policy at the center of the population: a tree of `D` numbers.
       opt_state: state of the optimizer.
-      iteration: iterations done.
       actor_keys: one key per member; the keys of even members give the seeds of the noise. shape=(E,)
       env_key: the key for the next reset of the environments. shape=()
       env_state: state of the vector environment.
@@ -84,7 +91,6 @@ class ESState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: Counter
     actor_keys: jax.Array
     env_key: jax.Array
     env_state: Any
@@ -92,7 +98,7 @@ class ESState(NamedTuple):
     midway: jax.Array
 
 
-def build(env: Environment, config: ESConfig) -> Agent:
+def build(env: Environment, config: ES) -> Agent:
     """Builds the search for one environment.
 
     Args:
@@ -106,7 +112,6 @@ def build(env: Environment, config: ESConfig) -> Agent:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported, or if the environment is simulated on the host.
     """
-    config.check_annealing()
     if is_on_host(env):
         raise TypeError(
             f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
@@ -135,7 +140,6 @@ def build(env: Environment, config: ESConfig) -> Agent:
         return ESState(
             params=params,
             opt_state=optimizer.init(params),
-            iteration=counter(),
             actor_keys=jax.random.split(actor_key, config.num_envs),
             env_key=env_key,
             env_state=env_state,
@@ -147,7 +151,6 @@ def build(env: Environment, config: ESConfig) -> Agent:
         ESState,
         params=P(),
         opt_state=P(),
-        iteration=P(),
         actor_keys=P("env"),
         env_key=P(),
         env_state=venv.axes,
@@ -208,7 +211,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, seeds, fitness, version):
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         grads = gradients(params, seeds, fitness)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
         metrics = {
@@ -254,7 +257,7 @@ def build(env: Environment, config: ESConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=config.steps_per_iteration,
+        steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=1,
         env=venv,
     )
@@ -323,5 +326,3 @@ def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) 
     pairs = utility.reshape(-1, 2)
     return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)
 
-
-ES = register(Algorithm("es", ESConfig, build))

@@ -14,14 +14,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
-from msrl_jax.algorithms.configs.loss import ActorCriticLossConfig
-from msrl_jax.algorithms.configs.network import ActorCriticConfig
-from msrl_jax.algorithms.configs.optimizer import RMSPropConfig
-from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import (
+from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import (
     Trajectory,
     evaluate,
     next_values,
@@ -30,10 +25,10 @@ from msrl_jax.algorithms.loops.acting import (
     split_keys,
     values,
 )
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
-from msrl_jax.algorithms.loops.unrolling import unroll
+from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
+from msrl_jax.algorithms.networks.actions import action_transform
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import standardize, vtrace
 from msrl_jax.algorithms.returns.advantages import mean
@@ -43,46 +38,83 @@ from msrl_jax.fragments import fragment
 from msrl_jax.replay import FifoState, fifo
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IMPALAConfig(ActorCriticConfig, RMSPropConfig, ActorCriticLossConfig, OnPolicyConfig):
-    """What IMPALA computes; a distribution policy decides where it runs, and how stale its actors are.
+@config("impala")
+class IMPALA:
+    """What IMPALA computes; a distribution policy decides where it runs, and how stale its actors are."""
 
-    Attributes:
-      unroll_length: steps of every environment per iteration, `T`. Usual: 20 to 100.
-      max_grad_norm: largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.
-      entropy_coef: weight of the entropy bonus. Usual: 0.001 to 0.01.
-      vtrace_lambda: decay per step of the traces, in addition to the discount. Usual: 1, or 0.95.
-      clip_rho: largest importance weight of a temporal-difference error in the value targets. Usual: 1.
-      clip_c: largest importance weight of a trace. Usual: 1.
-      clip_pg_rho: largest importance weight of a policy gradient. Usual: 1.
-      normalize_advantage: whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".
-      replay_batches: number of batches kept for replay, the newest included; 0 means no replay. Usual: 0, or 10 to 1000.
-      num_updates: updates per iteration, `K`; with replay, each draws one of the kept batches uniformly. Usual: 1, or 2 to 4
-        with replay.
-    """
-
-    unroll_length: int = 16
-    learning_rate: Tunable = 2e-3
-    max_grad_norm: Tunable = 0.5
-    vtrace_lambda: Tunable = 0.95
-    clip_rho: Tunable = 1.0
-    clip_c: Tunable = 1.0
-    clip_pg_rho: Tunable = 1.0
-    normalize_advantage: Literal["batch", "none"] = "none"
-    replay_batches: int = 0
-    num_updates: int = 1
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 20 to 100.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
+    normalize_rewards: bool = field(
+        default=False,
+        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
+    )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0.001 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, above=0,
+        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.",
+    )
+    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
+    rms_decay: float = tunable(
+        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
+    )
+    epsilon: float = tunable(
+        default=1e-05, above=0,
+        doc="small number in the denominator of the update. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(
+        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    )
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    shared_torso: bool = field(
+        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
+    )
+    vtrace_lambda: float = tunable(
+        default=0.95, doc="decay per step of the traces, in addition to the discount. Usual: 1, or 0.95.", low=0, high=1
+    )
+    clip_rho: float = tunable(
+        default=1.0, doc="largest importance weight of a temporal-difference error in the value targets. Usual: 1.", above=0
+    )
+    clip_c: float = tunable(default=1.0, doc="largest importance weight of a trace. Usual: 1.", above=0)
+    clip_pg_rho: float = tunable(default=1.0, doc="largest importance weight of a policy gradient. Usual: 1.", above=0)
+    normalize_advantage: Literal["batch", "none"] = field(
+        default="none",
+        doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".',
+    )
+    replay_batches: int = field(
+        default=0, low=0,
+        doc="number of batches kept for replay, the newest included; 0 means no replay. Usual: 0, or 10 to 1000.",
+    )
+    num_updates: int = field(
+        default=1,
+        doc="updates per iteration, `K`; with replay, each draws one of the kept batches uniformly. Usual: 1, or 2 to 4 with "
+        "replay.",
+    )
 
     def check(self) -> None:
         """Raises ValueError unless the clips are positive, and there is a batch for every update."""
-        check_numbers(self, "vtrace_lambda", low=0.0, high=1.0)
-        check_numbers(self, "clip_rho", "clip_c", "clip_pg_rho", above=0.0)
-        check_integers(self, 0, "replay_batches")
-        check_integers(self, 1, "num_updates")
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
                 f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
                 "from; use num_updates=1, or replay_batches of at least 1"
             )
+
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 class IMPALAState(NamedTuple):
@@ -91,7 +123,6 @@ class IMPALAState(NamedTuple):
     Attributes:
       params: parameters of the `ActorCritic`.
       opt_state: state of the optimizer.
-      iteration: iterations done.
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
       obs: the observations for the next actions. shape=(E, ...)
@@ -101,7 +132,6 @@ class IMPALAState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: Counter
     actor_keys: jax.Array
     env_state: Any
     obs: jax.Array
@@ -125,7 +155,7 @@ class Batch(NamedTuple):
     version: jax.Array
 
 
-def build(env: Environment, config: IMPALAConfig) -> Agent:
+def build(env: Environment, config: IMPALA) -> Agent:
     """Builds IMPALA for one environment.
 
     Args:
@@ -139,7 +169,6 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -154,14 +183,13 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         return IMPALAState(
             params=params,
             opt_state=optimizer.init(params),
-            iteration=counter(),
             actor_keys=jax.random.split(actor_key, config.num_envs),
             env_state=env_state,
             obs=obs,
         )
 
     axes = logical_axes(
-        IMPALAState, params=P(), opt_state=P(), iteration=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+        IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
     )
 
     @fragment(role="actor")
@@ -193,11 +221,8 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
             experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
-        version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = unroll(
-            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
-        )
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
         batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
         env_state, episodes = pop_episodes(env_state)
         return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
@@ -270,7 +295,7 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, iteration, batches):
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
         def update(carry, batch):
             params, opt_state = carry
@@ -302,12 +327,9 @@ def build(env: Environment, config: IMPALAConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=config.steps_per_iteration,
+        steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=config.num_updates,
         env=venv,
-        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
 
-
-IMPALA = register(Algorithm("impala", IMPALAConfig, build))

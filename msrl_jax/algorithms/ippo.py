@@ -19,19 +19,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Metrics, register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers
-from msrl_jax.algorithms.configs.loss import ProximalConfig
-from msrl_jax.algorithms.configs.network import ActorCriticConfig
-from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
-from msrl_jax.algorithms.configs.rollout import DiscountConfig, RolloutConfig
-from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys, truncated_values
+from msrl_jax.algorithms.agent import Metrics
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import next_values, parameter_age, split_keys, truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorithm
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
-from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members, shuffled_times
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.loops.updates import pick, proximal_updates, shuffled_members, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
@@ -41,37 +36,80 @@ from msrl_jax.envs import VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IPPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, DiscountConfig, RolloutConfig):
-    """What IPPO computes; a distribution policy decides where it runs.
+@config("ippo", many_agents=True)
+class IPPO:
+    """What IPPO computes; a distribution policy decides where it runs."""
 
-    Attributes:
-      unroll_length: steps of every environment per iteration, `T`. Usual: 16 to 256.
-      core: "none" for feed-forward networks, "gru", "lstm", or "min_gru" for recurrent ones. Usual: "none", or "gru" if
-        agents see a part of the state.
-      memory_size: size of the recurrent state. Usual: 64 to 512.
-      share_parameters: whether all agents have one network, or each its own. Usual: True for agents of one kind.
-      agent_ids: whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.
-      central_critic: whether the critic sees the global state, and not the observation. Usual: as the algorithm says.
-      normalize_values: whether critics predict values standardized by running statistics of their targets. Usual: True for
-        returns far from 1, as in MAPPO's paper.
-    """
-
-    num_envs: int = 64
-    unroll_length: int = 32
-    num_minibatches: int = 4
-    learning_rate: Tunable = 1e-3
-    max_grad_norm: Tunable = 0.5
-    core: Core = "none"
-    memory_size: int = 64
-    share_parameters: bool = True
-    agent_ids: bool = False
-    central_critic: bool = False
-    normalize_values: bool = False
+    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    gae_lambda: float = tunable(
+        default=0.95, low=0, high=1,
+        doc="lambda of advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.",
+    )
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    clip_ratio: float = tunable(
+        default=0.2, doc="the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.", above=0
+    )
+    clip_value: float | None = tunable(
+        default=None, above=0,
+        doc="the change of a value in one iteration is clipped to this size, in units of the return. Usual: None.",
+    )
+    target_kl: float | None = tunable(
+        default=None, above=0,
+        doc="an iteration ends its updates once the policy has moved this far, in nats of KL divergence. Usual: None, or 0.01 "
+        "to 0.03.",
+    )
+    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
+        default="minibatch",
+        doc='whether advantages are standardized, over each "minibatch" or the whole "batch". Usual: "minibatch".',
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(
+        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    )
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    shared_torso: bool = field(
+        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
+    )
+    core: Literal["none", "gru", "lstm", "min_gru"] = field(
+        default="none",
+        doc='"none" for feed-forward networks, "gru", "lstm", or "min_gru" for recurrent ones. Usual: "none", or "gru" if '
+        'agents see a part of the state.',
+    )
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    share_parameters: bool = field(
+        default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
+    )
+    agent_ids: bool = field(
+        default=False,
+        doc="whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.",
+    )
+    central_critic: bool = field(
+        default=False, doc="whether the critic sees the global state, and not the observation. Usual: as the algorithm says."
+    )
+    normalize_values: bool = field(
+        default=False,
+        doc="whether critics predict values standardized by running statistics of their targets. Usual: True for returns far "
+        "from 1, as in MAPPO's paper.",
+    )
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
-        check_integers(self, 1, "memory_size")
         shuffled: Literal["unroll_length", "num_envs"] = "unroll_length" if self.core == "none" else "num_envs"
         size = getattr(self, shuffled)
         if size % self.num_minibatches:
@@ -82,9 +120,13 @@ class IPPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, DiscountCon
                 "num_minibatches that divides it"
             )
 
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MAPPOConfig(IPPOConfig):
+class MAPPOConfig(IPPO):
     """What MAPPO computes: IPPO with a critic that sees the global state and which agent it values."""
 
     central_critic: bool = True
@@ -95,14 +137,12 @@ class Learner(NamedTuple):
 
     Attributes:
       opt_state: state of the optimizer, one for each network.
-      iteration: iterations done.
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per agent, which samples actions. shape=(E, A)
       value_scale: running statistics of the targets of each critic; `()` if values are not normalized.
     """
 
     opt_state: optax.OptState
-    iteration: Counter
     key: jax.Array
     actor_keys: jax.Array
     value_scale: ValueScale | tuple[()]
@@ -132,7 +172,7 @@ class Batch(NamedTuple):
     present: jax.Array
 
 
-def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Team:
+def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
     """Makes a team that learns by PPO.
 
     Args:
@@ -147,7 +187,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     shared, recurrent = config.share_parameters, config.core != "none"
     identify = shared and num_agents > 1
     network = _make_network(venv, num_agents, config)
@@ -302,7 +341,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
         batch = Batch(
             inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, t.present
         )
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffle(key)
         agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
         train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
@@ -357,7 +396,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Te
     )
 
 
-def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -> Any:
+def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
     """The network of one agent, or of all."""
     identify = config.share_parameters and num_agents > 1
     space = venv.observation_space
@@ -378,5 +417,5 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPOConfig) -
     )
 
 
-IPPO = register(team_algorithm("ippo", IPPOConfig, make_team))
+IPPO = register(team_algorithm("ippo", IPPO, make_team))
 MAPPO = register(team_algorithm("mappo", MAPPOConfig, make_team))

@@ -12,15 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_numbers
-from msrl_jax.algorithms.configs.offline import OfflineConfig
-from msrl_jax.algorithms.configs.rollout import DiscountConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.configs.targets import TargetConfig
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
@@ -32,35 +28,71 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IQLConfig(OfflineConfig, DiscountConfig, TargetConfig):
+@config("iql", offline=True)
+class IQL:
     """What IQL computes; a distribution policy decides where it runs.
 
     The defaults are the paper's for locomotion, except for smaller networks, which learn faster. The policy's standard
-    deviation depends on the observation; the paper's does not.
+    deviation depends on the observation; the paper's does not."""
 
-    Attributes:
-      normalize_rewards: whether rewards are scaled so that `inverse_temperature` does not depend on their units. The divisor is
-        the range of the episodes' returns, divided by the length of the longest episode (the paper's rule for locomotion,
-        where the longest episode has 1000 steps). Usual: True.
-      expectile: the value function learns this expectile of the data's action values; 0.5 is their mean. Usual: 0.7 to 0.9.
-      inverse_temperature: weight of the advantage in imitation; 0 clones the behavior. Usual: 3 to 10.
-      max_weight: largest weight of an action in imitation; an action with advantage 0 has weight 1. Usual: 100.
-    """
+    tau: float = tunable(
+        default=0.005, above=0, high=1,
+        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+    )
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
+    num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
+    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+    )
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    validation_fraction: float = field(
+        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+    )
+    normalize_rewards: bool = field(
+        default=True,
+        doc="whether rewards are scaled so that `inverse_temperature` does not depend on their units. The divisor is the range "
+        "of the episodes' returns, divided by the length of the longest episode (the paper's rule for locomotion, where the "
+        "longest episode has 1000 steps). Usual: True.",
+    )
+    expectile: float = tunable(
+        default=0.7, low=0, high=1,
+        doc="the value function learns this expectile of the data's action values; 0.5 is their mean. Usual: 0.7 to 0.9.",
+    )
+    inverse_temperature: float = tunable(
+        default=3.0, doc="weight of the advantage in imitation; 0 clones the behavior. Usual: 3 to 10.", low=0
+    )
+    max_weight: float = tunable(
+        default=100.0, above=0,
+        doc="largest weight of an action in imitation; an action with advantage 0 has weight 1. Usual: 100.",
+    )
 
-    normalize_rewards: bool = True
-    expectile: Tunable = 0.7
-    inverse_temperature: Tunable = 3.0
-    max_weight: Tunable = 100.0
 
-    def check(self) -> None:
-        """Raises ValueError unless the numbers are in their ranges."""
-        check_numbers(self, "expectile", low=0.0, high=1.0)
-        check_numbers(self, "inverse_temperature", low=0.0)
-        check_numbers(self, "max_weight", above=0.0)
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
-def build(env: Environment, config: IQLConfig) -> Agent:
+def build(env: Environment, config: IQL) -> Agent:
     """Builds IQL for one environment.
 
     Args:
@@ -112,7 +144,7 @@ def build(env: Environment, config: IQLConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.update, 1)
+        params, opt_state, rate = {}, {}, annealed(config, progress.update, 1)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         share = jnp.where(progress.ready, config.tau, 0.0)
@@ -124,5 +156,3 @@ def build(env: Environment, config: IQLConfig) -> Agent:
     source = read_data(env, config, discount=config.discount, normalize_rewards=config.normalize_rewards)
     return offline_agent(env, config, Rule(init, update, choose_action), source)
 
-
-IQL = register(Algorithm("iql", IQLConfig, build))

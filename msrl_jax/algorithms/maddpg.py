@@ -22,19 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.base import register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_numbers
-from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
-from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
-from msrl_jax.algorithms.configs.replay import OffPolicyConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
-from msrl_jax.algorithms.configs.targets import TargetConfig
+from msrl_jax.algorithms.agent import 
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.agents import Team, team_algorithm
 from msrl_jax.algorithms.loops.buffers import agents_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import (
     Batch,
     Learner,
@@ -56,49 +51,84 @@ from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MADDPGConfig(NetworkConfig, TargetConfig, OptimizerConfig, OffPolicyConfig):
-    """What MADDPG computes; a distribution policy decides where it runs.
+@config("maddpg", many_agents=True)
+class MADDPG:
+    """What MADDPG computes; a distribution policy decides where it runs."""
 
-    Attributes:
-      learning_rate: step size of Adam, of actors and critics. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).
-      max_grad_norm: largest norm of the gradients of each network; larger gradients are scaled down to it. Usual: 0.5.
-      discount: discount factor per step. Usual: 0.9 or 0.95 (the paper) for games of 25 steps as MPE's, or 0.99.
-      tau: share of the way that target networks move towards the trained networks per update. Usual: 0.01.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      temperature: of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5.
-      output_penalty: weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3 (the paper), or 0.
-      exploration_noise: standard deviation of the noise on continuous actions in [-1, 1]. Usual: 0.1.
-      share_parameters: whether all agents have one actor and one critic, or each its own. Usual: False (the paper), or True
-        for agents of one kind.
-      agent_ids: whether a shared actor also sees which agent it acts for; a shared critic always does. Usual: True if
-        observations do not tell.
-    """
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
+    unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
+    discount: float = tunable(
+        default=0.9, low=0, high=1,
+        doc="discount factor per step. Usual: 0.9 or 0.95 (the paper) for games of 25 steps as MPE's, or 0.99.",
+    )
+    num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
+    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    capacity: int = field(default=100000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    learning_starts: int | None = field(
+        default=4000,
+        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+    )
+    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    learning_rate: float = tunable(
+        default=0.001, doc="step size of Adam, of actors and critics. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).", above=0
+    )
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(
+        default=0.5, above=0,
+        doc="largest norm of the gradients of each network; larger gradients are scaled down to it. Usual: 0.5.",
+    )
+    tau: float = tunable(
+        default=0.01, above=0, high=1,
+        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    temperature: float = tunable(
+        default=1.0, above=0,
+        doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5.",
+    )
+    output_penalty: float = tunable(
+        default=0.001, low=0,
+        doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3 (the paper), or 0.",
+    )
+    exploration_noise: float = tunable(
+        default=0.1, doc="standard deviation of the noise on continuous actions in [-1, 1]. Usual: 0.1.", low=0
+    )
+    share_parameters: bool = field(
+        default=False,
+        doc="whether all agents have one actor and one critic, or each its own. Usual: False (the paper), or True for agents of "
+        "one kind.",
+    )
+    agent_ids: bool = field(
+        default=True,
+        doc="whether a shared actor also sees which agent it acts for; a shared critic always does. Usual: True if observations "
+        "do not tell.",
+    )
 
-    num_envs: int = 32
-    unroll_length: int = 4
-    num_updates: int = 8
-    batch_size: int = 256
-    capacity: int = 100_000
-    learning_starts: int | None = 4_000
-    learning_rate: Tunable = 1e-3
-    max_grad_norm: Tunable | None = 0.5
-    discount: Tunable = 0.9
-    tau: Tunable = 0.01
-    activation: Activation = "relu"
-    temperature: Tunable = 1.0
-    output_penalty: Tunable = 1e-3
-    exploration_noise: Tunable = 0.1
-    share_parameters: bool = False
-    agent_ids: bool = True
 
-    def check(self) -> None:
-        """Raises ValueError unless the temperature is above 0, and weights and deviations are at least 0."""
-        check_numbers(self, "temperature", above=0.0)
-        check_numbers(self, "output_penalty", "exploration_noise", low=0.0)
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
-def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> Team:
+def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
     """Makes a team that learns by MADDPG; every agent has its own rewards and its own end.
 
     Args:
@@ -114,7 +144,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> 
         the config anneals the learning rate without `total_steps`.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     space, shared = check_discrete_or_bounded("maddpg", venv.action_space), config.share_parameters
     view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
     size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
@@ -204,7 +233,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPGConfig) -> 
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
@@ -255,4 +284,4 @@ def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
     return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))
 
 
-MADDPG = register(team_algorithm("maddpg", MADDPGConfig, make_team))
+MADDPG = register(team_algorithm("maddpg", MADDPG, make_team))

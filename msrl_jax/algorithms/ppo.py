@@ -4,51 +4,72 @@ In the shape descriptions, `T` is `unroll_length` and `E` is `num_envs`. A minib
 all environments, so a shuffle moves nothing along `E`, which may be split over devices.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.loss import ProximalConfig
-from msrl_jax.algorithms.configs.network import ActorCriticConfig
-from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
-from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import (
-    Trajectory,
-    flatten,
-    next_values,
-    parameter_age,
-    parameter_version,
-    split_keys,
-    values,
-)
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
-from msrl_jax.algorithms.loops.proximal import proximal_updates, shuffled_times
-from msrl_jax.algorithms.loops.unrolling import unroll
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, next_values, split_keys, values
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, proximal_updates, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, action_transform, actor_critic
+from msrl_jax.algorithms.networks.actions import action_transform
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.returns import gae, standardize
-from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
-    """What PPO computes; a distribution policy decides where it runs.
+@config("ppo")
+class PPO:
+    """Proximal policy optimization; for any observations, and actions that are discrete, integers or floats."""
 
-    Attributes:
-      unroll_length: steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048.
-    """
-
-    unroll_length: int = 64
-    learning_rate: Tunable = 1e-3
-    max_grad_norm: Tunable = 0.5
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(
+        default=64, doc="steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048."
+    )
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
+    learning_rate: float = tunable(default=1e-3, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
+    )
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(
+        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
+    )
+    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
+        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
+    )
+    clip_ratio: float = tunable(default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0)
+    clip_value: float | None = tunable(
+        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
+    )
+    target_kl: float | None = tunable(
+        default=None,
+        doc="an iteration skips its remaining updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
+        above=0,
+    )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.", low=0)
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
+    )
+    shared_torso: bool = field(
+        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
+    )
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
+    normalize_rewards: bool = field(
+        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
+    )
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
@@ -60,6 +81,15 @@ class PPOConfig(ActorCriticConfig, OptimizerConfig, ProximalConfig, OnPolicyConf
                 f"a num_minibatches that divides it"
             )
 
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment.
+
+        Raises:
+          ValueError: if the network does not fit.
+          TypeError: if a space is not supported.
+        """
+        return build(env, self)
+
 
 class PPOState(NamedTuple):
     """The state of a run.
@@ -67,7 +97,6 @@ class PPOState(NamedTuple):
     Attributes:
       params: parameters of the `ActorCritic`.
       opt_state: state of the optimizer.
-      iteration: iterations done.
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
@@ -76,7 +105,6 @@ class PPOState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: Counter
     key: jax.Array
     actor_keys: jax.Array
     env_state: Any
@@ -99,21 +127,8 @@ class Batch(NamedTuple):
     target: jax.Array
 
 
-def build(env: Environment, config: PPOConfig) -> Agent:
-    """Builds PPO for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
-    """
-    config.check_annealing()
+def build(env: Environment, config: PPO) -> Agent:
+    """The agent of `PPO.build`."""
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -126,7 +141,6 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         return PPOState(
             params=params,
             opt_state=optimizer.init(params),
-            iteration=counter(),
             key=learner_key,
             actor_keys=jax.random.split(actor_key, config.num_envs),
             env_state=env_state,
@@ -134,7 +148,7 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         )
 
     axes = logical_axes(
-        PPOState, params=P(), opt_state=P(), iteration=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
+        PPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
     )
 
     @fragment(role="actor")
@@ -188,7 +202,10 @@ def build(env: Environment, config: PPOConfig) -> Agent:
                 advantage=advantage,
                 old_value=old_value,
                 target=target,
-                config=config,
+                clip_ratio=config.clip_ratio,
+                clip_value=config.clip_value,
+                value_coef=config.value_coef,
+                entropy_coef=config.entropy_coef,
                 counts=minibatch.present,
             )
 
@@ -197,9 +214,9 @@ def build(env: Environment, config: PPOConfig) -> Agent:
     run_updates = proximal_updates(optimizer, gradients, config.target_kl)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, key, trajectory, last_obs, bootstrap_value, version):
+    def learn(params, opt_state, progress, key, trajectory, last_obs, bootstrap_value):
         batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffled_times(
             key,
             unroll_length=config.unroll_length,
@@ -207,10 +224,9 @@ def build(env: Environment, config: PPOConfig) -> Agent:
             num_minibatches=config.num_minibatches,
         )
         params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
-        metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
-        return params, opt_state, advance(iteration), key, metrics
+        return params, opt_state, key, metrics | {"learning_rate": learning_rate}
 
-    def iteration(state: PPOState) -> tuple[PPOState, Metrics]:
+    def iteration(state: PPOState, progress: Progress) -> tuple[PPOState, Metrics]:
         def step(carry, keys):
             env_state, obs = carry
             action, log_prob = act(state.params, obs, keys)
@@ -218,20 +234,14 @@ def build(env: Environment, config: PPOConfig) -> Agent:
             experience = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
             return (env_state, t.obs), (experience, t.final_obs)
 
-        version = parameter_version(state.iteration)
         actor_keys, keys = draw_keys(state.actor_keys)
-        (env_state, obs), (trajectory, final_obs) = unroll(
-            step, (state.env_state, state.obs), keys, axes=(venv.axes, P("env")), groups=config.env_groups
-        )
+        (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
         bootstrap_value = bootstrap(state.params, final_obs)
         env_state, episodes = pop_episodes(env_state)
-        params, opt_state, count, key, metrics = learn(
-            state.params, state.opt_state, state.iteration, state.key, trajectory, obs, bootstrap_value, version
+        params, opt_state, key, metrics = learn(
+            state.params, state.opt_state, progress, state.key, trajectory, obs, bootstrap_value
         )
-        after = state._replace(
-            params=params, opt_state=opt_state, iteration=count, key=key, actor_keys=actor_keys, env_state=env_state, obs=obs
-        )
-        return after, {**metrics, **episodes}
+        return PPOState(params, opt_state, key, actor_keys, env_state, obs), {**metrics, **episodes}
 
     def choose_action(state: PPOState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         return to_env_action(choose(network.policy(state.params, obs), key))
@@ -241,12 +251,8 @@ def build(env: Environment, config: PPOConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=config.steps_per_iteration,
+        steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
-        env_group=config.env_groups,
         probabilities=action_probabilities(venv.action_space, lambda s, obs: network.policy(s.params, obs)),
     )
-
-
-PPO = register(Algorithm("ppo", PPOConfig, build))

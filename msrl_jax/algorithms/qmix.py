@@ -16,17 +16,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.base import register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers
-from msrl_jax.algorithms.configs.network import Activation, NetworkConfig
-from msrl_jax.algorithms.configs.q_learning import QLearningConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete
+from msrl_jax.algorithms.agent import 
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.loops.agents import Team, team_algorithm
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import sequence_priority
@@ -41,62 +38,141 @@ from msrl_jax.fragments import fragment
 from msrl_jax.replay import Transition
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QMIXConfig(NetworkConfig, QLearningConfig):
+@config("qmix", many_agents=True)
+class QMIX:
     """What QMIX computes; a distribution policy decides where it runs.
 
-    Windows may span several episodes; the carry is cleared between them, and time limits bootstrap.
+    Windows may span several episodes; the carry is cleared between them, and time limits bootstrap."""
 
-    Attributes:
-      discount: discount factor per step. Usual: 0.9 for games of 25 steps as MPE's (JaxMARL's tuned value), or 0.99.
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      core: "gru", "lstm" or "min_gru" for recurrent networks, or "none". Usual: "gru".
-      memory_size: size of the recurrent state, `H`. Usual: 64.
-      mixer: "monotonic" for QMIX, "sum" for VDN. Usual: "monotonic".
-      mixing_size: width of the hidden layer of the monotonic mixer. Usual: 32.
-      hyper_size: width of the hidden layers of the networks that compute the mixer's weights. Usual: 64.
-      burn_in: first steps of a window, which only refresh the stored carry. Usual: 0 to 40.
-      trace_length: steps of a window in the loss, `L`; windows overlap by half of it. Usual: the length of an
-        episode, or 16 to 80.
-      share_parameters: whether all agents have one network, or each its own. Usual: True for agents of one kind.
-      agent_ids: whether a shared network also sees which agent it acts for. Usual: True if observations do not tell.
-    """
+    num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
+    unroll_length: int = field(default=26, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
+    discount: float = tunable(
+        default=0.9, low=0, high=1,
+        doc="discount factor per step. Usual: 0.9 for games of 25 steps as MPE's (JaxMARL's tuned value), or 0.99.",
+    )
+    num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
+    batch_size: int = field(default=32, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    capacity: int = field(default=100000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    learning_starts: int | None = field(
+        default=4000,
+        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+    )
+    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    learning_rate: float = tunable(default=0.003, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=10.0, above=0,
+        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+    )
+    prioritised: bool = field(
+        default=False,
+        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+    )
+    alpha: float = tunable(
+        default=0.4, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
+    )
+    beta: float | None = tunable(
+        default=0.4, low=0, high=1,
+        doc="initial exponent of importance weights, which rises to 1 over the run; None gives all weight 1. Usual: 0.4 to 0.6, "
+        "or None for sequences.",
+    )
+    exploration: Literal["annealed", "per_env"] = field(
+        default="annealed",
+        doc='"annealed": one epsilon that falls during training; "per_env": a constant one for each environment. Usual: '
+        '"annealed".',
+    )
+    exploration_steps: int = field(
+        default=100000,
+        doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.',
+    )
+    final_epsilon: float = tunable(
+        default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
+    )
+    base_epsilon: float = tunable(
+        default=0.4, low=0, high=1,
+        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933, section 4.1). '
+        'Usual: 0.4.',
+    )
+    actor_period: int = field(
+        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+    )
+    tau: float = tunable(
+        default=0.02, above=0, high=1,
+        doc="share of the way that the target network moves each time; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+    )
+    target_period: int = field(
+        default=1, high=2**24, low=1,
+        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+    )
+    dueling: bool = field(
+        default=False,
+        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
+    )
+    huber_delta: float | None = tunable(
+        default=None, above=0,
+        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+    )
+    adam_epsilon: float = tunable(
+        default=1e-05, above=0,
+        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64,), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    core: Literal["none", "gru", "lstm", "min_gru"] = field(
+        default="gru", doc='"gru", "lstm" or "min_gru" for recurrent networks, or "none". Usual: "gru".'
+    )
+    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64.")
+    mixer: Literal["monotonic", "sum"] = field(
+        default="monotonic", doc='"monotonic" for QMIX, "sum" for VDN. Usual: "monotonic".'
+    )
+    mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
+    hyper_size: int = field(
+        default=64, doc="width of the hidden layers of the networks that compute the mixer's weights. Usual: 64."
+    )
+    burn_in: int = field(default=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.", low=0)
+    trace_length: int = field(
+        default=25,
+        doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: the length of an episode, or 16 to 80.",
+    )
+    share_parameters: bool = field(
+        default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
+    )
+    agent_ids: bool = field(
+        default=True,
+        doc="whether a shared network also sees which agent it acts for. Usual: True if observations do not tell.",
+    )
 
-    num_envs: int = 32
-    unroll_length: int = 26
-    batch_size: int = 32
-    num_updates: int = 8
-    capacity: int = 100_000
-    learning_starts: int | None = 4_000
-    learning_rate: Tunable = 3e-3
-    exploration_steps: int = 100_000
-    discount: Tunable = 0.9
-    hidden_sizes: tuple[int, ...] = (64,)
-    activation: Activation = "relu"
-    core: Core = "gru"
-    memory_size: int = 64
-    mixer: Literal["monotonic", "sum"] = "monotonic"
-    mixing_size: int = 32
-    hyper_size: int = 64
-    burn_in: int = 0
-    trace_length: int = 25
-    share_parameters: bool = True
-    agent_ids: bool = True
 
-    def check(self) -> None:
-        """Raises ValueError unless sizes and lengths are integers in range."""
-        check_integers(self, 0, "burn_in")
-        check_integers(self, 1, "trace_length", "memory_size", "mixing_size", "hyper_size")
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VDNConfig(QMIXConfig):
+class VDNConfig(QMIX):
     """What VDN computes: the value of a joint action is the sum of the agents' values."""
 
     mixer: Literal["monotonic", "sum"] = "sum"
 
 
-def make_team(venv: VectorizedAgents, num_agents: int, config: QMIXConfig) -> Team:
+def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
     """Makes a team that learns by QMIX or VDN; its rewards are summed.
 
     Args:
@@ -174,7 +250,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIXConfig) -> Te
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
@@ -214,5 +290,5 @@ def _keys_of_agents(keys: jax.Array, num_agents: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
 
 
-QMIX = register(team_algorithm("qmix", QMIXConfig, make_team))
+QMIX = register(team_algorithm("qmix", QMIX, make_team))
 VDN = register(team_algorithm("vdn", VDNConfig, make_team))

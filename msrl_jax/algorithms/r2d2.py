@@ -17,18 +17,14 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
-from msrl_jax.algorithms.configs.network import Activation, RecurrentConfig
-from msrl_jax.algorithms.configs.q_learning import QLearningConfig
-from msrl_jax.algorithms.configs.rollout import EnvGroupsConfig
-from msrl_jax.algorithms.configs.spaces import check_discrete
-from msrl_jax.algorithms.loops.acting import truncated_values
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.loops.trajectory import truncated_values
 from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import greedy_target, rescale, sequence_priority, unrescale
@@ -43,50 +39,132 @@ from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, Transition
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class R2D2Config(RecurrentConfig, QLearningConfig, EnvGroupsConfig):
+@config("r2d2")
+class R2D2:
     """What R2D2 computes; a distribution policy decides where it runs.
 
     The defaults are for small tasks on a CPU. There are other differences from the paper. Windows may span several episodes;
     the carry is cleared between them, and time limits bootstrap. The network does not observe the last action and reward. A
-    new window has the largest priority so far; in the paper, the actor computes an initial priority.
+    new window has the largest priority so far; in the paper, the actor computes an initial priority."""
 
-    Attributes:
-      activation: "tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".
-      burn_in: first steps of a window, which only refresh the stored carry; 0 uses the stored carry unchanged. Usual: 0 to 40.
-      trace_length: steps of a window in the loss, `L`; gradients flow back through at most as many steps. Windows overlap
-        by half of it. Usual: 16 to 80.
-      rescale_epsilon: `epsilon` of the transformed return `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` that the network learns
-        (Pohlen et al., 2018, arXiv 1805.11593); None learns the return itself. Usual: 1e-3 for rewards of any size, or None.
-      eta: weight of a window's largest error in its priority; the mean error has the weight `1 - eta`. Usual: 0.9.
-    """
+    num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
+    unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
+    batch_size: int = field(default=32, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    capacity: int = field(default=50000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    learning_starts: int | None = field(
+        default=2000,
+        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+    )
+    n_step: int = field(default=5, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=10.0, above=0,
+        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+    )
+    prioritised: bool = field(
+        default=True,
+        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+    )
+    alpha: float = tunable(
+        default=0.9, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
+    )
+    beta: float | None = tunable(
+        default=None, low=0, high=1,
+        doc="initial exponent of importance weights, which rises to 1 over the run; None gives all weight 1. Usual: 0.4 to 0.6, "
+        "or None for sequences.",
+    )
+    exploration: Literal["annealed", "per_env"] = field(
+        default="annealed",
+        doc='"annealed": one epsilon that falls during training; "per_env": a constant one for each environment. Usual: '
+        '"annealed".',
+    )
+    exploration_steps: int = field(
+        default=20000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
+    )
+    final_epsilon: float = tunable(
+        default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
+    )
+    base_epsilon: float = tunable(
+        default=0.4, low=0, high=1,
+        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933, section 4.1). '
+        'Usual: 0.4.',
+    )
+    actor_period: int = field(
+        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+    )
+    tau: float = tunable(
+        default=0.02, above=0, high=1,
+        doc="share of the way that the target network moves each time; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+    )
+    target_period: int = field(
+        default=1, high=2**24, low=1,
+        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+    )
+    dueling: bool = field(
+        default=True,
+        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
+    )
+    huber_delta: float | None = tunable(
+        default=None, above=0,
+        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+    )
+    adam_epsilon: float = tunable(
+        default=1e-05, above=0,
+        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
+    )
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    core: Literal["gru", "lstm", "min_gru"] = field(
+        default="gru",
+        doc='"gru", "lstm", or "min_gru", whose gates do not wait for the step before: the fastest. Usual: "gru".',
+    )
+    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
+    burn_in: int = field(
+        default=8, low=0,
+        doc="first steps of a window, which only refresh the stored carry; 0 uses the stored carry unchanged. Usual: 0 to 40.",
+    )
+    trace_length: int = field(
+        default=32,
+        doc="steps of a window in the loss, `L`; gradients flow back through at most as many steps. Windows overlap by half of "
+        "it. Usual: 16 to 80.",
+    )
+    rescale_epsilon: float | None = tunable(
+        default=None, above=0,
+        doc="`epsilon` of the transformed return `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` that the network learns (Pohlen et "
+        "al., 2018, arXiv 1805.11593); None learns the return itself. Usual: 1e-3 for rewards of any size, or None.",
+    )
+    eta: float = tunable(
+        default=0.9, low=0, high=1,
+        doc="weight of a window's largest error in its priority; the mean error has the weight `1 - eta`. Usual: 0.9.",
+    )
 
-    unroll_length: int = 16
-    batch_size: int = 32
-    capacity: int = 50_000
-    learning_starts: int | None = 2_000
-    burn_in: int = 8
-    trace_length: int = 32
-    n_step: int = 5
-    rescale_epsilon: Tunable | None = None
-    prioritised: bool = True
-    alpha: Tunable = 0.9
-    beta: Tunable | None = None
-    eta: Tunable = 0.9
-    exploration_steps: int = 20_000
-    learning_rate: Tunable = 1e-3
-    dueling: bool = True
-    activation: Activation = "relu"
 
-    def check(self) -> None:
-        """Raises ValueError unless the lengths are integers in range and the weight is in [0, 1]."""
-        check_integers(self, 0, "burn_in")
-        check_integers(self, 1, "trace_length")
-        check_numbers(self, "rescale_epsilon", above=0.0)
-        check_numbers(self, "eta", low=0.0, high=1.0)
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
-def make_buffer(env: Environment, carry: Any, config: R2D2Config) -> Replay:
+def make_buffer(env: Environment, carry: Any, config: R2D2) -> Replay:
     """Makes the replay buffer of windows of `Transition`, with the carries of the acting network.
 
     Args:
@@ -181,7 +259,7 @@ def sequence_target(
     return target if epsilon is None else rescale(target, epsilon)
 
 
-def build(env: Environment, config: R2D2Config) -> Agent:
+def build(env: Environment, config: R2D2) -> Agent:
     """Builds R2D2 for one environment.
 
     Args:
@@ -230,7 +308,7 @@ def build(env: Environment, config: R2D2Config) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
         moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
@@ -254,8 +332,5 @@ def build(env: Environment, config: R2D2Config) -> Agent:
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
         refresh_period=config.actor_period,
-        env_groups=config.env_groups,
     )
 
-
-R2D2 = register(Algorithm("r2d2", R2D2Config, build))

@@ -14,18 +14,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register, training_environment
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.loss import ProximalConfig
-from msrl_jax.algorithms.configs.network import RecurrentConfig
-from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
-from msrl_jax.algorithms.configs.rollout import OnPolicyConfig
-from msrl_jax.algorithms.loops.acting import next_values, parameter_age, split_keys, truncated_values
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
-from msrl_jax.algorithms.loops.proximal import pick, proximal_updates, shuffled_members
-from msrl_jax.algorithms.loops.unrolling import unroll
+from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import next_values, parameter_age, split_keys, truncated_values
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.loops.updates import pick, proximal_updates, shuffled_members
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.recurrent import recurrent_actor_critic
@@ -35,22 +30,73 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPolicyConfig):
-    """What recurrent PPO computes; a distribution policy decides where it runs.
+@config("recurrent_ppo")
+class RecurrentPPO:
+    """What recurrent PPO computes; a distribution policy decides where it runs."""
 
-    Attributes:
-      num_envs: environments stepped in parallel, `E`; a multiple of `num_minibatches` times the number of devices that the
-        environments are split over. Usual: 16 to 4096.
-      unroll_length: steps of every environment per iteration, `T`; gradients flow back through at most as many steps.
-        Usual: 16 to 256.
-      num_minibatches: updates per pass. Usual: 1 to 8.
-    """
-
-    unroll_length: int = 64
-    num_minibatches: int = 4
-    learning_rate: Tunable = 1e-3
-    max_grad_norm: Tunable = 0.5
+    num_envs: int = field(
+        default=32,
+        doc="environments stepped in parallel, `E`; a multiple of `num_minibatches` times the number of devices that the "
+        "environments are split over. Usual: 16 to 4096.",
+    )
+    unroll_length: int = field(
+        default=64,
+        doc="steps of every environment per iteration, `T`; gradients flow back through at most as many steps. Usual: 16 to "
+        "256.",
+    )
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
+    normalize_rewards: bool = field(
+        default=False,
+        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
+    )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    gae_lambda: float = tunable(
+        default=0.95, low=0, high=1,
+        doc="lambda of advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.",
+    )
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
+    clip_ratio: float = tunable(
+        default=0.2, doc="the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.", above=0
+    )
+    clip_value: float | None = tunable(
+        default=None, above=0,
+        doc="the change of a value in one iteration is clipped to this size, in units of the return. Usual: None.",
+    )
+    target_kl: float | None = tunable(
+        default=None, above=0,
+        doc="an iteration ends its updates once the policy has moved this far, in nats of KL divergence. Usual: None, or 0.01 "
+        "to 0.03.",
+    )
+    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
+        default="minibatch",
+        doc='whether advantages are standardized, over each "minibatch" or the whole "batch". Usual: "minibatch".',
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
+    )
+    activation: Activation = field(
+        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    )
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    core: Literal["gru", "lstm", "min_gru"] = field(
+        default="gru",
+        doc='"gru", "lstm", or "min_gru", whose gates do not wait for the step before: the fastest. Usual: "gru".',
+    )
+    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `num_envs`."""
@@ -62,6 +108,10 @@ class RecurrentPPOConfig(RecurrentConfig, OptimizerConfig, ProximalConfig, OnPol
                 "num_minibatches that divides it"
             )
 
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
+
 
 class RecurrentPPOState(NamedTuple):
     """The state of a run.
@@ -69,7 +119,6 @@ class RecurrentPPOState(NamedTuple):
     Attributes:
       params: parameters of the `RecurrentNetwork`.
       opt_state: state of the optimizer.
-      iteration: iterations done.
       key: the learner's key, which shuffles. shape=()
       actor_keys: one key per environment, which samples actions. shape=(E,)
       env_state: state of the vector environment.
@@ -80,7 +129,6 @@ class RecurrentPPOState(NamedTuple):
 
     params: Any
     opt_state: optax.OptState
-    iteration: Counter
     key: jax.Array
     actor_keys: jax.Array
     env_state: Any
@@ -115,7 +163,7 @@ class Sequences(NamedTuple):
     present: jax.Array | None
 
 
-def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
+def build(env: Environment, config: RecurrentPPO) -> Agent:
     """Builds recurrent PPO for one environment.
 
     Args:
@@ -129,7 +177,6 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
       ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     venv = training_environment(env, config)
     network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
@@ -142,7 +189,6 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         return RecurrentPPOState(
             params=params,
             opt_state=optimizer.init(params),
-            iteration=counter(),
             key=learner_key,
             actor_keys=jax.random.split(actor_key, config.num_envs),
             env_state=env_state,
@@ -155,7 +201,6 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         RecurrentPPOState,
         params=P(),
         opt_state=P(),
-        iteration=P(),
         key=P(),
         actor_keys=P("env"),
         env_state=venv.axes,
@@ -228,7 +273,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
     @fragment(role="learner")
     def learn(params, opt_state, iteration, key, experience, carry, bootstrap_value, version):
         batch = (experience, *estimate_advantages(experience, bootstrap_value))
-        learning_rate = annealed_learning_rate(config, iteration, config.steps_per_iteration)
+        learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffled_members(
             key, num_envs=config.num_envs, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
         )
@@ -246,9 +291,7 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
 
         actor_keys, keys = draw_keys(state.actor_keys)
         start = state.env_state, state.obs, state.is_first, state.carry
-        (env_state, obs, is_first, carry), (experience, final_obs, carries) = unroll(
-            step, start, keys, axes=(venv.axes, *[P("env")] * 3), groups=config.env_groups
-        )
+        (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
         bootstrap_value, version = bootstrap(state.params, state.iteration.low, final_obs, carries, experience.truncated)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, count, key, metrics = learn(
@@ -276,12 +319,10 @@ def build(env: Environment, config: RecurrentPPOConfig) -> Agent:
         iteration=iteration,
         act=choose_action,
         axes=axes,
-        steps_per_iteration=config.steps_per_iteration,
+        steps_per_iteration=config.num_envs * config.unroll_length,
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
         initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
         env_group=math.lcm(config.num_minibatches, config.env_groups),
     )
 
-
-RecurrentPPO = register(Algorithm("recurrent_ppo", RecurrentPPOConfig, build))

@@ -14,15 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import envs
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.actor_critic import OffPolicyActorCriticConfig
-from msrl_jax.algorithms.configs.base import Tunable
-from msrl_jax.algorithms.configs.checks import check_numbers
-from msrl_jax.algorithms.configs.spaces import check_discrete_or_bounded
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
@@ -36,32 +34,72 @@ from msrl_jax.envs.masks import mask_of
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SACConfig(OffPolicyActorCriticConfig):
+@config("sac")
+class SAC:
     """What SAC computes; a distribution policy decides where it runs.
 
-    The defaults are the papers', except for 1/2 instead of 1 update per step and the learning rate.
+    The defaults are the papers', except for 1/2 instead of 1 update per step and the learning rate."""
 
-    Attributes:
-      initial_temperature: initial weight of the entropy. Usual: 0.1 to 1.
-      learn_temperature: whether the temperature is learned; otherwise it is constant. Usual: True.
-      target_entropy: target entropy of the learned temperature, in nats. None takes minus the length of a continuous action,
-        or half the logarithm of the number of legal discrete actions (the paper takes 98 %, which is almost random). Usual:
-        None.
-    """
+    num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
+    unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
+    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    capacity: int = field(default=200000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    learning_starts: int = field(
+        default=1000, doc="environment steps with uniformly random actions before the first update. Usual: 1e3 to 1e4."
+    )
+    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    data: str | None = field(
+        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
+    )
+    data_fraction: float = field(
+        default=0.5, above=0, high=1,
+        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
+    max_grad_norm: float | None = tunable(
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+    )
+    tau: float = tunable(
+        default=0.005, above=0, high=1,
+        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+    )
+    hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    initial_temperature: float = tunable(default=1.0, doc="initial weight of the entropy. Usual: 0.1 to 1.", above=0)
+    learn_temperature: bool = field(
+        default=True, doc="whether the temperature is learned; otherwise it is constant. Usual: True."
+    )
+    target_entropy: float | None = tunable(
+        default=None,
+        doc="target entropy of the learned temperature, in nats. None takes minus the length of a continuous action, or half "
+        "the logarithm of the number of legal discrete actions (the paper takes 98 %, which is almost random). Usual: None.",
+    )
 
-    num_updates: int = 16
-    initial_temperature: Tunable = 1.0
-    learn_temperature: bool = True
-    target_entropy: Tunable | None = None
 
-    def check(self) -> None:
-        """Raises ValueError unless the temperature is above 0 and the entropy a number."""
-        check_numbers(self, "initial_temperature", above=0.0)
-        check_numbers(self, "target_entropy")
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
-def build(env: Environment, config: SACConfig) -> Agent:
+def build(env: Environment, config: SAC) -> Agent:
     """Builds SAC for one environment.
 
     Args:
@@ -76,7 +114,6 @@ def build(env: Environment, config: SACConfig) -> Agent:
         the config anneals the learning rate without `total_steps`.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     action_space = check_discrete_or_bounded("sac", env.action_space)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     policy = make_policy(venv.observation_space, action_space, config)
@@ -140,7 +177,7 @@ def build(env: Environment, config: SACConfig) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
         for name, old in learner.params.items():
             params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
         share = jnp.where(progress.ready, config.tau, 0.0)
@@ -160,8 +197,5 @@ def build(env: Environment, config: SACConfig) -> Agent:
         explore,
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
-        env_groups=config.env_groups,
     )
 
-
-SAC = register(Algorithm("sac", SACConfig, build))

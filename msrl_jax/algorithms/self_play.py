@@ -24,11 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes, register
-from msrl_jax.algorithms.configs.base import Tunable, is_constant
-from msrl_jax.algorithms.configs.checks import check_integers, check_numbers
+from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.ippo import IPPOConfig, make_team
-from msrl_jax.algorithms.loops.acting import split_keys
+from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.meta_game import draw, enter, no_games
 from msrl_jax.envs import MultiAgentEnvironment, vectorize_agents
@@ -39,43 +38,103 @@ from msrl_jax.metrics import Mean
 _ONE_NETWORK = {"core": "none", "share_parameters": True, "agent_ids": False, "central_critic": False}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelfPlayConfig(IPPOConfig):
-    """What self-play computes: PPO of one feed-forward network that sees the observations of its seat.
+@config("self_play", many_agents=True)
+class SelfPlay:
+    """What self-play computes: PPO of one feed-forward network that sees the observations of its seat."""
 
-    Attributes:
-      pool_size: number of past parameters in the pool, `K`. Usual: 8 to 64.
-      pool_period: iterations between two copies of the parameters into the pool. Usual: 1 to 100.
-      latest_share: the probability that an opponent is the current parameters; else it is one of the pool. Usual: 0.5 to 1.
-      opponents: "uniform" draws from the pool with equal probabilities, "payoff" with those of the equilibrium between the
-        members of the pool. Usual: "uniform", or "payoff" for games in which policies beat each other in circles.
-      num_opponents: opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.
-      discount: discount factor per step. Usual: 1 for short games, else 0.99 to 0.999.
-      entropy_coef: weight of the entropy bonus, in units of the return if advantages are not normalized. Usual: 0.05 to
-        0.3 for returns near 1.
-      normalize_advantage: whether advantages are standardized over each "minibatch", once over the whole "batch", or not
-        ("none"). Usual: "none".
-      anneal_learning_rate: whether the learning rate falls linearly to 0 over `total_steps`; constant if they are not given.
-        Usual: True.
-    """
-
-    pool_size: int = 16
-    pool_period: int = 10
-    latest_share: Tunable = 0.8
-    opponents: Literal["uniform", "payoff"] = "uniform"
-    num_opponents: int = 8
-    discount: Tunable = 1.0
-    entropy_coef: Tunable = 0.15
-    normalize_advantage: Literal["minibatch", "batch", "none"] = "none"
-    anneal_learning_rate: bool = True
+    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
+    discount: float = tunable(
+        default=1.0, doc="discount factor per step. Usual: 1 for short games, else 0.99 to 0.999.", low=0, high=1
+    )
+    entropy_coef: float = tunable(
+        default=0.15, low=0,
+        doc="weight of the entropy bonus, in units of the return if advantages are not normalized. Usual: 0.05 to 0.3 for "
+        "returns near 1.",
+    )
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    gae_lambda: float = tunable(
+        default=0.95, low=0, high=1,
+        doc="lambda of advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.",
+    )
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    clip_ratio: float = tunable(
+        default=0.2, doc="the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.", above=0
+    )
+    clip_value: float | None = tunable(
+        default=None, above=0,
+        doc="the change of a value in one iteration is clipped to this size, in units of the return. Usual: None.",
+    )
+    target_kl: float | None = tunable(
+        default=None, above=0,
+        doc="an iteration ends its updates once the policy has moved this far, in nats of KL divergence. Usual: None, or 0.01 "
+        "to 0.03.",
+    )
+    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
+        default="none", doc='whether advantages are standardized, over each "minibatch" or the whole "batch". Usual: "none".'
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+    )
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    )
+    activation: Activation = field(
+        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    )
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    shared_torso: bool = field(
+        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
+    )
+    core: Literal["none", "gru", "lstm", "min_gru"] = field(
+        default="none",
+        doc='"none" for feed-forward networks, "gru", "lstm", or "min_gru" for recurrent ones. Usual: "none", or "gru" if '
+        'agents see a part of the state.',
+    )
+    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
+    share_parameters: bool = field(
+        default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
+    )
+    agent_ids: bool = field(
+        default=False,
+        doc="whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.",
+    )
+    central_critic: bool = field(
+        default=False, doc="whether the critic sees the global state, and not the observation. Usual: as the algorithm says."
+    )
+    normalize_values: bool = field(
+        default=False,
+        doc="whether critics predict values standardized by running statistics of their targets. Usual: True for returns far "
+        "from 1, as in MAPPO's paper.",
+    )
+    pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
+    pool_period: int = field(default=10, doc="iterations between two copies of the parameters into the pool. Usual: 1 to 100.")
+    latest_share: float = tunable(
+        default=0.8, low=0, high=1,
+        doc="the probability that an opponent is the current parameters; else it is one of the pool. Usual: 0.5 to 1.",
+    )
+    opponents: Literal["uniform", "payoff"] = field(
+        default="uniform",
+        doc='"uniform" draws from the pool with equal probabilities, "payoff" with those of the equilibrium between the members '
+        'of the pool. Usual: "uniform", or "payoff" for games in which policies beat each other in circles.',
+    )
+    num_opponents: int = field(
+        default=8,
+        doc="opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.",
+    )
 
     def check_annealing(self) -> None:
         """Raises no error: the learning rate and the weight of the entropy are constant if `total_steps` is not given."""
 
     def check(self) -> None:
         """Raises ValueError unless the opponents fill the environments, and the network is one that self-play can freeze."""
-        check_integers(self, 1, "pool_size", "pool_period", "num_opponents")
-        check_numbers(self, "latest_share", low=0.0, high=1.0)
         for field, value in _ONE_NETWORK.items():
             if getattr(self, field) != value:
                 why = "an opponent cannot take over the memory of another" if field == "core" else "both seats have one network"
@@ -87,6 +146,10 @@ class SelfPlayConfig(IPPOConfig):
                 f"num_opponents={self.num_opponents}; use num_envs={self.num_envs + -self.num_envs % block}, or a "
                 "num_opponents that divides its half"
             )
+
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 class Pool(NamedTuple):
@@ -125,7 +188,7 @@ class SelfPlay(NamedTuple):
     pool: Pool
 
 
-def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
+def play_itself(learner: Team, config: SelfPlay) -> Team:
     """Makes a team of both players, of whom one learns, from a team of one agent.
 
     Args:
@@ -278,7 +341,7 @@ def play_itself(learner: Team, config: SelfPlayConfig) -> Team:
     )
 
 
-def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
+def build(env: MultiAgentEnvironment, config: SelfPlay) -> Agent:
     """Builds self-play for a game of two players.
 
     Args:
@@ -301,5 +364,3 @@ def build(env: MultiAgentEnvironment, config: SelfPlayConfig) -> Agent:
     agent = teams_agent(venv, {"agents": team}, unroll_length=config.unroll_length)
     return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
 
-
-SELF_PLAY = register(Algorithm("self_play", SelfPlayConfig, build, many_agents=True))

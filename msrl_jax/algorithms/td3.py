@@ -14,15 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax import envs
-from msrl_jax.algorithms.base import Agent, Algorithm, register
-from msrl_jax.algorithms.configs.actor_critic import OffPolicyActorCriticConfig
-from msrl_jax.algorithms.configs.base import Tunable, is_constant
-from msrl_jax.algorithms.configs.checks import check_integers, check_numbers, check_periods
-from msrl_jax.algorithms.configs.spaces import check_bounded
+from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
@@ -34,35 +32,76 @@ from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TD3Config(OffPolicyActorCriticConfig):
+@config("td3")
+class TD3:
     """What TD3 computes; a distribution policy decides where it runs.
 
-    The defaults are the paper's, except for 1/4 instead of 1 update per step and the learning rate.
+    The defaults are the paper's, except for 1/4 instead of 1 update per step and the learning rate."""
 
-    Attributes:
-      num_critics: number of critics, `C`; targets use their minimum. Usual: 2.
-      policy_period: updates of the critics per update of the actor and the targets. Usual: 2.
-      exploration_noise: standard deviation of the noise on actions in [-1, 1]. Usual: 0.1.
-      policy_noise: standard deviation of the noise on the target actor's actions. Usual: 0.2, or 0.
-      noise_clip: the noise on the target actor's actions is clipped to this size. Usual: 0.5.
-    """
+    num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
+    unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
+    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    storage: Codec | None = field(
+        default=None,
+        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
+        'or "uint8" for images.',
+    )
+    shards: int | None = field(
+        default=None,
+        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
+        "Usual: None.",
+    )
+    capacity: int = field(default=200000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    learning_starts: int = field(
+        default=1000, doc="environment steps with uniformly random actions before the first update. Usual: 1e3 to 1e4."
+    )
+    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    data: str | None = field(
+        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
+    )
+    data_fraction: float = field(
+        default=0.5, above=0, high=1,
+        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+    )
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
+    max_grad_norm: float | None = tunable(
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+    )
+    tau: float = tunable(
+        default=0.005, above=0, high=1,
+        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+    )
+    hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
+    activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
+    network: NetworkKind = field(
+        default="auto",
+        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
+        '"auto".',
+    )
+    num_critics: int = field(default=2, doc="number of critics, `C`; targets use their minimum. Usual: 2.")
+    policy_period: int = field(
+        default=2, doc="updates of the critics per update of the actor and the targets. Usual: 2.", high=2**24, low=1
+    )
+    exploration_noise: float = tunable(
+        default=0.1, doc="standard deviation of the noise on actions in [-1, 1]. Usual: 0.1.", low=0
+    )
+    policy_noise: float = tunable(
+        default=0.2, doc="standard deviation of the noise on the target actor's actions. Usual: 0.2, or 0.", low=0
+    )
+    noise_clip: float = tunable(
+        default=0.5, doc="the noise on the target actor's actions is clipped to this size. Usual: 0.5.", low=0
+    )
 
-    num_updates: int = 8
-    num_critics: int = 2
-    policy_period: int = 2
-    exploration_noise: Tunable = 0.1
-    policy_noise: Tunable = 0.2
-    noise_clip: Tunable = 0.5
 
-    def check(self) -> None:
-        """Raises ValueError unless numbers are positive integers and deviations at least 0."""
-        check_integers(self, 1, "num_critics")
-        check_periods(self, "policy_period")
-        check_numbers(self, "exploration_noise", "policy_noise", "noise_clip", low=0.0)
+    def build(self, env: Environment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
-def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
+def build(env: Environment, config: TD3, name: str = "td3") -> Agent:
     """Builds TD3 for one environment.
 
     Args:
@@ -78,7 +117,6 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
         the config anneals the learning rate without `total_steps`.
       TypeError: if a space is not supported.
     """
-    config.check_annealing()
     action_space = check_bounded(name, env.action_space)
     size = math.prod(action_space.shape)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
@@ -128,7 +166,7 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         actor_moves = progress.ready & (remainder(progress.update, config.policy_period) == 0)
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
-        params, opt_state, rate = {}, {}, annealed_learning_rate(config, progress.iteration, config.steps_per_iteration)
+        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
         for part, due in (("actor", actor_moves), ("critic", progress.ready)):
             params[part], opt_state[part] = apply_update(learner.params[part], learner.opt_state[part], grads[part], rate, due)
         target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, config.tau, 0.0))
@@ -148,8 +186,5 @@ def build(env: Environment, config: TD3Config, name: str = "td3") -> Agent:
         explore,
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
-        env_groups=config.env_groups,
     )
 
-
-TD3 = register(Algorithm("td3", TD3Config, build))

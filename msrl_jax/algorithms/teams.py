@@ -12,13 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
-from msrl_jax.algorithms.base import ALGORITHMS, Agent, Algorithm, Metrics, get, register
-from msrl_jax.algorithms.configs.checks import check_integers
-from msrl_jax.algorithms.configs.rollout import RolloutConfig
-from msrl_jax.algorithms.loops.acting import split_keys
+from msrl_jax.algorithms.agent import ALGORITHMS, Agent, Metrics, get
+from msrl_jax.algorithms.config import config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.networks.action_heads import check_policy_space
+from msrl_jax.algorithms.networks.actions import check_policy_space
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment
 
@@ -26,31 +25,26 @@ RANDOM = "random"
 """The algorithm of a team that takes uniformly random legal actions, and learns nothing."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TeamsConfig(RolloutConfig):
-    """What several teams compute; a distribution policy decides where it runs.
+@config("teams", many_agents=True)
+class Teams:
+    """What several teams compute; a distribution policy decides where it runs."""
 
-    Attributes:
-      unroll_length: steps of every environment per iteration, `T`. Usual: 16 to 128.
-      teams: `TEAM=ALGORITHM:field=value,...` for each team, or a mapping from the name of the team to the rest. The algorithm
-        is one for several agents, or "random". The agents of a team are those whose names begin with the name of the team, or
-        fit the field `agents`, patterns such as `agents=ally_*|medic`. `msrl-jax train --algo mappo --help` lists the other
-        fields. Usual: adversary=mappo agent=ippo.
-      total_steps: environment steps of the run, over which algorithms anneal.
-    """
-
-    num_envs: int = 64
-    unroll_length: int = 32
-    teams: tuple[str, ...] = ()
-    total_steps: int | None = None
+    num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
+    unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 128.")
+    teams: tuple[str, ...] = field(
+        default=(),
+        doc='`TEAM=ALGORITHM:field=value,...` for each team, or a mapping from the name of the team to the rest. The algorithm '
+        'is one for several agents, or "random". The agents of a team are those whose names begin with the name of the '
+        'team, or fit the field `agents`, patterns such as `agents=ally_*|medic`. `msrl-jax train --algo mappo --help` '
+        'lists the other fields. Usual: adversary=mappo agent=ippo.',
+    )
 
     def check(self) -> None:
         """Raises ValueError unless every team is text with an algorithm for teams and fields that it has."""
-        check_integers(self, 1, "total_steps")
         object.__setattr__(self, "teams", self.canonical("teams", self.teams))
         entries = self.entries()
         if len({entry.name for entry in entries}) < len(entries):
-            raise ValueError(f"TeamsConfig.teams={self.teams!r} names a team twice; give each team its own name")
+            raise ValueError(f"Teams.teams={self.teams!r} names a team twice; give each team its own name")
 
     @staticmethod
     def canonical(field: str, value: Any) -> Any:
@@ -63,10 +57,10 @@ class TeamsConfig(RolloutConfig):
             for name, spec in value.items():
                 _check_name(name)
                 if not isinstance(spec, str):
-                    raise ValueError(f"TeamsConfig.teams[{name!r}] is {spec!r}; write text such as 'ippo:learning_rate=1e-3'")
+                    raise ValueError(f"Teams.teams[{name!r}] is {spec!r}; write text such as 'ippo:learning_rate=1e-3'")
             return tuple(f"{name}={spec}" for name, spec in value.items())
         if not isinstance(value, list | tuple):
-            raise ValueError(f"TeamsConfig.teams={value!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
+            raise ValueError(f"Teams.teams={value!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
         return tuple(value)
 
     @property
@@ -77,6 +71,10 @@ class TeamsConfig(RolloutConfig):
     def entries(self) -> list["Entry"]:
         """The teams, read and checked."""
         return [_entry(text, self) for text in self.teams]
+
+    def build(self, env: MultiAgentEnvironment) -> Agent:
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        return build(env, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +100,10 @@ class Entry:
         return any(fnmatch.fnmatchcase(agent, pattern) for pattern in self.patterns)
 
 
-def _entry(text: str, run: TeamsConfig) -> Entry:
+def _entry(text: str, run: Teams) -> Entry:
     """Reads a team; raises ValueError if it cannot be one."""
     if not isinstance(text, str) or "=" not in text.partition(":")[0]:
-        raise ValueError(f"TeamsConfig.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
+        raise ValueError(f"Teams.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
     team, _, spec = text.partition("=")
     _check_name(team := team.strip())
     spec, patterns = _without_agents(team, spec.strip())
@@ -185,7 +183,7 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
     return members
 
 
-def build(env: MultiAgentEnvironment, config: TeamsConfig) -> Agent:
+def build(env: MultiAgentEnvironment, config: Teams) -> Agent:
     """Builds the agent of several teams.
 
     Args:
@@ -201,7 +199,7 @@ def build(env: MultiAgentEnvironment, config: TeamsConfig) -> Agent:
     """
     entries, name = config.entries(), getattr(env, "name", type(env).__name__)
     if not entries:
-        raise ValueError(f"TeamsConfig.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
+        raise ValueError(f"Teams.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
     if all(entry.algorithm is None for entry in entries):
         raise ValueError(f"no team of {config.teams} learns; give one an algorithm")
     members = members_of(tuple(env.agents), entries, name)
@@ -210,7 +208,7 @@ def build(env: MultiAgentEnvironment, config: TeamsConfig) -> Agent:
     return teams_agent(venv, teams, unroll_length=config.unroll_length)
 
 
-def _make_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: TeamsConfig) -> Team:
+def _make_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams) -> Team:
     """Makes a team; errors name it."""
     if entry.algorithm is None:
         return random_team(venv, num_agents, run.unroll_length)
@@ -271,5 +269,3 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
         agent_axes=P("env"),
     )
 
-
-TEAMS = register(Algorithm("teams", TeamsConfig, build, many_agents=True))

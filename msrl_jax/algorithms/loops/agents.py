@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes
-from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment, fragment_scope
 

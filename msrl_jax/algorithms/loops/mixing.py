@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from msrl_jax import data
 from msrl_jax.algorithms.configs.replay import MixingConfig
-from msrl_jax.algorithms.networks.actor_critic import policy_actions
+from msrl_jax.algorithms.networks.actions import policy_actions
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
 from msrl_jax.replay import Indices, Replay, ReplayState, Sample

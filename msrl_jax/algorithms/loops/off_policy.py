@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.loops.replaying import Explore, Pending, Replayer, Rule, replaying
 from msrl_jax.algorithms.loops.unrolling import unroll
-from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
 from msrl_jax.counters import Counter
 from msrl_jax.envs import VectorEnvironment

@@ -21,7 +21,7 @@ from msrl_jax.algorithms.configs.offline import OfflineConfig
 from msrl_jax.algorithms.loops.buffers import observation_type, storage_of
 from msrl_jax.algorithms.loops.mixing import load_data
 from msrl_jax.algorithms.loops.replaying import LEARNER_AXES, Batch, Learner, Progress, Rule
-from msrl_jax.algorithms.networks.actor_critic import action_transform
+from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment

@@ -4,7 +4,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.configs.loss import ProximalConfig
 from msrl_jax.algorithms.networks.distributions import Distribution
 from msrl_jax.algorithms.returns.advantages import mean
 
@@ -97,7 +96,10 @@ def ppo_loss(
     advantage: jax.Array,
     old_value: jax.Array,
     target: jax.Array,
-    config: ProximalConfig,
+    clip_ratio: float,
+    clip_value: float | None,
+    value_coef: float,
+    entropy_coef: float,
     counts: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a minibatch: clipped surrogate, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
@@ -108,9 +110,12 @@ def ppo_loss(
       action: the actions taken. `[..., *action_shape]`
       log_prob: their log-probabilities when they were taken. `[...]`
       advantage: the estimated advantages. `[...]`
-      old_value: the values when the actions were taken; used if `config.clip_value` is given. `[...]`
+      old_value: the values when the actions were taken; used if `clip_value` is given. `[...]`
       target: targets of the values. `[...]`
-      config: the clips, and the weights of the terms.
+      clip_ratio: as in `clipped_surrogate_loss`.
+      clip_value: as in `clipped_value_loss`; None does not clip.
+      value_coef: weight of the value loss.
+      entropy_coef: weight of the entropy bonus.
       counts: which examples count; all if None. `[...]` bool
 
     Returns:
@@ -118,15 +123,15 @@ def ppo_loss(
     """
     log_ratio = policy.log_prob(action) - log_prob
     value_losses = value_loss(value, target)
-    if config.clip_value is not None:
-        value_losses = clipped_value_loss(value, old_value, target, config.clip_value)
+    if clip_value is not None:
+        value_losses = clipped_value_loss(value, old_value, target, clip_value)
     stats = {
-        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, config.clip_ratio),
+        "policy_loss": clipped_surrogate_loss(log_ratio, advantage, clip_ratio),
         "value_loss": value_losses,
         "entropy": policy.entropy(),
         "approx_kl": approximate_kl(log_ratio),
-        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > config.clip_ratio,
+        "clip_fraction": jnp.abs(jnp.expm1(log_ratio)) > clip_ratio,
     }
     stats = {name: mean(x.astype(jnp.float32), counts) for name, x in stats.items()}
-    total = stats["policy_loss"] + config.value_coef * stats["value_loss"]
-    return total - config.entropy_coef * stats["entropy"], stats
+    total = stats["policy_loss"] + value_coef * stats["value_loss"]
+    return total - entropy_coef * stats["entropy"], stats

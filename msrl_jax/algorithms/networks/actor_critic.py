@@ -4,15 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.configs.network import NetworkConfig
-from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical
 from msrl_jax.algorithms.networks.layers import convolution, dense
 from msrl_jax.envs import Box, Discrete, Space
@@ -74,14 +72,23 @@ class Torso(nn.Module):
         return x
 
 
-def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activation: str, network: str) -> Torso:
+class Layers(Protocol):
+    """What a config says of the layers of a network; see `make_torso`."""
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def activation(self) -> str: ...  # noqa: D102
+    @property
+    def network(self) -> str: ...  # noqa: D102
+
+
+def make_torso(observation_space: Space, config: Layers) -> Torso:
     """Makes the torso for a space of observations.
 
     Args:
       observation_space: any space, which is flattened to vectors, or a `Box` of images `[H, W, C]` if the network convolves.
-      hidden_sizes: widths of the dense layers.
-      activation: a key of `ACTIVATIONS`.
-      network: "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
+      config: the layers; the network is "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
 
     Returns:
       The torso.
@@ -90,13 +97,13 @@ def make_torso(observation_space: Space, *, hidden_sizes: tuple[int, ...], activ
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
-    convolve = network == "cnn" or (network == "auto" and len(shape) == 3)
+    convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)
     if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
         raise ValueError(
-            f"network={network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
+            f"network={config.network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
             "use network='mlp'"
         )
-    return Torso(observation_space, hidden_sizes, activation, convolve)
+    return Torso(observation_space, config.hidden_sizes, config.activation, convolve)
 
 
 class _Module(nn.Module):
@@ -158,7 +165,7 @@ class ActorCritic:
 
 
 def actor_critic(
-    observation_space: Space, action_space: Space, config: NetworkConfig, *, shared_torso: bool = False
+    observation_space: Space, action_space: Space, config: Layers, *, shared_torso: bool = False
 ) -> ActorCritic:
     """Makes the network for a pair of spaces.
 
@@ -179,9 +186,7 @@ def actor_critic(
       ValueError: if an integer of an action has too many values, or if the network convolves and the observations are not
         images of at least 3x3.
     """
-    torso = make_torso(
-        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
-    )
+    torso = make_torso(observation_space, config)
     return _actor_critic(torso, action_space, shared_torso)
 
 
@@ -208,38 +213,6 @@ def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> Acto
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
 
 
-def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
-    """Makes the map from a policy's actions to an environment's actions.
-
-    Discrete actions pass unchanged. Integers of a `Box`, which a policy counts from 0, are shifted to its lower bounds. A
-    component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
-    only clipped to their bounds.
-
-    Args:
-      space: space of one action.
-
-    Returns:
-      A function from `[..., N]` to `[..., *space.shape]`, or from `[...]` to `[...]` if the space is `Discrete`.
-    """
-    if isinstance(space, Discrete):
-        return lambda action: jnp.asarray(action, space.dtype)
-    if not isinstance(space, Box):
-        return lambda action: action
-    if is_integers(space):
-        lowest = space.low.reshape(-1).astype(np.int32)
-        return lambda action: (lowest + action).reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
-    low, high = space.low.reshape(-1), space.high.reshape(-1)
-    bounded = np.isfinite(low) & np.isfinite(high)
-    lowest, highest = np.where(bounded, low, -1).astype(np.float32), np.where(bounded, high, 1).astype(np.float32)
-    center, half_width = lowest / 2 + highest / 2, highest / 2 - lowest / 2
-
-    def transform(action: jax.Array) -> jax.Array:
-        fitted = jnp.clip(center + half_width * action, low, high)
-        return fitted.reshape(*action.shape[:-1], *space.shape).astype(space.dtype)
-
-    return transform
-
-
 def action_probabilities(
     space: Space, policy: Callable[[Any, Any], Distribution]
 ) -> Callable[[Any, Any], jax.Array] | None:
@@ -255,26 +228,3 @@ def action_probabilities(
     if not isinstance(space, Discrete) and not is_integers(space):
         return None
     return lambda state, obs: cast(Categorical | MultiCategorical, policy(state, obs)).probabilities()
-
-
-def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
-    """The inverse of `action_transform`: from an environment's actions to a policy's actions.
-
-    Args:
-      space: space of one action.
-      action: actions in the space. `[N, *space.shape]`
-
-    Returns:
-      Vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is `Discrete`, and
-      `[N, K]` int32 counted from 0 if it is a `Box` of integers.
-    """
-    if not isinstance(space, Box):
-        return action.astype(np.int32)
-    if is_integers(space):
-        return (action.reshape(len(action), -1).astype(np.int64) - space.low.reshape(-1)).astype(np.int32)
-    low, high = space.low.reshape(-1).astype(np.float64), space.high.reshape(-1).astype(np.float64)
-    bounded = np.isfinite(low) & np.isfinite(high)
-    lowest, highest = np.where(bounded, low, -1), np.where(bounded, high, 1)
-    center, half_width = (lowest + highest) / 2, (highest - lowest) / 2
-    scaled = (action.reshape(len(action), -1) - center) / np.where(half_width > 0, half_width, 1)
-    return np.where(bounded, np.clip(scaled, -1, 1), scaled).astype(np.float32)

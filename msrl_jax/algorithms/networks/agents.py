@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.configs.network import NetworkConfig, RecurrentConfig
-from msrl_jax.algorithms.networks.action_heads import check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.actor_critic import Torso, actor_critic, make_torso
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.algorithms.networks.actor_critic import Layers, Torso, actor_critic, make_torso
 from msrl_jax.algorithms.networks.distributions import Distribution
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.algorithms.networks.policies import Network
@@ -33,7 +32,7 @@ Core = Literal["none", "gru", "lstm", "min_gru"]
 
 
 def independent_network(
-    observation_space: Space, action_space: Space, config: NetworkConfig, *, core: Core, memory_size: int, shared_torso: bool
+    observation_space: Space, action_space: Space, config: Layers, *, core: Core, memory_size: int, shared_torso: bool
 ) -> RecurrentNetwork:
     """Makes a policy and a critic that both see observations: the networks of PPO and of recurrent PPO.
 
@@ -53,13 +52,13 @@ def independent_network(
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     if core != "none":
-        return recurrent_actor_critic(observation_space, action_space, _recurrent(config, core, memory_size))
+        return recurrent_actor_critic(observation_space, action_space, config, core=core, memory_size=memory_size)
     network = actor_critic(observation_space, action_space, config, shared_torso=shared_torso)
     return _feed_forward(observation_space, network.init, network.apply)
 
 
 def centralized_network(
-    observation_space: Space, action_space: Space, state_size: int, config: NetworkConfig, *, core: Core, memory_size: int
+    observation_space: Space, action_space: Space, state_size: int, config: Layers, *, core: Core, memory_size: int
 ) -> RecurrentNetwork:
     """Makes a policy that sees observations, and a critic that sees global states.
 
@@ -132,12 +131,12 @@ class _Value(nn.Module):
 
 
 def _network(
-    space: Space, make: Callable[[Torso], nn.Module], config: NetworkConfig, core: Core, memory_size: int
+    space: Space, make: Callable[[Torso], nn.Module], config: Layers, core: Core, memory_size: int
 ) -> RecurrentNetwork:
     """A module on a torso, or linear in the outputs of a recurrent core."""
     if core == "none":
         module = make(
-            make_torso(space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network)
+            make_torso(space, config)
         )
         return _feed_forward(space, module.init, module.apply)
 
@@ -145,17 +144,7 @@ def _network(
         module = make(Torso(features, (), "tanh", convolve=False))
         return Network(module.init, module.apply)  # type: ignore[arg-type]
 
-    return recurrent_network(space, heads, _recurrent(config, core, memory_size))
-
-
-def _recurrent(config: NetworkConfig, core: Any, memory_size: int) -> RecurrentConfig:
-    return RecurrentConfig(
-        hidden_sizes=config.hidden_sizes,
-        activation=config.activation,
-        network=config.network,
-        core=core,
-        memory_size=memory_size,
-    )
+    return recurrent_network(space, heads, config, core=core, memory_size=memory_size)
 
 
 def _feed_forward(space: Any, init: Callable[..., Any], apply: Callable[..., Any]) -> RecurrentNetwork:
@@ -172,7 +161,7 @@ def agent_values(
     observation_space: Space,
     action_space: Discrete,
     num_agents: int,
-    config: NetworkConfig,
+    config: Layers,
     *,
     core: Core,
     memory_size: int,
@@ -205,7 +194,7 @@ def agent_values(
         values = q_network(space, action_space, config, dueling=dueling)
         one = _feed_forward(space, values.init, lambda params, obs: values.apply(params, obs)[..., 0])
     else:
-        one = recurrent_q_network(space, action_space, _recurrent(config, core, memory_size), dueling=dueling)
+        one = recurrent_q_network(space, action_space, config, core=core, memory_size=memory_size, dueling=dueling)
 
     def init(key: jax.Array) -> Any:
         # One after another: a batched QR decomposition of orthogonal initializers is slow.

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.configs.network import NetworkConfig
+from msrl_jax.algorithms.networks.actor_critic import Layers
 from msrl_jax.algorithms.networks.policies import Network, linear_network
 from msrl_jax.envs import Box, Discrete, Space
 
 
-def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: NetworkConfig) -> Network:
+def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Layers) -> Network:
     """Makes critics with different initial parameters; one batched product computes a layer of all critics.
 
     Args:
@@ -59,7 +59,7 @@ def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array
     return critics.apply(params, obs, action)
 
 
-def make_value(observation_space: Space, config: NetworkConfig) -> Network:
+def make_value(observation_space: Space, config: Layers) -> Network:
     """Makes the network of a value function.
 
     Args:

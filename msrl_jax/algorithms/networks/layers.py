@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -90,3 +91,16 @@ def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
         kernel_init=kernel_init,
         conv_general_dilated=lambda x, w, *_, **__: convolve(x, w, stride),
     )
+
+
+ArraysT = TypeVar("ArraysT")
+
+
+def flatten(tree: ArraysT) -> ArraysT:
+    """Merges `[T, E, ...]` into `[E * T, ...]`; `E` comes first, so that arrays stay split over devices along `E`."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), tree)
+
+
+def unflatten(x: jax.Array, unroll_length: int) -> jax.Array:
+    """Splits `[E * T, ...]` into `[T, E, ...]`: the inverse of `flatten`."""
+    return jnp.swapaxes(x.reshape(-1, unroll_length, *x.shape[1:]), 0, 1)

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.configs.network import NetworkConfig
-from msrl_jax.algorithms.networks.action_heads import discrete_policy, has_scale, num_outputs
-from msrl_jax.algorithms.networks.actor_critic import Torso, make_torso
+from msrl_jax.algorithms.networks.actions import discrete_policy, has_scale, num_outputs
+from msrl_jax.algorithms.networks.actor_critic import Layers, Torso, make_torso
 from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal, TanhNormal, choose
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.envs import Box, Discrete, Space
@@ -47,7 +46,7 @@ class _Linear(nn.Module):
         return dense(self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(observation_space: Space, config: NetworkConfig, *, num_outputs: int, scale: float) -> Network:
+def linear_network(observation_space: Space, config: Layers, *, num_outputs: int, scale: float) -> Network:
     """Makes a network of a torso and a linear layer.
 
     Args:
@@ -62,14 +61,12 @@ def linear_network(observation_space: Space, config: NetworkConfig, *, num_outpu
     Raises:
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    torso = make_torso(
-        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
-    )
+    torso = make_torso(observation_space, config)
     module = _Linear(torso, num_outputs, scale)
     return Network(module.init, cast(Any, module.apply))
 
 
-def make_actor(observation_space: Space, num_outputs: int, config: NetworkConfig) -> Network:
+def make_actor(observation_space: Space, num_outputs: int, config: Layers) -> Network:
     """Makes the network of a policy: a `linear_network` with initial outputs near 0."""
     return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
 
@@ -91,7 +88,7 @@ class Policy:
         return choose(self.apply(params, obs), key)
 
 
-def make_policy(observation_space: Space, action_space: Discrete | Box, config: NetworkConfig) -> Policy:
+def make_policy(observation_space: Space, action_space: Discrete | Box, config: Layers) -> Policy:
     """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a scale that depends on the observation.
 
     Args:

@@ -8,8 +8,7 @@ from typing import Any, cast
 import jax
 from flax import linen as nn
 
-from msrl_jax.algorithms.configs.network import NetworkConfig
-from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, Torso, make_torso
+from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, Layers, Torso, make_torso
 from msrl_jax.algorithms.networks.layers import dense
 from msrl_jax.envs import Box, Discrete, Space
 
@@ -58,7 +57,7 @@ class QNetwork:
 
 
 def q_network(
-    observation_space: Space, action_space: Discrete, config: NetworkConfig, *, dueling: bool = False, num_atoms: int = 1
+    observation_space: Space, action_space: Discrete, config: Layers, *, dueling: bool = False, num_atoms: int = 1
 ) -> QNetwork:
     """Makes the network for a pair of spaces.
 
@@ -77,9 +76,7 @@ def q_network(
     Raises:
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    torso = make_torso(
-        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
-    )
+    torso = make_torso(observation_space, config)
     return _q_network(torso, action_space.n, num_atoms, dueling)
 
 

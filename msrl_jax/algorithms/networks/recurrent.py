@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.configs.network import RecurrentConfig
-from msrl_jax.algorithms.loops.acting import flatten, unflatten
-from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic, make_torso
+from msrl_jax.algorithms.networks.actor_critic import Layers, linear_actor_critic, make_torso
 from msrl_jax.algorithms.networks.cores import Carry, recurrent_core
+from msrl_jax.algorithms.networks.layers import flatten, unflatten
 from msrl_jax.algorithms.networks.q_network import q_network_on_features
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import with_mask_of
@@ -54,15 +53,26 @@ class RecurrentNetwork:
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
 
 
+class RecurrentLayers(Layers, Protocol):
+    """What a config says of a recurrent network: its dense layers, then its core."""
+
+    @property
+    def core(self) -> Any: ...  # noqa: D102
+    @property
+    def memory_size(self) -> int: ...  # noqa: D102
+
+
 def recurrent_network(
-    observation_space: Space, make_heads: Callable[[Box], Heads], config: RecurrentConfig
+    observation_space: Space, make_heads: Callable[[Box], Heads], config: Layers, *, core: Any, memory_size: int
 ) -> RecurrentNetwork:
     """Makes a network of a torso, a recurrent core, and heads.
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
       make_heads: makes the heads for the space of the core's outputs.
-      config: sizes of the torso and the core.
+      config: sizes of the torso.
+      core: the kind of the core.
+      memory_size: its size, `H`.
 
     Returns:
       The network.
@@ -70,37 +80,35 @@ def recurrent_network(
     Raises:
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    torso = make_torso(
-        observation_space, hidden_sizes=config.hidden_sizes, activation=config.activation, network=config.network
-    )
-    core = recurrent_core(config.core, config.memory_size)
-    heads = make_heads(Box(-np.inf, np.inf, (config.memory_size,)))
+    torso = make_torso(observation_space, config)
+    memory = recurrent_core(core, memory_size)
+    heads = make_heads(Box(-np.inf, np.inf, (memory_size,)))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
         return {
             "torso": torso.init(torso_key, zeros(observation_space)),
-            "core": core.init(core_key, config.hidden_sizes[-1]),
-            "heads": heads.init(heads_key, jnp.zeros((1, config.memory_size))),
+            "core": memory.init(core_key, config.hidden_sizes[-1]),
+            "heads": heads.init(heads_key, jnp.zeros((1, memory_size))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:
         return torso.apply(params["torso"], obs)  # pyright: ignore[reportReturnType]
 
     def step(params: Any, obs: jax.Array, carry: Carry) -> tuple[Any, Carry]:
-        carry = core.step(params["core"], features(params, obs), carry)
+        carry = memory.step(params["core"], features(params, obs), carry)
         return heads.apply(params["heads"], with_mask_of(obs, carry[0])), carry
 
     def unroll(params: Any, obs: jax.Array, is_first: jax.Array, carry: Carry) -> tuple[Any, Carry]:
         # A convolution takes one dimension of images; in the order [E * T] they stay split over devices like the environments.
         inputs = unflatten(features(params, flatten(obs)), len(is_first)) if torso.convolve else features(params, obs)
-        carries = core.unroll(params["core"], inputs, is_first, carry)
+        carries = memory.unroll(params["core"], inputs, is_first, carry)
         return heads.apply(params["heads"], with_mask_of(obs, carries[0])), carries
 
-    return RecurrentNetwork(init, core.initial_carry, step, unroll)
+    return RecurrentNetwork(init, memory.initial_carry, step, unroll)
 
 
-def recurrent_actor_critic(observation_space: Space, action_space: Space, config: RecurrentConfig) -> RecurrentNetwork:
+def recurrent_actor_critic(observation_space: Space, action_space: Space, config: RecurrentLayers) -> RecurrentNetwork:
     """Makes a recurrent policy and value function: linear heads on a recurrent core.
 
     Args:
@@ -115,11 +123,12 @@ def recurrent_actor_critic(observation_space: Space, action_space: Space, config
       TypeError: if the space of actions is of another kind.
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
-    return recurrent_network(observation_space, lambda features: linear_actor_critic(features, action_space), config)
+    heads = lambda features: linear_actor_critic(features, action_space)  # noqa: E731
+    return recurrent_network(observation_space, heads, config, core=config.core, memory_size=config.memory_size)
 
 
 def recurrent_q_network(
-    observation_space: Space, action_space: Discrete, config: RecurrentConfig, *, dueling: bool
+    observation_space: Space, action_space: Discrete, config: RecurrentLayers, *, dueling: bool
 ) -> RecurrentNetwork:
     """Makes recurrent action values: a linear head on a recurrent core, or two streams of one dense layer each.
 
@@ -141,4 +150,4 @@ def recurrent_q_network(
         heads = q_network_on_features(features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling)
         return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
 
-    return recurrent_network(observation_space, make_heads, config)
+    return recurrent_network(observation_space, make_heads, config, core=config.core, memory_size=config.memory_size)

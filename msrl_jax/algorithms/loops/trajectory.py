@@ -4,15 +4,14 @@ In the shape descriptions, `T` denotes the length of an unroll and `E` the numbe
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic
-from msrl_jax.counters import Counter
-from msrl_jax.fragments import fragment
+from msrl_jax.algorithms.networks.layers import flatten, unflatten
 
 
 class Trajectory(NamedTuple):
@@ -49,36 +48,6 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     """
     keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
     return keys[0], keys[1:]
-
-
-def parameter_version(iteration: Counter) -> jax.Array:
-    """The version of the acting parameters: the number of iterations after which the learner made them.
-
-    A fragment with the role "actor" reads the counter, so a policy with staleness delays it like the parameters.
-
-    Args:
-      iteration: the learner's counter of iterations.
-
-    Returns:
-      The lower word of the counter. `[]` uint32
-    """
-    return _parameter_version(iteration.low)
-
-
-_parameter_version = fragment(role="actor", name="parameter_version")(lambda low: low)
-
-
-def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
-    """The age of parameters in iterations.
-
-    Args:
-      iteration: the learner's counter of iterations.
-      version: the result of `parameter_version` for the parameters. `[]` uint32
-
-    Returns:
-      The age. `[]` float32
-    """
-    return (iteration.low - version).astype(jnp.int32).astype(jnp.float32)
 
 
 def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
@@ -158,16 +127,3 @@ def truncated_values(
         return unflatten(value(flatten(final)), len(truncated))
 
     return jax.lax.platform_dependent(final, truncated, cpu=some, default=all_at_once)
-
-
-ArraysT = TypeVar("ArraysT")
-
-
-def flatten(tree: ArraysT) -> ArraysT:
-    """Merges `[T, E, ...]` into `[E * T, ...]`; `E` comes first, so that arrays stay split over devices along `E`."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), tree)
-
-
-def unflatten(x: jax.Array, unroll_length: int) -> jax.Array:
-    """Splits `[E * T, ...]` into `[T, E, ...]`: the inverse of `flatten`."""
-    return jnp.swapaxes(x.reshape(-1, unroll_length, *x.shape[1:]), 0, 1)

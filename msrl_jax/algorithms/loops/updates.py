@@ -1,4 +1,4 @@
-"""The updates of PPO: shuffled minibatches, one gradient step each, until the policy has moved too far.
+"""Updates: optimizers, schedules, the minibatches of PPO, and target networks.
 
 In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `M` the number of minibatches of
 an epoch and `U` the number of updates. A shuffle moves nothing between devices: a minibatch of feed-forward networks holds
@@ -6,14 +6,50 @@ an epoch and `U` the number of updates. A shuffle moves nothing between devices:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.loops.optimizer import descend
+from msrl_jax.algorithms.agent import Progress
 from msrl_jax.fragments import fragment
+
+
+def make_optimizer(
+    name: Literal["adam", "rmsprop"], *, max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
+) -> optax.GradientTransformation:
+    """Makes an optimizer that clips gradients by their global norm first.
+
+    Args:
+      name: "adam", or "rmsprop" as in A3C (Mnih et al., 2016, arXiv 1602.01783, supplement): not centered, and with
+        `epsilon` under the root.
+      max_grad_norm: the largest global norm; None does not clip.
+      epsilon: small number added to the denominator.
+      rms_decay: decay per update of RMSProp's running mean of squared gradients.
+
+    Returns:
+      The optimizer; `descend` multiplies its updates by the learning rate.
+    """
+    rmsprop = optax.scale_by_rms(rms_decay, epsilon, eps_in_sqrt=True)
+    scale = rmsprop if name == "rmsprop" else optax.scale_by_adam(eps=epsilon)
+    clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
+    return optax.chain(clip, scale)
+
+
+def descend(params: Any, updates: Any, learning_rate: jax.Array) -> Any:
+    """Subtracts `learning_rate` times `updates` from `params`.
+
+    This replaces `optax.scale_by_learning_rate`: the rate is a traced number, so that its schedule can use a `Counter`.
+    """
+    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates)
+
+
+def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
+    """A learning rate, which falls linearly to 0 over the run if it `falls`. `[]` float32."""
+    if not falls or progress.total is None:
+        return jnp.float32(rate)
+    return jnp.asarray(optax.linear_schedule(rate, 0.0, transition_steps=1)(progress.fraction))
 
 
 def shuffled_times(
@@ -97,3 +133,32 @@ def proximal_updates(
         return params, opt_state, jax.tree.map(jnp.mean, stats)
 
     return run
+
+
+def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+    """Makes the fragment that applies a gradient if the buffer is ready.
+
+    Args:
+      optimizer: the optimizer, without a learning rate.
+
+    Returns:
+      `(params, opt_state, grads, learning_rate, ready) -> (params, opt_state)`.
+    """
+
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate, ready):
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        return select(ready, (descend(params, updates, learning_rate), new_opt_state), (params, opt_state))
+
+    return apply_update
+
+
+@fragment(role="server")
+def polyak_update(target_params: Any, params: Any, share: jax.Array) -> Any:
+    """Moves target parameters towards parameters by a share in [0, 1]: Polyak averaging, or a copy if it is 1."""
+    return optax.incremental_update(params, target_params, share)
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """The leaves of `new` if the scalar `condition` holds, else those of `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

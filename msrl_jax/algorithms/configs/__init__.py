@@ -1,1 +1,0 @@
-"""Configs: fields that several algorithms share, and checks of their values."""
