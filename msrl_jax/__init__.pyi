@@ -5,13 +5,17 @@ from msrl_jax import codecs as codecs
 from msrl_jax import counters as counters
 from msrl_jax import data as data
 from msrl_jax import envs as envs
+from msrl_jax import experiment as experiment
 from msrl_jax import fragments as fragments
 from msrl_jax import metrics as metrics
 from msrl_jax import policies as policies
 from msrl_jax import replay as replay
 from msrl_jax import report as report
 from msrl_jax import search as search
-from msrl_jax import training as training
+from msrl_jax.experiment import PBT as PBT
+from msrl_jax.experiment import Result as Result
+from msrl_jax.experiment import replay_step as replay_step
+from msrl_jax.experiment import train as train
 from msrl_jax.fragments import Delayed as Delayed
 from msrl_jax.fragments import Plan as Plan
 from msrl_jax.fragments import Program as Program
@@ -23,7 +27,3 @@ from msrl_jax.search import Leaderboard as Leaderboard
 from msrl_jax.search import SweepResult as SweepResult
 from msrl_jax.search import compete as compete
 from msrl_jax.search import sweep as sweep
-from msrl_jax.training import PBT as PBT
-from msrl_jax.training import Result as Result
-from msrl_jax.training import replay_step as replay_step
-from msrl_jax.training import train as train
