@@ -4,24 +4,15 @@ Every iteration makes one update from the unrolls of all environments. In the sh
 and `E` is `num_envs`.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    evaluate,
-    next_values,
-    parameter_age,
-    parameter_version,
-    split_keys,
-    values,
-)
+from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actions import action_transform
@@ -29,14 +20,13 @@ from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probab
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
 @config("a2c")
 class A2C:
-    """What A2C computes; a distribution policy decides where it runs."""
+    """Advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
@@ -160,19 +150,7 @@ def advantage_loss(
 
 
 def build(env: Environment, config: A2C) -> Agent:
-    """Builds A2C for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `A2C.build`."""
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -192,9 +170,7 @@ def build(env: Environment, config: A2C) -> Agent:
             obs=obs,
         )
 
-    axes = logical_axes(
-        A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
-    )
+    axes = logical_axes(A2CState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
 
     @fragment(role="actor")
     def draw_keys(keys):
@@ -241,15 +217,13 @@ def build(env: Environment, config: A2C) -> Agent:
         return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, trajectory, last_obs, bootstrap_value, version):
+    def learn(params, opt_state, progress, trajectory, last_obs, bootstrap_value):
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         grads, stats = gradients(params, trajectory, last_obs, bootstrap_value)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-        age = parameter_age(iteration, version)
-        metrics = {**stats, "grad_norm": grad_norm, "parameter_age": age, "learning_rate": learning_rate}
-        return params, opt_state, advance(iteration), metrics
+        return params, opt_state, {**stats, "grad_norm": grad_norm, "learning_rate": learning_rate}
 
-    def iteration(state: A2CState) -> tuple[A2CState, Metrics]:
+    def iteration(state: A2CState, progress: Progress) -> tuple[A2CState, Metrics]:
         def step(carry, keys):
             env_state, obs = carry
             action, log_prob = act(state.params, obs, keys)
@@ -261,13 +235,8 @@ def build(env: Environment, config: A2C) -> Agent:
         (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
         bootstrap_value = bootstrap(state.params, final_obs)
         env_state, episodes = pop_episodes(env_state)
-        params, opt_state, count, metrics = learn(
-            state.params, state.opt_state, state.iteration, trajectory, obs, bootstrap_value, version
-        )
-        after = state._replace(
-            params=params, opt_state=opt_state, iteration=count, actor_keys=actor_keys, env_state=env_state, obs=obs
-        )
-        return after, {**metrics, **episodes}
+        params, opt_state, metrics = learn(state.params, state.opt_state, progress, trajectory, obs, bootstrap_value)
+        return A2CState(params, opt_state, actor_keys, env_state, obs), {**metrics, **episodes}
 
     def choose_action(state: A2CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         return to_env_action(choose(network.policy(state.params, obs), key))

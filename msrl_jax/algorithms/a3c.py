@@ -12,7 +12,6 @@ acting parameters; gradients are still taken at the worker's own copy. In the sh
 and `E` is `num_envs`.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,21 +20,20 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.a2c import advantage_loss
-from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, parameter_age, parameter_version, split_keys, unflatten
+from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, split_keys, unflatten
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
 @config("a3c")
 class A3C:
-    """What A3C computes; a distribution policy decides where it runs."""
+    """Asynchronous advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
     num_envs: int = field(
         default=64, doc="environments stepped in parallel, `E`; a multiple of `num_workers`. Usual: 8 to 4096."
@@ -86,7 +84,7 @@ class A3C:
     )
     num_workers: int = field(
         default=8,
-        doc="number of workers, `W`. Each has its own copy of the parameters; up to `W` devices can share the workers. Usual: 8 "
+        doc="number of workers, `W`, each with its own copy of the parameters; up to `W` devices can share them. Usual: 8 "
         "to 16.",
     )
     normalize_advantage: Literal["worker", "none"] = field(
@@ -101,11 +99,6 @@ class A3C:
                 f"{type(self).__name__}.num_envs={self.num_envs} cannot be split between num_workers={self.num_workers}; use "
                 f"num_envs={above}, or a num_workers that divides it"
             )
-        if self.num_envs // self.num_workers % self.env_groups:
-            raise ValueError(
-                f"{type(self).__name__}.env_groups={self.env_groups} does not divide the {self.num_envs // self.num_workers} "
-                f"environments of each of num_workers={self.num_workers}; use one that does"
-            )
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -118,7 +111,6 @@ class A3CState(NamedTuple):
     Attributes:
       params: the server's parameters of the `ActorCritic`.
       opt_state: state of the server's optimizer, which all workers share.
-      iteration: iterations done; the server has made `W` times as many updates.
       worker_params: the parameters that each worker fetched last; every leaf has shape=(W, ...)
       fetched: number of the server's updates at each worker's last fetch, modulo 2**32. shape=(W,), dtype=uint32
       actor_keys: one key per environment, which samples actions. shape=(E,)
@@ -136,19 +128,7 @@ class A3CState(NamedTuple):
 
 
 def build(env: Environment, config: A3C) -> Agent:
-    """Builds A3C for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `A3C.build`."""
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -233,7 +213,7 @@ def build(env: Environment, config: A3C) -> Agent:
         return gradient(worker_params, trajectory, by_worker(last_obs), bootstrap_value)
 
     @fragment(role="server")
-    def apply_updates(params, opt_state, iteration, fetched, grads):
+    def apply_updates(params, opt_state, progress, fetched, grads):
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
         def update(carry, worker):
@@ -244,18 +224,18 @@ def build(env: Environment, config: A3C) -> Agent:
             age = (count - fetched).astype(jnp.int32).astype(jnp.float32)
             return (params, opt_state), (params, count + 1, {"grad_norm": optax.tree.norm(grads), "gradient_age": age})
 
-        counts = iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
+        counts = progress.iteration.low * num_workers + jnp.arange(num_workers, dtype=jnp.uint32)
         (params, opt_state), (worker_params, fetched, stats) = jax.lax.scan(
             update, (params, opt_state), (grads, counts, fetched)
         )
         metrics = jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
-        return params, opt_state, advance(iteration), worker_params, fetched, metrics
+        return params, opt_state, worker_params, fetched, metrics
 
     @fragment(role="learner")
-    def summarize(iteration, version, stats):
-        return jax.tree.map(jnp.mean, stats) | {"parameter_age": parameter_age(iteration, version)}
+    def summarize(stats):
+        return jax.tree.map(jnp.mean, stats)
 
-    def iteration(state: A3CState) -> tuple[A3CState, Metrics]:
+    def iteration(state: A3CState, progress: Progress) -> tuple[A3CState, Metrics]:
         def step(carry, keys):
             env_state, obs = carry
             action, log_prob = act(state.worker_params, obs, keys)
@@ -268,20 +248,11 @@ def build(env: Environment, config: A3C) -> Agent:
         bootstrap_value = bootstrap(state.worker_params, final_obs)
         env_state, episodes = pop_episodes(env_state)
         grads, stats = gradients(state.worker_params, trajectory, obs, bootstrap_value)
-        params, opt_state, count, worker_params, fetched, metrics = apply_updates(
-            state.params, state.opt_state, state.iteration, state.fetched, grads
+        params, opt_state, worker_params, fetched, metrics = apply_updates(
+            state.params, state.opt_state, progress, state.fetched, grads
         )
-        after = A3CState(
-            params=params,
-            opt_state=opt_state,
-            iteration=count,
-            worker_params=worker_params,
-            fetched=fetched,
-            actor_keys=actor_keys,
-            env_state=env_state,
-            obs=obs,
-        )
-        return after, {**metrics, **summarize(state.iteration, version, stats), **episodes}
+        after = A3CState(params, opt_state, worker_params, fetched, actor_keys, env_state, obs)
+        return after, {**metrics, **summarize(stats), **episodes}
 
     def choose_action(state: A3CState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         return to_env_action(choose(network.policy(state.params, obs), key))

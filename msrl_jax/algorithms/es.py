@@ -17,13 +17,11 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, counting_environment, logical_axes
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, logical_axes
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import parameter_age
 from msrl_jax.algorithms.loops.updates import annealed, descend
 from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
-from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.host.base import is_on_host
@@ -32,7 +30,7 @@ from msrl_jax.fragments import fragment
 
 @config("es")
 class ES:
-    """What the search computes; a distribution policy decides where it runs."""
+    """Evolution strategies; for any observations, and actions that are discrete, integers or floats. It ignores keys."""
 
     num_envs: int = field(
         default=256, doc="size of the population, `E`, an even number; every member has one environment. Usual: 64 to 10000."
@@ -64,7 +62,7 @@ class ES:
     )
 
     def check(self) -> None:
-        """Raises ValueError unless the population consists of pairs, and the noise is above 0."""
+        """Raises ValueError unless the population consists of pairs."""
         if self.num_envs % 2:
             raise ValueError(
                 f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into pairs of members; use "
@@ -99,19 +97,7 @@ class ESState(NamedTuple):
 
 
 def build(env: Environment, config: ES) -> Agent:
-    """Builds the search for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent. It is deterministic and ignores keys.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported, or if the environment is simulated on the host.
-    """
+    """The agent of `ES.build`."""
     if is_on_host(env):
         raise TypeError(
             f"es starts episodes anew for every generation, which simulators on the host ({env_name(env)}) do only when an "
@@ -172,9 +158,9 @@ def build(env: Environment, config: ES) -> Agent:
         return key, *jax.tree.map(begin, (venv.axes, P("env")), (env_state, obs), new, is_leaf=is_spec)
 
     @fragment(role="actor")
-    def draw_seeds(keys, version):
+    def draw_seeds(keys):
         keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-        return keys[0], keys[1].reshape(-1, 2)[:, 0], version
+        return keys[0], keys[1].reshape(-1, 2)[:, 0]
 
     @fragment(role="actor")
     def perturb(params, seeds):
@@ -210,7 +196,7 @@ def build(env: Environment, config: ES) -> Agent:
         return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, seeds, fitness, version):
+    def learn(params, opt_state, progress, seeds, fitness):
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         grads = gradients(params, seeds, fitness)
         params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
@@ -219,13 +205,12 @@ def build(env: Environment, config: ES) -> Agent:
             "fitness_max": fitness.max(),
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "parameter_age": parameter_age(iteration, version),
         }
-        return params, opt_state, advance(iteration), metrics
+        return params, opt_state, metrics
 
-    def iteration(state: ESState) -> tuple[ESState, Metrics]:
+    def iteration(state: ESState, progress: Progress) -> tuple[ESState, Metrics]:
         env_key, env_state, obs = start(state.env_key, state.env_state, state.obs, state.midway)
-        actor_keys, seeds, version = draw_seeds(state.actor_keys, state.iteration.low)
+        actor_keys, seeds = draw_seeds(state.actor_keys)
         population = perturb(state.params, seeds)
 
         def step(carry, _):
@@ -234,19 +219,9 @@ def build(env: Environment, config: ES) -> Agent:
 
         (env_state, obs), outcomes = jax.lax.scan(step, (env_state, obs), None, length=config.unroll_length)
         fitness, midway = score(*outcomes)
-        params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, seeds, fitness, version)
+        params, opt_state, metrics = learn(state.params, state.opt_state, progress, seeds, fitness)
         env_state, episodes = pop_episodes(env_state)
-        after = ESState(
-            params=params,
-            opt_state=opt_state,
-            iteration=count,
-            actor_keys=actor_keys,
-            env_key=env_key,
-            env_state=env_state,
-            obs=obs,
-            midway=midway,
-        )
-        return after, {**metrics, **episodes}
+        return ESState(params, opt_state, actor_keys, env_key, env_state, obs, midway), {**metrics, **episodes}
 
     def choose_action(state: ESState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         del key

@@ -6,7 +6,6 @@ distribution policy's staleness sets the age of the acting parameters; it is 0 u
 descriptions, `T` is `unroll_length`, `E` is `num_envs` and `K` is `num_updates`.
 """
 
-import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,17 +13,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    evaluate,
-    next_values,
+from msrl_jax.algorithms.agent import (
+    Agent,
+    Metrics,
+    Progress,
+    logical_axes,
     parameter_age,
     parameter_version,
-    split_keys,
-    values,
+    training_environment,
 )
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actions import action_transform
@@ -32,7 +31,7 @@ from msrl_jax.algorithms.networks.actor_critic import action_probabilities, acto
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import standardize, vtrace
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.counters import counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import FifoState, fifo
@@ -40,7 +39,10 @@ from msrl_jax.replay import FifoState, fifo
 
 @config("impala")
 class IMPALA:
-    """What IMPALA computes; a distribution policy decides where it runs, and how stale its actors are."""
+    """An actor-critic for stale actors; for any observations, and actions that are discrete, integers or floats.
+
+    Its metric `parameter_age` is the age of the acting parameters in iterations, averaged over the batches.
+    """
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 20 to 100.")
@@ -105,7 +107,7 @@ class IMPALA:
     )
 
     def check(self) -> None:
-        """Raises ValueError unless the clips are positive, and there is a batch for every update."""
+        """Raises ValueError unless there is a batch for every update."""
         if self.num_updates > 1 and not self.replay_batches:
             raise ValueError(
                 f"{type(self).__name__}.num_updates={self.num_updates}: without replay an iteration has one batch to learn "
@@ -146,29 +148,17 @@ class Batch(NamedTuple):
       trajectory: the experience. shape=(T, E, ...)
       last_obs: the observations after the trajectory. shape=(E, ...)
       bootstrap_value: values of the true successors; used where an episode was truncated. shape=(T, E)
-      version: the version of the acting parameters. shape=(), dtype=uint32
+      version: with replay, the version of the acting parameters. shape=(), dtype=uint32
     """
 
     trajectory: Trajectory
     last_obs: jax.Array
     bootstrap_value: jax.Array
-    version: jax.Array
+    version: jax.Array | tuple[()]
 
 
 def build(env: Environment, config: IMPALA) -> Agent:
-    """Builds IMPALA for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent. Its metric `parameter_age` is the age of the acting parameters in iterations, averaged over the batches.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `IMPALA.build`."""
     venv = training_environment(env, config)
     network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
@@ -188,9 +178,7 @@ def build(env: Environment, config: IMPALA) -> Agent:
             obs=obs,
         )
 
-    axes = logical_axes(
-        IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env")
-    )
+    axes = logical_axes(IMPALAState, params=P(), opt_state=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"))
 
     @fragment(role="actor")
     def draw_keys(keys):
@@ -213,7 +201,7 @@ def build(env: Environment, config: IMPALA) -> Agent:
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
-    def play(state: IMPALAState) -> tuple[IMPALAState, Batch, Metrics]:
+    def play(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Batch, Metrics]:
         def step(carry, keys):
             env_state, obs = carry
             action, log_prob = act(state.params, obs, keys)
@@ -223,13 +211,14 @@ def build(env: Environment, config: IMPALA) -> Agent:
 
         actor_keys, keys = draw_keys(state.actor_keys)
         (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
+        version = parameter_version(progress.iteration) if config.replay_batches else ()
         batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
         env_state, episodes = pop_episodes(env_state)
         return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
 
     queue = None
     if config.replay_batches:
-        example = jax.eval_shape(lambda key: play(begin(key))[1], jax.random.key(0))
+        example = jax.eval_shape(lambda key: play(begin(key), Progress(counter()))[1], jax.random.key(0))
         batch_axes = logical_axes(
             Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
         )
@@ -294,30 +283,30 @@ def build(env: Environment, config: IMPALA) -> Agent:
         return descend(params, updates, learning_rate), opt_state, optax.tree.norm(grads)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, batches):
+    def learn(params, opt_state, progress, batches):
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
 
         def update(carry, batch):
             params, opt_state = carry
             grads, stats = gradients(params, batch.trajectory, batch.last_obs, batch.bootstrap_value)
             params, opt_state, grad_norm = apply_update(params, opt_state, grads, learning_rate)
-            age = parameter_age(iteration, batch.version)
-            return (params, opt_state), {**stats, "grad_norm": grad_norm, "parameter_age": age}
+            return (params, opt_state), {**stats, "grad_norm": grad_norm}
 
         if queue is None:  # one batch, the newest
             (params, opt_state), metrics = update((params, opt_state), batches)
         else:
             (params, opt_state), metrics = jax.lax.scan(update, (params, opt_state), batches)
+            metrics["parameter_age"] = jax.vmap(lambda version: parameter_age(progress.iteration, version))(batches.version)
             metrics = jax.tree.map(lambda x: x.mean(0), metrics)
-        return params, opt_state, advance(iteration), {**metrics, "learning_rate": learning_rate}
+        return params, opt_state, {**metrics, "learning_rate": learning_rate}
 
-    def iteration(state: IMPALAState) -> tuple[IMPALAState, Metrics]:
-        after, batches, episodes = play(state)
+    def iteration(state: IMPALAState, progress: Progress) -> tuple[IMPALAState, Metrics]:
+        after, batches, episodes = play(state, progress)
         if queue is not None:  # draw K of the kept batches
             replay, replay_key, batches = sample_batches(state.replay, state.replay_key, batches)
             after = after._replace(replay=replay, replay_key=replay_key)
-        params, opt_state, count, metrics = learn(state.params, state.opt_state, state.iteration, batches)
-        return after._replace(params=params, opt_state=opt_state, iteration=count), {**metrics, **episodes}
+        params, opt_state, metrics = learn(state.params, state.opt_state, progress, batches)
+        return after._replace(params=params, opt_state=opt_state), {**metrics, **episodes}
 
     def choose_action(state: IMPALAState, obs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         return to_env_action(choose(network.policy(state.params, obs), key))

@@ -45,17 +45,15 @@ class PPO:
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
         default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
     )
-    clip_ratio: float = tunable(default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0)
+    clip_ratio: float = tunable(default=0.2, doc="the ratio of probabilities is clipped to 1 ± this. Usual: 0.1 to 0.3.", above=0)
     clip_value: float | None = tunable(
         default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
     )
     target_kl: float | None = tunable(
-        default=None,
-        doc="an iteration skips its remaining updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
-        above=0,
+        default=None, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03.", above=0
     )
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(

@@ -5,34 +5,30 @@ Sequences are whole unrolls; gradients flow back to the first step of an unroll.
 group of `M` adjacent ones. So a shuffle stays within groups, and moves nothing between devices that hold whole groups.
 """
 
-import dataclasses
-import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes, training_environment
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import next_values, parameter_age, split_keys, truncated_values
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.loops.updates import pick, proximal_updates, shuffled_members
+from msrl_jax.algorithms.loops.trajectory import next_values, split_keys, truncated_values
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, pick, proximal_updates, shuffled_members
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.cores import Carry, forget
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.recurrent import recurrent_actor_critic
 from msrl_jax.algorithms.returns import gae, standardize
-from msrl_jax.counters import Counter, advance, counter
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 
 
 @config("recurrent_ppo")
 class RecurrentPPO:
-    """What recurrent PPO computes; a distribution policy decides where it runs."""
+    """PPO with a memory; for any observations, and actions that are discrete, integers or floats."""
 
     num_envs: int = field(
         default=32,
@@ -55,8 +51,7 @@ class RecurrentPPO:
     entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
     value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
     gae_lambda: float = tunable(
-        default=0.95, low=0, high=1,
-        doc="lambda of advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.",
+        default=0.95, low=0, high=1, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95."
     )
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
@@ -164,19 +159,7 @@ class Sequences(NamedTuple):
 
 
 def build(env: Environment, config: RecurrentPPO) -> Agent:
-    """Builds recurrent PPO for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent; it acts with a carry.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `RecurrentPPO.build`."""
     venv = training_environment(env, config)
     network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
     to_env_action = action_transform(venv.action_space)
@@ -223,12 +206,11 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
     def env_step(env_state, action):
         return venv.step(env_state, to_env_action(action))
 
-    # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not. The
-    # actors also read the version of their parameters here, the lower word of the learner's counter.
+    # The actors compute the values of the last observations, so that numbers cross to the learner and carries do not.
     @fragment(role="actor")
-    def bootstrap(params, version, final_obs, carries, truncated):
+    def bootstrap(params, final_obs, carries, truncated):
         value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, carries), truncated, also_last=True), version
+        return truncated_values(value, (final_obs, carries), truncated, also_last=True)
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
@@ -262,7 +244,10 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
                 advantage=advantage,
                 old_value=minibatch.value,
                 target=target,
-                config=config,
+                clip_ratio=config.clip_ratio,
+                clip_value=config.clip_value,
+                value_coef=config.value_coef,
+                entropy_coef=config.entropy_coef,
                 counts=minibatch.present,
             )
 
@@ -271,17 +256,16 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
     run_updates = proximal_updates(optimizer, gradients, config.target_kl)
 
     @fragment(role="learner")
-    def learn(params, opt_state, iteration, key, experience, carry, bootstrap_value, version):
+    def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
         batch = (experience, *estimate_advantages(experience, bootstrap_value))
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffled_members(
             key, num_envs=config.num_envs, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
         )
         params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
-        metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
-        return params, opt_state, advance(iteration), key, metrics
+        return params, opt_state, key, metrics | {"learning_rate": learning_rate}
 
-    def iteration(state: RecurrentPPOState) -> tuple[RecurrentPPOState, Metrics]:
+    def iteration(state: RecurrentPPOState, progress: Progress) -> tuple[RecurrentPPOState, Metrics]:
         def step(before, keys):
             env_state, obs, is_first, carry = before
             action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
@@ -292,22 +276,12 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         actor_keys, keys = draw_keys(state.actor_keys)
         start = state.env_state, state.obs, state.is_first, state.carry
         (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
-        bootstrap_value, version = bootstrap(state.params, state.iteration.low, final_obs, carries, experience.truncated)
+        bootstrap_value = bootstrap(state.params, final_obs, carries, experience.truncated)
         env_state, episodes = pop_episodes(env_state)
-        params, opt_state, count, key, metrics = learn(
-            state.params, state.opt_state, state.iteration, state.key, experience, state.carry, bootstrap_value, version
+        params, opt_state, key, metrics = learn(
+            state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value
         )
-        after = RecurrentPPOState(
-            params=params,
-            opt_state=opt_state,
-            iteration=count,
-            key=key,
-            actor_keys=actor_keys,
-            env_state=env_state,
-            obs=obs,
-            is_first=is_first,
-            carry=carry,
-        )
+        after = RecurrentPPOState(params, opt_state, key, actor_keys, env_state, obs, is_first, carry)
         return after, {**metrics, **episodes}
 
     def choose_action(state: RecurrentPPOState, obs: jax.Array, key: jax.Array | None, carry: Carry):
@@ -323,6 +297,6 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         updates_per_iteration=config.num_epochs * config.num_minibatches,
         env=venv,
         initial_carry=lambda num_envs: network.initial_carry((num_envs,)),
-        env_group=math.lcm(config.num_minibatches, config.env_groups),
+        env_group=config.num_minibatches,
     )
 
