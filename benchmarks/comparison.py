@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax.training.benchmark import calibrated_chunk, interleave, program_runner
+from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.training.setup import resolve, resolve_policy
 
 ROOT = Path(__file__).parents[1]

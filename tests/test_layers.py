@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "msrl_jax"
 FLOORS = [
     {"__init__", "__main__"},
     {"cli"},
-    {"_commands", "_flags", "_launch"},
+    {"search", "report"},
     {"training"},
     {"algorithms"},
     {"data"},
@@ -20,7 +20,7 @@ FLOORS = [
     {"codecs"},
     {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
-        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy", "_names",
+        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy",
         "_pgx", "_simulate", "_spelling", "counters", "metrics",
     },
     {"_put_off"},

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _launch, cli
+from msrl_jax import cli
+from msrl_jax.cli import launch
 from msrl_jax.policies import POLICIES
 from msrl_jax.training import Result, checkpoint, processes
 from tests.training import cluster
@@ -99,7 +100,7 @@ def children_of(launcher):
             settings = (status.parent / "environ").read_bytes().split(b"\0")
         except (OSError, StopIteration):
             continue  # it has ended
-        number = next((s.partition(b"=")[2] for s in settings if s.startswith(_launch.INDEX.encode() + b"=")), None)
+        number = next((s.partition(b"=")[2] for s in settings if s.startswith(launch.INDEX.encode() + b"=")), None)
         if int(parent) == launcher and number is not None:
             found[int(number)] = int(status.parent.name)
     return found
@@ -151,8 +152,8 @@ def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
     assert set(pids) == {0, 1}
     os.kill(pids[1], signal.SIGKILL)
     start = time.monotonic()
-    assert launcher.wait(processes.HEARTBEAT + _launch.PATIENCE) == _launch.LOST, output()
-    assert time.monotonic() - start < processes.HEARTBEAT + _launch.PATIENCE
+    assert launcher.wait(processes.HEARTBEAT + launch.PATIENCE) == launch.LOST, output()
+    assert time.monotonic() - start < processes.HEARTBEAT + launch.PATIENCE
     *_, last = output().splitlines()
     assert last.startswith("msrl-jax: error: process 1 of 2 was ended by SIGKILL") and "--resume" in last
     assert "Traceback" not in output()
@@ -200,7 +201,7 @@ def test_processes_end_with_their_launcher(launched, tmp_path):
 def test_a_process_that_hangs_ends_all(launched, tmp_path):
     launcher, output, pids = run_until_saved(launched, tmp_path / "run", "--total-steps", 10**9, "--checkpoint-every", "2s")
     os.kill(pids[1], signal.SIGSTOP)
-    assert launcher.wait(2 * processes.HEARTBEAT + _launch.PATIENCE) == _launch.LOST, output()
+    assert launcher.wait(2 * processes.HEARTBEAT + launch.PATIENCE) == launch.LOST, output()
     assert "process 0 of 2 lost contact with another one" in output().splitlines()[-1]
     assert is_gone(pids.values())
 

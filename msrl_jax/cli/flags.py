@@ -21,21 +21,9 @@ class UsageError(ValueError):
 
 
 def whole_number(text: str) -> int:
-    """Reads an integer; `1_000_000` and `1e6` are allowed.
-
-    Args:
-      text: the text.
-
-    Returns:
-      The number.
-
-    Raises:
-      ValueError: if the text is not a whole number.
-    """
-    try:
+    """Reads an integer; `1_000_000` and `1e6` are allowed."""
+    with contextlib.suppress(ValueError):
         return int(text)
-    except ValueError:
-        pass
     with contextlib.suppress(decimal.InvalidOperation):
         number = decimal.Decimal(text)
         if number.is_finite() and abs(number.adjusted()) < 30 and number == number.to_integral_value():
@@ -43,17 +31,21 @@ def whole_number(text: str) -> int:
     raise ValueError(f"{text!r} is not a whole number")
 
 
+def _primitive(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec:
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=lambda x: True,
+        str_from_instance=lambda x: [str(x)],
+    )  # fmt: skip
+
+
 _REGISTRY = ConstructorRegistry()
+_INTEGER = _primitive("INT", whole_number)
 
 
 @_REGISTRY.primitive_rule
 def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    if info.type is not int:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1, metavar="INT", instance_from_str=lambda words: whole_number(words[0]),
-        is_instance=lambda x: isinstance(x, int) and not isinstance(x, bool), str_from_instance=lambda x: [str(x)],
-    )  # fmt: skip
+    is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)  # noqa: E731
+    return dataclasses.replace(_INTEGER, is_instance=is_integer) if info.type is int else None
 
 
 def _numbers(text: str) -> Any:
@@ -64,13 +56,6 @@ def _numbers(text: str) -> Any:
         kind, colon, _ = text.partition(":")
         remedy = "msrl-jax sweep takes distributions" if colon and kind.isalpha() else "separate several by commas: 1e-4,3e-4"
         raise ValueError(f"{text!r} is not a number; {remedy}") from None
-
-
-def _primitive(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec:
-    return PrimitiveConstructorSpec(
-        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=lambda x: True,
-        str_from_instance=lambda x: [str(x)],
-    )  # fmt: skip
 
 
 _NUMBERS = _primitive("FLOAT[,FLOAT...]", _numbers)
@@ -137,22 +122,16 @@ def _default_text(configs: dict[str, type], name: str) -> str | None:
 
 
 def with_config_flags(command: type, algos: Sequence[str]) -> type:
-    """Adds flags for configs to a command.
+    """A command with a flag for every other field that the configs of all these algorithms have.
 
-    Args:
-      command: the dataclass of the command.
-      algos: names of algorithms.
-
-    Returns:
-      `command` with a flag for every other field that all of the configs have. A field `config` holds the values; an omitted
-      flag has the default of the first algorithm.
+    The field `config` of the new dataclass holds the values; an omitted flag has the default of the first algorithm.
     """
     from msrl_jax import algorithms
-    from msrl_jax.algorithms.configs.base import field_docs, tunable_fields
+    from msrl_jax.algorithms.config import field_docs, tunable_fields
 
-    configs = {name: algorithms.get(name).config for name in algos}
+    configs = {name: algorithms.get(name) for name in algos}
     first, *_ = configs.values()
-    taken = {f.name for f in dataclasses.fields(command)} | {"total_steps"}
+    taken = {f.name for f in dataclasses.fields(command)}
     shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
     hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_docs(first)
 
@@ -171,10 +150,9 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
         about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 
-    # A plain dataclass in place of the config, which would check its fields before the run fills in total_steps.
+    # A plain dataclass in place of the config, because a flag may have several values.
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
-    summary = (first.__doc__ or "").partition("Attributes:")[0]
-    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": summary}, frozen=True)
+    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
     unprefixed = Annotated[flags, tyro.conf.arg(name="")]
     return dataclasses.make_dataclass(
         command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],

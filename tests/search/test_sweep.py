@@ -12,14 +12,17 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
+from msrl_jax.cli import flags
+from msrl_jax.cli.commands import Sweep, Train
+from msrl_jax.search import sw_batch as batch
+from msrl_jax.search import sw_plan as plan
+from msrl_jax.search.space import choose, read_axes
+from msrl_jax.search.sw_halving import rung_steps, survivors
+from msrl_jax.search.sw_trials import Trial
 from msrl_jax.training.folder import RunFolderError
-from msrl_jax.training.sweeps import batch, plan
-from msrl_jax.training.sweeps.halving import rung_steps, survivors
-from msrl_jax.training.sweeps.space import choose, read_axes
-from msrl_jax.training.sweeps.trials import Trial
 
 from ..algorithms.random_walk import RandomWalk
-from .test_members import assert_member
+from ..training.test_members import assert_member
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
@@ -135,7 +138,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
 def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("msrl_jax.training.sweeps.search.check_optuna", lambda: None)
+    monkeypatch.setattr("msrl_jax.search.sw_search.check_optuna", lambda: None)
     arguments = {"method": "grid", "env": ENV, "out": tmp_path / "sweep", **COMMON, **tiny} | mistake
     with jax.log_compiles(), pytest.raises(ValueError, match=message):
         msrl.sweep("ppo", **arguments)
@@ -197,7 +200,7 @@ def test_numbers_of_the_command_are_exact(tiny):
     }  # fmt: skip
     trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
-    args, config = cli._flags.parse("msrl-jax train", cli.Train, shlex.split(command)[2:])
+    args, config = flags.parse("msrl-jax train", Train, shlex.split(command)[2:])
     made = algorithms.get("ppo").make_config(None, config)
     assert made == algorithms.get("ppo").config(normalize_rewards=True, learning_rate=rate, **tiny)
     assert args.env_params == "length=uniform(0.25, 1)"
@@ -234,7 +237,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
 
 
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
-    monkeypatch.setattr("msrl_jax.training.sweeps.batch.train", None)
+    monkeypatch.setattr("msrl_jax.search.sw_batch.train", None)
     again = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
         **COMMON, **(tiny | {"num_envs": [8, 16]}),
@@ -302,7 +305,7 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
         raise InterruptedError
 
     trained = []
-    monkeypatch.setattr("msrl_jax.training.sweeps.batch.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.sw_batch.train", interrupt)
     sweep()
     (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
     monkeypatch.setattr(plan, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / plan.HEADROOM))
@@ -426,7 +429,7 @@ def test_the_command_line_sweeps(tmp_path, capsys):
 
 def test_words_and_sequences_are_swept_on_the_command_line(capsys):
     def parsed(*words):
-        return cli._flags.parse("msrl-jax sweep", cli.Sweep, words)[1]
+        return flags.parse("msrl-jax sweep", Sweep, words)[1]
 
     assert parsed("--hidden-sizes", "64", "64,128", "--activation", "relu,tanh") == {
         "hidden_sizes": [(64, 64), (128,)], "activation": ["relu", "tanh"],
@@ -441,7 +444,7 @@ def test_words_and_sequences_are_swept_on_the_command_line(capsys):
 
 
 def test_several_numbers_of_a_flag_are_several_members(capsys):
-    _, config = cli._flags.parse("msrl-jax train", cli.Train, ["--learning-rate", "1e-4,3e-4", "--clip-value", "None"])
+    _, config = flags.parse("msrl-jax train", Train, ["--learning-rate", "1e-4,3e-4", "--clip-value", "None"])
     assert config == {"learning_rate": (1e-4, 3e-4), "clip_value": None}
     assert cli.main(["train", "--learning-rate", "1e-4,x"]) == 2 and "--learning-rate" in capsys.readouterr().err
 

@@ -11,11 +11,13 @@ import time
 import jax
 import pytest
 
-from msrl_jax import algorithms, cli
-from msrl_jax._flags import parse
+from msrl_jax import algorithms
 from msrl_jax.algorithms import PPOConfig
 from msrl_jax.algorithms.configs.base import field_docs
-from msrl_jax.cli import MOST_CPU_DEVICES, Train, main
+from msrl_jax.cli import main, program
+from msrl_jax.cli.commands import Train
+from msrl_jax.cli.flags import parse
+from msrl_jax.cli.program import MOST_CPU_DEVICES
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
@@ -179,7 +181,7 @@ def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
     asked = {}
     monkeypatch.setattr(jax.config, "update", asked.__setitem__)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=7")
-    monkeypatch.setitem(cli.COMMANDS, "train", (Train, lambda args, config: 0))
+    monkeypatch.setitem(program.COMMANDS, "train", (Train, lambda args, config: 0))
     assert main(["train", "--cpu-devices", str(MOST_CPU_DEVICES)]) == 0
     assert asked == {"jax_platforms": "cpu", "jax_num_cpu_devices": 1024}
     assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last

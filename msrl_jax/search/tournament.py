@@ -23,23 +23,23 @@ from msrl_jax._streams import progress_stream
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
+from msrl_jax.experiment import processes, stopping
+from msrl_jax.experiment.agents import fold_keys
+from msrl_jax.experiment.callbacks import Callback, Tick
+from msrl_jax.experiment.guard import DivergedError
+from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.experiment.store import ResumeWarning
+from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.training import processes, stopping
-from msrl_jax.training.callbacks import Callback, Tick
-from msrl_jax.training.guard import DivergedError
-from msrl_jax.training.leaderboard import Entry, Leaderboard
-from msrl_jax.training.result import Result
-from msrl_jax.training.resume import ResumeWarning
-from msrl_jax.training.rollback import fold_keys
-from msrl_jax.training.setup import resolve, resolve_policy
-from msrl_jax.training.train import train
+from msrl_jax.search.leaderboard import Entry, Leaderboard
 
 _NUMBERS = 2**32
 
 
 def compete(
     path: str | os.PathLike,
-    algo: str = "ppo",
+    algo: Any = "ppo",
     env: str | Environment = "CartPole-v1",
     *,
     round_steps: int,
@@ -70,7 +70,7 @@ def compete(
 
     Args:
       path: folder of the leaderboard, which is made if there is none; on one disk for all workers.
-      algo: the algorithm of this worker; it draws members of the same one.
+      algo: the algorithm of this worker, its name or config; it draws members of the same one.
       env: the environment, the same for all members.
       round_steps: environment steps of a round; it ends at the first evaluation after as many.
       total_steps: environment steps after which a member is trained no further, and over which schedules go.
@@ -107,13 +107,13 @@ def compete(
     if processes.count() > 1:
         raise ValueError("a worker is one process: call msrl.compete in processes that do not share jax.distributed")
     resolve_policy(policy)
-    setup = resolve(algo, env, overrides=overrides | {"total_steps": total_steps}, env_params=env_params)
-    agent = setup.behavior.agent
+    new = make_experiment(algo, env, total_steps=total_steps, env_params=env_params, overrides=overrides)
+    agent = new.behavior.agent
     if not agent.ranked or agent.unit == "updates":
-        raise ValueError(f"algo={algo!r}: a tournament needs returns that tell which member is better; use another algorithm")
-    if setup.settings:
-        raise ValueError(f"{next(iter(setup.settings))} has several values, but a member has one; let workers differ instead")
-    board = Leaderboard.make(path, setup.env_name, size, describe_params(env_params or None))
+        raise ValueError(f"algo={new.name!r}: a tournament needs returns that tell which member is better; use another one")
+    if new.settings:
+        raise ValueError(f"{next(iter(new.settings))} has several values, but a member has one; let workers differ instead")
+    board = Leaderboard.make(path, new.env_name, size, describe_params(env_params or None))
     most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
     worker, given = f"{platform.node()}:{os.getpid()}", None if isinstance(env, str) else env
@@ -124,19 +124,18 @@ def compete(
             if target is not None and any(entry.score >= target for entry in board.entries):
                 break
             done += 1
-            parent = board.draw(rng, algo, most) if rng.random() >= fresh else None
+            parent = board.draw(rng, new.name, most) if rng.random() >= fresh else None
             run, number = place / f"round-{done}", int(rng.integers(_NUMBERS))
             if parent is not None and not _copied(parent, run, number, given, env_params):
                 parent = None
             finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
-            new = {
-                "algo": algo, "env": env, "out": run, "seed": number % (_NUMBERS - 1), "total_steps": total_steps, **overrides,
-            }  # fmt: skip
-            old = {"resume": run, "env": given, "total_steps": total_steps}
+            begun: dict[str, Any] = {"resume": run, "env": given, "env_params": env_params, "total_steps": total_steps}
+            if parent is None:
+                begun = {"algo": dataclasses.replace(new, seed=number % (_NUMBERS - 1)), "out": run}
             try:
                 result = train(
-                    **(new if parent is None else old), **common, eval_episodes=episodes, eval_every=round_steps,
-                    env_params=env_params, callbacks=[*callbacks, stop], checkpoint_every="1000h", keep_checkpoints=1,
+                    **begun, **common, eval_episodes=episodes, eval_every=round_steps, callbacks=[*callbacks, stop],
+                    checkpoint_every="1000h", keep_checkpoints=1,
                     time_limit=None if end == float("inf") else max(end - time.monotonic(), 1e-3),
                 )  # fmt: skip
             except DivergedError:
@@ -148,11 +147,10 @@ def compete(
                     continue  # iterations of another length: no whole one is left
                 finished = result.status == "finished"
                 score = float(np.mean(result.evaluation.mean_return)) if result.evaluation is not None else float("nan")
-            kept = board.put(run, score, algorithm=algo, step=stop.step, finished=finished, parent=parent, worker=worker)
+            kept = board.put(run, score, algorithm=new.name, step=stop.step, finished=finished, parent=parent, worker=worker)
             if progress:
-                begun = f"from {parent.id}" if parent is not None else "from the start"
-                what = "kept" if kept else "not kept"
-                text = f"round {done}: {algo} {begun} to {stop.step:,} steps: {score:.6g}, {what}"
+                start, what = f"from {parent.id}" if parent else "from the start", "kept" if kept else "not kept"
+                text = f"round {done}: {new.name} {start} to {stop.step:,} steps: {score:.6g}, {what}"
                 print(text, file=progress_stream(), flush=True)
             shutil.rmtree(run, ignore_errors=True)  # unless the board has it now
     return board
@@ -178,7 +176,7 @@ def _copied(parent: Entry, run: Path, number: int, env: Environment | None, env_
         if parent.path.exists():  # else another worker has just replaced it
             warnings.warn(f"member {parent.id} cannot be read, and a new run begins: {error}", ResumeWarning, stacklevel=2)
         return False
-    state = result.behavior.agent.with_data(fold_keys(result.behavior.agent.without_data(result.state), number))
-    dataclasses.replace(result, state=state).save(run)
+    agent = result.behavior.agent
+    state = fold_keys(agent.without_data(result.run_state), number)
+    dataclasses.replace(result, run_state=agent.with_data(state)).save(run)
     return True
-

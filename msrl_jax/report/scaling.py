@@ -8,10 +8,10 @@ from msrl_jax._checks import whole
 from msrl_jax._device_memory import planning_for
 from msrl_jax._tables import table
 from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
 from msrl_jax.fragments.plan import Plan, size
 from msrl_jax.fragments.topologies import plan_devices
 from msrl_jax.policies.base import spec
-from msrl_jax.training.setup import resolve, resolve_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,10 @@ def plans(
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
         placed = resolve_policy(policy.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
         with planning_for(there):
-            setup = resolve(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
-            plan = setup.compile(placed, there).explain()
-        found.append(Scaled(algo, spec(placed), name, count, getattr(setup.config, "num_envs", None), plan))
+            experiment = make_experiment(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
+            plan = experiment.compile(placed, there).explain()
+        num_envs = getattr(experiment.algorithm, "num_envs", None)
+        found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan))
     return found
 
 

@@ -1,16 +1,15 @@
-"""The trials of a sweep: their configs, and the programs that they share."""
+"""The trials of a sweep, their ranks, and the programs that they share."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from msrl_jax.algorithms import Algorithm
-from msrl_jax.algorithms.configs.base import tunable_fields
+from msrl_jax.algorithms.config import tunable_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Shape:
     """What the trials of one program share.
 
     Attributes:
@@ -21,13 +20,10 @@ class Group:
     fields: Mapping[str, Any]
     data: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return values_in_words(self.fields)
-
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A setting of a sweep, and what became of it.
+    """A trial of a sweep and its results.
 
     Attributes:
       number: its number, from 0.
@@ -81,61 +77,37 @@ def value_in_words(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def grouped(algorithm: Algorithm, values: Mapping[str, Any], shared: bool) -> Group:
-    """The program of a trial; a `Tunable` field that is None is a branch of the program."""
-    tunable = tunable_fields(algorithm.config) if shared else ()
+def shape_of(kind: type, values: Mapping[str, Any], shared: bool) -> Shape:
+    """The program of a trial, which others share if they may; a tunable field that is None is a branch of the program."""
+    tunable = tunable_fields(kind) if shared else ()
     data = tuple(name for name, value in values.items() if name in tunable and value is not None)
-    return Group({name: value for name, value in values.items() if name not in data}, data)
+    return Shape({name: value for name, value in values.items() if name not in data}, data)
 
 
-def make_trials(
-    algorithm: Algorithm,
-    config: Any,
-    constants: Mapping[str, Any],
-    chosen: Sequence[Mapping[str, Any]],
-    groups: list[Group],
-    *,
-    first: int = 0,
-    shared: bool = True,
-) -> list[Trial]:
-    """Makes trials, and checks the config of each.
-
-    Args:
-      algorithm: the algorithm.
-      config: the config to start from; the defaults if None.
-      constants: fields that all trials share.
-      chosen: the values of the swept fields.
-      groups: the programs known so far; new ones are added.
-      first: number of the first trial.
-      shared: whether trials may share a program.
-
-    Returns:
-      The trials.
-
-    Raises:
-      ValueError: on an invalid config; the message names the trial.
-    """
-    trials = []
-    for number, values in enumerate(chosen, first):
-        group = grouped(algorithm, values, shared)
-        if group not in groups:
-            groups.append(group)
-        trial = Trial(number, dict(values), groups.index(group))
-        try:
-            algorithm.make_config(config, {**constants, **values})
-        except ValueError as error:
-            raise ValueError(f"{trial}: {error}") from None
-        trials.append(trial)
-    return trials
-
-
-def ranked(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials with their ranks, in their order."""
-    best = sorted((t for t in trials if t.returns), key=by_return)
-    ranks = {trial.number: rank for rank, trial in enumerate(best, 1)}
-    return [dataclasses.replace(trial, rank=ranks.get(trial.number)) for trial in trials]
+def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The trials with their ranks, by number."""
+    trials = sorted(trials, key=lambda trial: trial.number)
+    ranks = {t.number: rank for rank, t in enumerate(sorted((t for t in trials if t.returns), key=by_return), 1)}
+    return tuple(dataclasses.replace(trial, rank=ranks.get(trial.number)) for trial in trials)
 
 
 def by_return(trial: Trial) -> tuple[Any, ...]:
     """A key that sorts trials from the best to the worst; nan comes last."""
     return -trial.rung, math.isnan(trial.mean), 0.0 if math.isnan(trial.mean) else -trial.mean, trial.number
+
+
+def survivors(trials: Sequence[Trial], factor: int) -> list[Trial]:
+    """The best trials, one of `factor`, at least one; none whose return is nan."""
+    best = sorted(trials, key=by_return)[: -(-len(trials) // factor)]
+    return sorted((trial for trial in best if not math.isnan(trial.mean)), key=lambda trial: trial.number)
+
+
+def table_of(trials: Iterable[Trial]) -> list[dict[str, Any]]:
+    """A row of plain data for each trial."""
+    return [
+        {
+            "trial": trial.number, "program": trial.program, **trial.values, "rung": trial.rung, "steps": trial.steps,
+            "return_mean": trial.mean, "return_min": trial.min, "return_max": trial.max, "rank": trial.rank,
+        }
+        for trial in trials
+    ]  # fmt: skip

@@ -12,12 +12,12 @@ from msrl_jax import algorithms
 from msrl_jax._tables import table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
-from msrl_jax.training import folder
-from msrl_jax.training.history import decimals
-from msrl_jax.training.result import Result
-from msrl_jax.training.sweeps import plot, record
-from msrl_jax.training.sweeps.space import Axis
-from msrl_jax.training.sweeps.trials import Trial, by_return, value_in_words
+from msrl_jax.experiment import folder
+from msrl_jax.experiment.history import decimals
+from msrl_jax.experiment.result import Result
+from msrl_jax.search import saved
+from msrl_jax.search.space import Axis
+from msrl_jax.search.trials import Trial, by_return, table_of, value_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +101,7 @@ class SweepResult:
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank."""
-        return record.rows(self.trials)
+        return table_of(self.trials)
 
     def summary(self) -> dict[str, Any]:
         """The sweep as plain data."""
@@ -136,9 +136,9 @@ class SweepResult:
         values: dict[str, Any] = about["config"] | folder.to_json(chosen.values)
         if isinstance(params, dict):
             words += ["--env-params", ",".join(f"{name}={text}" for name, text in params.items())]
-        usual = folder.to_json(algorithms.get(about["algorithm"]).config())
+        usual = folder.to_json(algorithms.get(about["algorithm"])())
         for name, value in values.items():
-            if value != usual[name] and name != "total_steps":
+            if value != usual[name]:
                 words += _flag(name.replace("_", "-"), value)
         return shlex.join(words)
 
@@ -154,8 +154,10 @@ class SweepResult:
         Raises:
           ValueError: if no trial has a return.
         """
+        from msrl_jax.search.plot import plot_sweep  # matplotlib is slow to import
+
         title = f"{self.description['algorithm']} on {self.description['env']}"
-        figure = plot.plot_sweep([t for t in self.trials if not math.isnan(t.mean)], self.axes, title)
+        figure = plot_sweep([t for t in self.trials if not math.isnan(t.mean)], self.axes, title)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -190,10 +192,10 @@ class SweepResult:
           RunFolderError: a ValueError, if the folder holds no sweep, or one that has not ended.
         """
         path = Path(path)
-        about = folder.read_json(path / record.SWEEP, "sweep")["sweep"]
-        ended = folder.read_json(path / record.TABLE, "status", "stop_reason", "runs", "trials")
+        about = folder.read_json(path / saved.SWEEP, "sweep")["sweep"]
+        ended = folder.read_json(path / saved.TABLE, "status", "stop_reason", "runs", "trials")
         runs = tuple(path / run for run in ended["runs"])
-        trials = record.read_trials(ended["trials"])
+        trials = saved.read_trials(ended["trials"])
         return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, path)
 
 

@@ -1,37 +1,31 @@
 """Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible."""
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from msrl_jax import _compile_cache, algorithms, envs
+from msrl_jax import _compile_cache, algorithms
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._streams import progress_stream
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import env_name
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.envs.params import describe as describe_params
+from msrl_jax.experiment import folder, processes, stopping
+from msrl_jax.experiment.progress import Progress, choose_display
+from msrl_jax.experiment.spec import Experiment, resolve_policy
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
-from msrl_jax.training import folder, processes, stopping
-from msrl_jax.training.progress import Progress, choose_display
-from msrl_jax.training.resume import describe_env
-from msrl_jax.training.setup import resolve_policy
-from msrl_jax.training.sweeps import plan, record, search
-from msrl_jax.training.sweeps.batch import Common
-from msrl_jax.training.sweeps.conduct import Sweep
-from msrl_jax.training.sweeps.halving import rung_steps
-from msrl_jax.training.sweeps.result import SweepResult
-from msrl_jax.training.sweeps.space import Axis, Method, check_method, choose, count_of, read_axes
-from msrl_jax.training.sweeps.trials import Group, Trial, make_trials, ranked
+from msrl_jax.search import order, saved
+from msrl_jax.search.course import Course
+from msrl_jax.search.result import SweepResult
+from msrl_jax.search.space import Method, check_method, choose, count_of, read_axes
+from msrl_jax.search.trials import ranked
 
 
 @processes.in_words()
 def sweep(
-    algo: str = "ppo",
+    algo: Any = "ppo",
     env: str | Environment = "CartPole-v1",
     *,
     num: int | None = None,
@@ -40,7 +34,6 @@ def sweep(
     total_steps: int = 500_000,
     seed: int = 0,
     seeds: int = 1,
-    config: Any = None,
     devices: Sequence[Device] | None = None,
     out: str | os.PathLike | None = None,
     resume: bool = False,
@@ -57,12 +50,12 @@ def sweep(
 ) -> SweepResult:
     """Trains many settings of an algorithm, and ranks them by their returns.
 
-    Trials that differ in `Tunable` fields only are members of one program; other fields, such as `num_envs`, make a program of
+    Trials that differ in tunable fields only are members of one program; other fields, such as `num_envs`, make a program of
     their own. A trial computes what `train` computes for its setting, up to float tolerance, under every policy. A member whose
     numbers become nan or infinite disturbs no other: its return is nan.
 
     Args:
-      algo: name of an algorithm, such as `"ppo"`.
+      algo: name of an algorithm, such as `"ppo"`; or a config, such as `PPO(num_envs=8)`, or its class.
       env: an environment, or the name of one, as in `train`.
       num: number of trials; of a grid, the points of each field that has a distribution, between its bounds and on them.
       method: "random"; "sobol", which fills the space more evenly; "grid", all combinations; or "optuna", which asks a study of
@@ -71,7 +64,6 @@ def sweep(
       total_steps: environment steps of every member, rounded down to whole iterations.
       seed: the seed of the choice of trials, and the first seed of each trial.
       seeds: members of each trial, with the seeds `seed`, `seed + 1`, ...
-      config: the config to start from; the algorithm's defaults if None.
       devices: the devices to use; all if None.
       out: folder of the sweep; None writes nothing, and keeps the results of all runs in memory.
       resume: go on with the sweep in `out`, or start it there if there is none. Its table is then that of a sweep that was
@@ -106,92 +98,68 @@ def sweep(
     method, num = check_method(method, num)
     seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
     seed, episodes = check_seed(seed, seeds), whole("eval_episodes", eval_episodes, least=0)
-    wanted = plan.trials_at_once(members_at_once, seeds)
-    algorithm = algorithms.get(algo)
+    wanted = None if members_at_once is None else whole("members_at_once", members_at_once)
+    if wanted is not None and wanted < seeds:
+        raise ValueError(f"members_at_once={wanted}: the seeds of a trial are trained together; use at least seeds={seeds}")
+    wanted = None if wanted is None else wanted // seeds
+    start = algorithms.make(algo, {})
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
-    axes, constants = read_axes(algorithm, fields)
+    axes, constants = read_axes(type(start), fields)
     distribution = resolve_policy(policy)
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
     if method == "optuna":
-        search.check_optuna()
+        order.check_optuna()
         if halving is not None:
             raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
-    made_env = envs.make(env) if isinstance(env, str) else env
-    algorithm.check_env(made_env)
-    common = Common(
-        algorithm, env, distribution, devices, total_steps, seed, seeds, config, constants, episodes, checkpoint_every,
-        env_params, progress,
-    )  # fmt: skip
-    groups: list[Group] = []
-
-    def make(chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
-        shared = constants | {"total_steps": total_steps}
-        return make_trials(algorithm, config, shared, chosen, groups, first=first, shared=not is_on_host(made_env))
-
-    count = count_of(method, num) if method == "optuna" else 0
-    trials = [] if count else make(choose(axes, method, num, seed))
-    description = _describe(common, axes) | {
+    base = Experiment(
+        algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds, guard="ignore"
+    )
+    about = base.to_json()
+    description = folder.to_json(about | {
+        "config": about["config"] | folder.to_json(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
         "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
         "members_at_once": members_at_once,
-    }  # fmt: skip
+        "fields": {
+            axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
+        },
+    })  # fmt: skip
+    watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
+    course = Course(
+        base, constants, distribution, devices, watch, not is_on_host(base.environment), wanted, path, description, {},
+        _say if progress else lambda text: None,
+    )  # fmt: skip
+    count = count_of(method, num) if method == "optuna" else 0
+    trials = [] if count else course.make(choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compile_cache.on())
         requests = stack.enter_context(stopping.stop_requests(limit))
         with processes.together("setting up the sweep"):
-            if path is not None and processes.is_first():
-                stack.enter_context(folder.locked(path))
-            saved = {} if path is None else record.open_sweep(path, description, resume)
-            run = Sweep(common, groups, wanted, path, description, saved, _say if progress else lambda text: None)
-            run.say(f"sweep: {algorithm.name} on {description['env']}, {_counted(count or len(trials), num, method)}")
-            run.prepare(trials)
+            if path is not None:
+                if processes.is_first():
+                    stack.enter_context(folder.locked(path))
+                course.before = saved.open_sweep(path, description, resume)
+            left_out = num - len(trials) if num is not None and method in ("random", "sobol") else 0
+            repeats = f" ({left_out} repeats are left out)" if left_out else ""
+            course.say(f"sweep: {base.name} on {base.env_name}, {count or len(trials)} trials{repeats}")
+            course.prepare(trials)
             if count:
-                order = search.asked(axes, make, num=count, each=wanted or -(-count // 8), until=total_steps, seed=seed)
+                each = wanted or -(-count // 8)
+                stages = order.asked(axes, course.make, num=count, each=each, until=total_steps, seed=seed)
             else:
-                least = max(share.steps_per_iteration for share in run.shares)
-                order = search.rungs(trials, rung_steps(total_steps, halving, rungs, min_steps, len(trials), least), halving)
-        reason = run.conduct(order, requests)
-        table = tuple(ranked([run.trials[number] for number in sorted(run.trials)]))
-        status = "interrupted" if reason else "finished"
+                steps = order.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
+                stages = order.rungs(trials, steps, halving)
+        reason = course.conduct(stages, requests)
+        table, status = ranked(course.trials.values()), "interrupted" if reason else "finished"
         if path is not None and processes.is_first():
-            record.write_table(path, table, run.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
+            saved.write_table(path, table, course.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
         processes.gathered("")  # no process ends while another one writes
-    return SweepResult(
-        table, tuple(run.runs), status, reason, description, None if isinstance(env, str) else env, path
-    )  # fmt: skip
-
-
-def _counted(count: int, num: int | None, method: str) -> str:
-    left_out = num - count if num is not None and method in ("random", "sobol") else 0
-    return f"{count} trials" + f" ({left_out} repeats are left out)" * (left_out > 0)
+    env_object = None if isinstance(env, str) else env
+    return SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
 
 
 def _say(text: str) -> None:
     if processes.is_first():
         print(text, file=progress_stream(), flush=True)
-
-
-def _describe(common: Common, axes: Sequence[Axis]) -> dict[str, Any]:
-    """What the runs of a sweep compute, as plain data."""
-    algorithm, env = common.algorithm, common.env
-    start = algorithm.config() if common.config is None else common.config
-    constants = {name: algorithm.config.canonical(name, value) for name, value in common.constants.items()}
-    spec = {
-        "algorithm": algorithm.name,
-        "env": env if isinstance(env, str) else env_name(env),
-        "env_spec": env if isinstance(env, str) else None,
-        "env_object": None if isinstance(env, str) else describe_env(env),
-        "env_params": describe_params(common.env_params),
-        "policy": policy_text(common.distribution),
-        "seed": common.seed,
-        "seeds": common.seeds,
-        "total_steps": common.total_steps,
-        "eval_episodes": common.eval_episodes,
-        "fields": {
-            axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
-        },
-        "config": {field.name: getattr(start, field.name) for field in dataclasses.fields(start)} | constants,
-    }  # fmt: skip
-    return folder.to_json(spec)

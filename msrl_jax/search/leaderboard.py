@@ -27,8 +27,8 @@ import numpy as np
 
 from msrl_jax._checks import as_path, whole, writing
 from msrl_jax._tables import table
-from msrl_jax.training.folder import RunFolderError, read_json, to_json, write_json
-from msrl_jax.training.resume import ResumeWarning
+from msrl_jax.experiment.folder import RunFolderError, read_json, to_json, write_json
+from msrl_jax.experiment.store import ResumeWarning
 
 SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK, ENTRY = (
     "leaderboard.json", "members", "workers", "rounds.jsonl", "lock", "entry.json",

@@ -5,8 +5,8 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.cli import main
-from msrl_jax.training import benchmark
-from msrl_jax.training.benchmark import bench, format_table, interleave
+from msrl_jax.report import bench as benchmark
+from msrl_jax.report.bench import bench, format_table, interleave
 
 
 class Recorder:

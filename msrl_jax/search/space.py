@@ -1,23 +1,20 @@
-"""The space of a sweep: the fields of a config that it varies, and what their values are taken from."""
+"""The space of a sweep: the fields of a config that it varies, and how the values of its trials are chosen."""
 
 import dataclasses
 import itertools
 import math
 import numbers
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 
+from msrl_jax import algorithms
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
-from msrl_jax.algorithms import Algorithm
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
-
-Values: TypeAlias = Mapping[str, Any]
-"""A value for each swept field."""
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 """How the trials of a sweep are chosen."""
@@ -68,13 +65,13 @@ class Axis:
         return list(dict.fromkeys(map(round, found))) if self.is_whole else found
 
 
-def read_axes(algorithm: Algorithm, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
+def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
     """Separates the swept fields from the constants.
 
     Args:
-      algorithm: the algorithm.
-      given: fields of its config. Several values are a sequence, a distribution of `msrl_jax.envs`, or text as in
-        `envs.distributions.parse`; a field whose single value is a sequence has a sequence of them.
+      kind: the config.
+      given: fields of it. Several values are a sequence, a distribution of `msrl_jax.envs`, or text of one; a field whose
+        single value is a sequence has a sequence of them.
 
     Returns:
       The swept fields, and the other fields.
@@ -82,13 +79,13 @@ def read_axes(algorithm: Algorithm, given: Mapping[str, Any]) -> tuple[list[Axis
     Raises:
       ValueError: on an unknown field, if a value cannot be read, or if no field has several.
     """
-    hints = typing.get_type_hints(algorithm.config)
-    if unknown := [field for field in given if field not in hints]:
-        algorithm.make_config(None, {unknown[0]: None})  # which suggests the nearest field
+    hints = typing.get_type_hints(kind)
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := [field for field in given if field not in known]:
+        algorithms.make(kind, {unknown[0]: None})  # which suggests the nearest field
     axes, constants = [], {}
     for field, value in given.items():
-        where = f"{algorithm.config.__name__}.{field}"
-        found = _read(where, value, hints[field])
+        found = _read(f"{kind.__name__}.{field}", value, hints[field])
         if isinstance(found, Distribution):
             axes.append(Axis(field, found, _is_whole(hints[field])))
         else:
@@ -105,28 +102,23 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if type(None) in get_args(hint) else (hint,)
 
 
-def _is_number(hint: Any) -> bool:
-    return bool({int, float} & set(_parts(hint)))
-
-
 def _is_whole(hint: Any) -> bool:
     return int in _parts(hint) and float not in _parts(hint)
 
 
 def _read(where: str, value: Any, hint: Any) -> Any:
     """A distribution if the field is swept, else its value."""
-    if isinstance(value, str) and _is_number(hint):
+    is_number = bool({int, float} & set(_parts(hint)))
+    if isinstance(value, str) and is_number:
         value = parse(where, value)
-        if isinstance(value, str):
-            raise ValueError(f"{where}={value!r} is no number")
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
-    options: list[Any] | None = list(value) if isinstance(value, list | tuple | range) else None
-    if options is not None and any(typing.get_origin(part) is tuple for part in _parts(hint)):
-        several = bool(options) and all(isinstance(x, list | tuple) for x in options)
-        options = [tuple(x) for x in options] if several else None
-    if options is not None:
-        value = choice(options)
+    if isinstance(value, list | tuple | range):
+        if any(typing.get_origin(part) is tuple for part in _parts(hint)):
+            several = bool(value) and all(isinstance(x, list | tuple) for x in value)
+            value = choice([tuple(x) for x in value]) if several else value
+        else:
+            value = choice(value)
     if not is_value(value):
         return _number(where, value, hint)
     if not isinstance(value, Distribution):
@@ -135,7 +127,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
         raise ValueError(f"{where}: there are no values; give at least one")
     if value.kind == "choice":
         return choice([_number(where, x, hint) for x in value.numbers])
-    if not _is_number(hint):
+    if not is_number:
         raise ValueError(f"{where}={value}: it is no number; give a list of its values")
     low, high = bounds = tuple(_number(where, x, hint) for x in value.numbers)
     fine = all(isinstance(x, numbers.Real) and math.isfinite(x) for x in bounds) and low <= high
@@ -146,13 +138,10 @@ def _read(where: str, value: Any, hint: Any) -> Any:
 
 def _number(where: str, value: Any, hint: Any) -> Any:
     """A single value as plain Python data; an integer for a field of integers."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = value.item() if isinstance(value, np.generic) else value
     if is_value(value):
         raise ValueError(f"{where}: {value} stands inside of a list or another distribution; use numbers")
-    if _is_whole(hint) and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if _is_whole(hint) and isinstance(value, float) and value.is_integer() else value
 
 
 def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
@@ -168,14 +157,21 @@ def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> lis
       The values of every trial, each once: repeats, which a few options give soon, are left out.
 
     Raises:
-      ValueError: on an unknown method, or if `num` is missing or has no effect.
+      ValueError: if `num` is missing or has no effect.
     """
+    names = [axis.field for axis in axes]
     if method == "grid":
         if num is not None and all(axis.values.kind == "choice" for axis in axes):
             raise ValueError(f'num={num} with method="grid": the trials are the combinations of the lists; leave num out')
-        combinations = itertools.product(*(axis.points(num) for axis in axes))
-        return _unique(dict(zip((axis.field for axis in axes), values, strict=True)) for values in combinations)
-    fractions = _METHODS[method](count_of(method, num), len(axes), seed)
+        return _unique(dict(zip(names, x, strict=True)) for x in itertools.product(*(axis.points(num) for axis in axes)))
+    count, random = count_of(method, num), np.random.default_rng(seed)
+    if method == "sobol":
+        from scipy.stats import qmc  # a slow import
+
+        # Its points are balanced in powers of two, so the first of them are taken.
+        fractions = qmc.Sobol(len(axes), rng=random).random_base2(max(0, math.ceil(math.log2(count))))[:count]
+    else:
+        fractions = random.random((count, len(axes)))
     return _unique({axis.field: axis.at(u) for axis, u in zip(axes, row, strict=True)} for row in fractions.tolist())
 
 
@@ -193,20 +189,6 @@ def check_method(method: Any, num: Any) -> tuple[Method, int | None]:
         near = suggestion(method, known) if isinstance(method, str) else ""
         raise ValueError(f"method={method!r}{near}; use one of {', '.join(known)}")
     return method, None if num is None else whole("num", num)
-
-
-def _random(num: int, dims: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).random((num, dims))
-
-
-def _sobol(num: int, dims: int, seed: int) -> np.ndarray:
-    from scipy.stats import qmc  # a slow import
-
-    # Its points are balanced in powers of two, so the first of them are taken.
-    return qmc.Sobol(dims, rng=np.random.default_rng(seed)).random_base2(max(0, math.ceil(math.log2(num))))[:num]
-
-
-_METHODS: dict[str, Callable[[int, int, int], np.ndarray]] = {"random": _random, "sobol": _sobol}
 
 
 def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

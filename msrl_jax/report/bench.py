@@ -13,12 +13,12 @@ import jax
 from msrl_jax import algorithms
 from msrl_jax._tables import table
 from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment.folder import describe_devices
+from msrl_jax.experiment.history import first_non_finite
+from msrl_jax.experiment.spec import Experiment, make_experiment, resolve_policy
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
 from msrl_jax.policies.base import spec
-from msrl_jax.training.folder import describe_devices
-from msrl_jax.training.history import first_non_finite
-from msrl_jax.training.setup import Setup, resolve, resolve_policy
 
 # A chunk of this length hides the host's work between chunks, and is short enough for slow settings.
 _CHUNK_SECONDS = 0.25
@@ -140,9 +140,9 @@ def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[t
     return [tuple(r) for r in rates]
 
 
-def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
+def program_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:
     """Makes a runner of a compiled program, with `chunk` iterations per chunk."""
-    steps = setup.behavior.agent.steps_per_iteration * setup.members
+    steps = experiment.steps_per_iteration * experiment.members
     done = 0
 
     def step(state):
@@ -151,46 +151,46 @@ def program_runner(setup: Setup, program: Program, chunk: int) -> Runner:
         if found := first_non_finite(metrics):
             metric, within, _ = found
             raise FloatingPointError(
-                f"{setup.algorithm.name} on {setup.env_name}: {metric!r} is not finite in iteration {done + within + 1}, so "
+                f"{experiment.name} on {experiment.env_name}: {metric!r} is not finite in iteration {done + within + 1}, so "
                 "there is nothing to measure. Use a smaller learning rate; msrl-jax train says where it comes from"
             )
         done += chunk
         return state
 
-    return Runner(step, setup.start(program), chunk * steps)
+    return Runner(step, experiment.start(program), chunk * steps)
 
 
-def plain_program(setup: Setup, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
+def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
     """Compiles the same iterations as a plain `jax.jit(jax.lax.scan(...))`, and makes its initial state.
 
     The state is the same, on the same devices, and the plain program may reuse its memory too.
     """
-    iteration = setup.agent.iteration
+    iteration = experiment.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
-    state = program.unwrap(setup.start(program))
+    state = program.unwrap(experiment.start(program))
     return scan.lower(state).compile(), state
 
 
-def plain_runner(setup: Setup, program: Program, chunk: int) -> Runner:
+def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:
     """Makes a runner of the plain program; it reads the metrics of a chunk too."""
-    compiled, state = plain_program(setup, program, chunk)
+    compiled, state = plain_program(experiment, program, chunk)
 
     def step(state):
         state, metrics = compiled(state)
         jax.device_get(metrics)
         return state
 
-    return Runner(step, state, chunk * setup.behavior.agent.steps_per_iteration * setup.members)
+    return Runner(step, state, chunk * experiment.steps_per_iteration * experiment.members)
 
 
-def calibrated_chunk(setup: Setup, program: Program) -> int:
+def calibrated_chunk(experiment: Experiment, program: Program) -> int:
     """The number of iterations of a chunk that is long enough to hide the host's work between chunks."""
-    rate = program_runner(setup, program, 1).run(_CHUNK_SECONDS)
-    return max(1, round(_CHUNK_SECONDS * rate / (setup.behavior.agent.steps_per_iteration * setup.members)))
+    rate = program_runner(experiment, program, 1).run(_CHUNK_SECONDS)
+    return max(1, round(_CHUNK_SECONDS * rate / (experiment.steps_per_iteration * experiment.members)))
 
 
 def measure(
-    setup: Setup,
+    experiment: Experiment,
     policy: DistributionPolicy,
     *,
     repeats: int = 3,
@@ -202,7 +202,7 @@ def measure(
     """Measures one setting.
 
     Args:
-      setup: the run to measure.
+      experiment: the run to measure.
       policy: the distribution policy.
       repeats: number of timed runs.
       seconds: approximate length of a timed run.
@@ -215,24 +215,24 @@ def measure(
       The measurement.
     """
     note = on_stage or (lambda line: None)
-    program = setup.compile(policy, devices)
-    note(f"compiling {_setting(setup.algorithm.name, setup.env_name, setup.config)}, {spec(policy)} ...")
-    chunk = calibrated_chunk(setup, program)
+    program = experiment.compile(policy, devices)
+    note(f"compiling {_setting(experiment.name, experiment.env_name, experiment.algorithm)}, {spec(policy)} ...")
+    chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
-    runners = [program_runner(setup, program, chunk)]
+    runners = [program_runner(experiment, program, chunk)]
     if against == "jit":
-        runners.append(plain_runner(setup, program, chunk))
+        runners.append(plain_runner(experiment, program, chunk))
     note(f"measuring {repeats} runs of about {seconds:g} s{' and as many of jax.jit' if against else ''} ...")
     runs, *others = interleave(runners, seconds, repeats)
-    where, agent = describe_devices(program.devices), setup.behavior.agent
+    where, agent = describe_devices(program.devices), experiment.behavior.agent
     rate = statistics.median(runs)
     measurement = Measurement(
-        algorithm=setup.algorithm.name, env=setup.env_name, policy=spec(policy),
-        platform=where["platform"], devices=where["count"], num_envs=setup.config.num_envs,
-        unroll_length=setup.config.unroll_length, compile_seconds=compile_seconds,
+        algorithm=experiment.name, env=experiment.env_name, policy=spec(policy),
+        platform=where["platform"], devices=where["count"], num_envs=experiment.algorithm.num_envs,
+        unroll_length=experiment.algorithm.unroll_length, compile_seconds=compile_seconds,
         steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
     )  # fmt: skip
-    if dispatch := program.measure_dispatch(setup.start(program)):
+    if dispatch := program.measure_dispatch(experiment.start(program)):
         measurement = dataclasses.replace(
             measurement, instructions=dispatch.instructions, instruction_microseconds=dispatch.microseconds,
             python_microseconds=dispatch.python_microseconds, call_microseconds=dispatch.call_microseconds,
@@ -241,7 +241,7 @@ def measure(
         return measurement
     jit_rate = statistics.median(others[0])
     # XLA counts the body of a loop once, and removes a loop of length 1.
-    plain = plain_program(setup, program, 2)[0].cost_analysis() or {}
+    plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
     fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
     return dataclasses.replace(
         measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate,
@@ -251,7 +251,7 @@ def measure(
 
 
 def bench(
-    algos: Sequence[str] = ("ppo",),
+    algos: Sequence[Any] = ("ppo",),
     envs: Sequence[str] = ("CartPole-v1",),
     policies: Sequence[str | DistributionPolicy] = ("GPUOnly",),
     num_envs: Sequence[int] = (),
@@ -269,7 +269,7 @@ def bench(
     """Measures environment steps and learner updates per second over a grid of settings, in this process.
 
     Args:
-      algos: names of algorithms.
+      algos: names of algorithms, or their configs.
       envs: names of environments, or environments.
       policies: distribution policies, or their names.
       num_envs: numbers of environments; each algorithm's default if there is none.
@@ -295,7 +295,7 @@ def bench(
         if not values:
             raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
     for algo in algos:
-        if not hasattr(algorithms.get(algo).config, "num_envs"):
+        if algorithms.get(algo).offline:
             raise ValueError(
                 f"algorithm {algo!r} steps no environment, so it has no environment steps per second; its runs report updates "
                 "per second (Result.steps_per_second)"
@@ -304,15 +304,15 @@ def bench(
     options = [[(name, value) for value in values] for name, values in given.items() if values]
     sizes = [dict(choice) for choice in itertools.product(*options)]
     grid = [
-        (resolve(algo, env, overrides=overrides | size, env_params=env_params), resolve_policy(policy))
+        (make_experiment(algo, env, overrides=overrides | size, env_params=env_params), resolve_policy(policy))
         for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
     ]
-    for setup, policy in grid:
-        setup.compile(policy, devices)
+    for experiment, policy in grid:
+        experiment.compile(policy, devices)
     measurements = []
-    for setup, policy in grid:
+    for experiment, policy in grid:
         measurements.append(
-            measure(setup, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, on_stage=on_stage)
+            measure(experiment, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, on_stage=on_stage)
         )
         if on_measurement is not None:
             on_measurement(measurements[-1])

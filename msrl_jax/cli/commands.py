@@ -21,14 +21,48 @@ class Where:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Train(Where):
-    """Train an agent; with no arguments, PPO on CartPole-v1.
+class What(Where):
+    """What a command runs.
 
     Attributes:
-      algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
+      algo: name of the algorithm (see `msrl-jax list`) or MODULE:CLASS; the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
       policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
+      json: print the outcome as one line of JSON, the last on stdout.
+    """
+
+    algo: str = "ppo"
+    env: str = "CartPole-v1"
+    env_params: str | None = None
+    policy: str = "GPUOnly"
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Again(Where):
+    """What a command does with the agent of a run.
+
+    Attributes:
+      run: folder of a run.
+      seed: the seed of all randomness.
+      member: number of the member, in a run of several; the best one if not given.
+      env_params: the same with other parameters of the environment, such as length=1.5; those of the run if not given.
+      json: print the outcome as one line of JSON, the last on stdout.
+    """
+
+    run: tyro.conf.Positional[Path]
+    seed: int = 0
+    member: int | None = None
+    env_params: str | None = None
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(What):
+    """Train an agent; with no arguments, PPO on CartPole-v1.
+
+    Attributes:
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
@@ -50,13 +84,8 @@ class Train(Where):
       progress: kind of progress display on stderr.
       processes: start this many processes on this machine; each has one CPU device, or --cpu-devices.
       distributed: this is one of the processes of a cluster, which JAX finds by itself: SLURM, Open MPI, GKE, a TPU pod.
-      json: print the summary as one line of JSON, the last on stdout.
     """
 
-    algo: str = "ppo"
-    env: str = "CartPole-v1"
-    env_params: str | None = None
-    policy: str = "GPUOnly"
     total_steps: int = 500_000
     seed: int = 0
     seeds: int = 1
@@ -76,24 +105,19 @@ class Train(Where):
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     processes: int | None = None
     distributed: bool = False
-    json: bool = False
     given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweep(Where):
+class Sweep(What):
     """Train many settings of an algorithm, side by side, and rank them.
 
     A flag of the config that takes a number takes several, such as 1e-4,3e-4, uniform:0.9:1 or log:1e-4:1e-2; one of words
     or sequences does too, such as --activation tanh,relu --hidden-sizes 64 64,128.
 
     Attributes:
-      algo: name of the algorithm (see `msrl-jax list`); the fields of its config are flags too.
-      env: environment, NAME or NAME:param=value,...
       num: number of trials; of a grid, the points of each field between bounds.
       method: how trials are chosen; grid takes all combinations, optuna asks Optuna's TPE sampler.
-      env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
-      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
       total_steps: environment steps of every member.
       seed: the seed of the choice of trials, and the first seed of each.
       seeds: members of each trial, with the seeds seed, seed + 1, ...
@@ -108,17 +132,12 @@ class Sweep(Where):
       time_limit: time after which the sweep is saved and ends, such as 5h50m; the exit code is then 75.
       plot: file for a figure, such as sweep.png
       progress: kind of progress display on stderr.
-      json: print the table as one line of JSON, the last on stdout.
     """
 
     SWEEPS: ClassVar[bool] = True
 
-    algo: str = "ppo"
-    env: str = "CartPole-v1"
     num: int | None = None
     method: Literal["random", "grid", "sobol", "optuna"] = "random"
-    env_params: str | None = None
-    policy: str = "GPUOnly"
     total_steps: int = 500_000
     seed: int = 0
     seeds: int = 1
@@ -133,17 +152,14 @@ class Sweep(Where):
     time_limit: str | None = None
     plot: Path | None = None
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compete(Where):
+class Compete(What):
     """Work on a leaderboard: draw a member, train it for a round, put back what is better. Any number of workers may.
 
     Attributes:
       leaderboard: folder of the leaderboard, which is made if there is none.
-      algo: name of the algorithm of this worker (see `msrl-jax list`); the fields of its config are flags too, for new members.
-      env: environment, NAME or NAME:param=value,... the same for all members.
       round_steps: environment steps of a round.
       total_steps: environment steps after which a member is trained no further, and over which schedules go.
       rounds: rounds of this worker; it does not end if not given.
@@ -152,16 +168,11 @@ class Compete(Where):
       fresh: probability of a new member in place of a drawn one.
       size: largest number of members; that of the board, or 8, if not given.
       seed: the seed of this worker's draws; another one each time if not given.
-      policy: distribution policy of this worker, NAME or NAME:param=value,...
       eval_episodes: episodes of an evaluation.
-      env_params: parameters of the environment as data, such as length=uniform:0.25:1.
       progress: auto, bar, lines or none.
-      json: print the members as one line of JSON, the last on stdout.
     """
 
     leaderboard: tyro.conf.Positional[Path]
-    algo: str = "ppo"
-    env: str = "CartPole-v1"
     round_steps: int = 100_000
     total_steps: int = 10_000_000
     rounds: int | None = None
@@ -170,62 +181,39 @@ class Compete(Where):
     fresh: float = 0.2
     size: int | None = None
     seed: int | None = None
-    policy: str = "GPUOnly"
     eval_episodes: int = 64
-    env_params: str | None = None
     progress: Literal["auto", "bar", "lines", "none"] = "lines"
-    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate(Where):
+class Evaluate(Again):
     """Play greedy episodes with a trained agent.
 
     Attributes:
-      run: folder of a run.
       episodes: number of episodes.
-      seed: the seed of the environments' randomness.
-      member: number of the member that plays, in a run of several seeds; the best one if not given.
       max_steps: maximum length of an episode, in steps.
-      env_params: the same with other parameters of the environment, such as length=1.5; those of the run if not given.
-      json: print the results as one line of JSON, the last on stdout.
     """
 
-    run: tyro.conf.Positional[Path]
     episodes: int = 128
-    seed: int = 0
-    member: int | None = None
     max_steps: int = 10_000
-    env_params: str | None = None
-    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record(Where):
+class Record(Again):
     """Let a trained agent act, and write its steps to a data set.
 
     Attributes:
-      run: folder of a run.
       steps: number of rows of the data set.
       out: file of the data set, such as medium.npz
       epsilon: probability of a random action; other actions are the most probable ones. If not given, actions are sampled
         from the policy.
-      seed: the seed of all randomness.
-      member: number of the member that acts, in a run of several seeds; the best one if not given.
       num_envs: number of parallel environments.
-      env_params: the same with other parameters of the environment, such as length=1.5; those of the run if not given.
-      json: print a summary of the data set as one line of JSON, the last on stdout.
     """
 
-    run: tyro.conf.Positional[Path]
     steps: int
     out: Path
     epsilon: float | None = None
-    seed: int = 0
-    member: int | None = None
     num_envs: int = 16
-    env_params: str | None = None
-    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,29 +230,19 @@ class Replay(Where):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Explain(Where):
+class Explain(What):
     """Print the plan of an algorithm under a distribution policy: programs, placements and transfers.
 
     Attributes:
-      algo: name of the algorithm; the fields of its config are flags too.
-      env: environment, NAME or NAME:param=value,...
-      policy: distribution policy, NAME or NAME:param=value,...
-      env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
       devices: plan for these devices, whether or not they are there: tpu:v5e:8x8, gpu:h100:8 or cpu:8. Several are compared
         in a table.
       envs_per_device: environments for each of these devices, instead of num_envs.
       seeds: number of runs to train at once.
-      json: print the plan as one line of JSON instead.
     """
 
-    algo: str = "ppo"
-    env: str = "CartPole-v1"
-    policy: str = "GPUOnly"
-    env_params: str | None = None
     devices: tuple[str, ...] = ()
     envs_per_device: int | None = None
     seeds: int = 1
-    json: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_jax.training.sweeps.space import Axis
-from msrl_jax.training.sweeps.trials import Trial, value_in_words
+from msrl_jax.search.space import Axis
+from msrl_jax.search.trials import Trial, value_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
