@@ -21,7 +21,7 @@ from msrl_jax import cli, codecs, envs
 from msrl_jax.algorithms.configs.base import tunable_fields
 from msrl_jax.cli import program
 from msrl_jax.envs import registry
-from msrl_jax.training.setup import resolve_policy
+from msrl_jax.experiment.spec import resolve_policy
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"

@@ -13,9 +13,9 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.policies import Layout, Placement
-from msrl_jax.training.evolving import exploit, explore
-from msrl_jax.training.pbt import read
-from msrl_jax.training.setup import resolve
+from msrl_jax.experiment.evolve import exploit, explore
+from msrl_jax.experiment.pbt import read
+from msrl_jax.experiment.spec import make_experiment
 
 RATE = envs.log_uniform(1e-5, 1e-2)
 SEARCH = {"learning_rate": RATE, "entropy_coef": envs.uniform(0, 0.1)}
@@ -213,7 +213,7 @@ def test_runs_that_are_refused_before_anything_compiles(env, options, message):
 
 def test_opposing_teams_have_no_better_member():
     with pytest.raises(ValueError, match="pbt: the return is the sum over teams or players that oppose each other"):
-        resolve("self_play", "KuhnPoker", pbt={"search": {"learning_rate": RATE}})
+        make_experiment("self_play", "KuhnPoker", pbt={"search": {"learning_rate": RATE}})
 
 
 def test_text_says_the_same():
@@ -231,7 +231,7 @@ def test_text_says_the_same():
 @functools.cache
 def reference(iterations=6):
     """The run of eight members, the initial state, and the result of plain jit(scan)."""
-    setup = resolve("ppo", ENV, overrides=SMALL, pbt=EIGHT)
+    setup = make_experiment("ppo", ENV, overrides=SMALL, pbt=EIGHT)
     state = setup.initial_state()
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 
@@ -264,7 +264,7 @@ def test_members_copy_what_learners_compute_and_nothing_else():
     """One iteration with an exploit, against the same iteration of independent members and a copy in NumPy."""
     setup, state, *_ = reference()
     one = dataclasses.replace(setup, pbt=dataclasses.replace(EIGHT, every=1, min_episodes=1))
-    alone = resolve("ppo", ENV, overrides=SMALL, settings=setup.settings, seed=0)
+    alone = make_experiment("ppo", ENV, overrides=SMALL, settings=setup.settings, seed=0)
     step = jax.jit(one.agent.iteration)
     state = state._replace(pbt=state.pbt._replace(score_sum=100 * jnp.arange(8.0), num_scores=jnp.ones(8)))
     after, _ = step(state)
@@ -343,7 +343,7 @@ def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
 @pytest.mark.parametrize("policy", ["SingleLearnerCoarse", "Central"])
 def test_an_iteration_moves_scores_and_the_decision_only(policy):
     setup, *_ = reference()
-    alone = resolve("ppo", ENV, overrides=SMALL, settings=setup.settings)
+    alone = make_experiment("ppo", ENV, overrides=SMALL, settings=setup.settings)
     with_pbt, without = (
         s.compile(msrl.policies.get(policy), jax.devices()[:2]).explain().to_dict()["bytes_crossing"] for s in (setup, alone)
     )

@@ -17,7 +17,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.cli import launch
 from msrl_jax.policies import POLICIES
-from msrl_jax.training import Result, checkpoint, processes
+from msrl_jax.experiment import Result, checkpoint, processes
 from tests.training import cluster
 
 ROOT = Path(__file__).parents[2]

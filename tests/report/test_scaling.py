@@ -9,7 +9,7 @@ import pytest
 from msrl_jax import cli
 from msrl_jax.cli import program
 from msrl_jax.report.scaling import format_markdown, format_table, plans
-from msrl_jax.training.setup import resolve
+from msrl_jax.experiment.spec import make_experiment
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
 DEVICES = ("cpu:1", "cpu:2", "cpu:4", "cpu:8")
@@ -20,7 +20,7 @@ def scaled(policy, devices=DEVICES, **others):
 
 
 def parameters():
-    agent = resolve("a2c", "CartPole-v1", overrides=SMALL).behavior.agent
+    agent = make_experiment("a2c", "CartPole-v1", overrides=SMALL).behavior.agent
     shapes = jax.eval_shape(agent.init, jax.random.key(0)).params
     return 4 * sum(x.size for x in jax.tree.leaves(shapes))
 

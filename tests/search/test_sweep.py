@@ -19,7 +19,7 @@ from msrl_jax.search import sw_plan as plan
 from msrl_jax.search.space import choose, read_axes
 from msrl_jax.search.sw_halving import rung_steps, survivors
 from msrl_jax.search.sw_trials import Trial
-from msrl_jax.training.folder import RunFolderError
+from msrl_jax.experiment.folder import RunFolderError
 
 from ..algorithms.random_walk import RandomWalk
 from ..training.test_members import assert_member
