@@ -116,7 +116,7 @@ def test_bounds_rounded_to_float32_lie_in_the_search():
 def test_slow_members_are_left_alone():
     result = train(pbt=dataclasses.replace(FOUR, min_episodes=10_000), total_steps=8 * STEPS, eval_episodes=0)
     assert (result.history["pbt/parent"] == np.arange(4)).all()
-    assert (np.asarray(result.state.pbt.num_scores) > 0).all(), "their episodes still count at the next exploit"
+    assert (np.asarray(result.run_state.inner.standing.num_scores) > 0).all(), "their episodes still count at the next exploit"
 
 
 def train_unsteady(guard, rate):

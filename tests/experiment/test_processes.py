@@ -16,8 +16,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.cli import launch
-from msrl_jax.policies import POLICIES
 from msrl_jax.experiment import Result, checkpoint, processes
+from msrl_jax.policies import POLICIES
 from tests.training import cluster
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import codecs
 from msrl_jax._checks import as_path
-from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 from msrl_jax.experiment.callbacks import check_callbacks
 from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 
 SPECS = [
     (
