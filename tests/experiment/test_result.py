@@ -78,7 +78,7 @@ def test_the_folder_is_readable_without_the_library(trained, run_folder):
 
 def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((run_folder / "config.json").read_bytes())
-    with pytest.raises(ValueError, match=r"has no checkpoint .newest.; those after iterations none are complete"):
+    with pytest.raises(ValueError, match=r"has no checkpoint .newest.: none is complete"):
         Result.load(tmp_path)
 
 

@@ -1,7 +1,9 @@
 """What is in a run's folder is read whole or refused: contradictions, damaged files, foreign files, full disks."""
 
 import json
+import os
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from msrl_jax.experiment import Result
 from msrl_jax.experiment.checkpoint import CheckpointError, complete
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning
 from msrl_jax.experiment.store import ResumeWarning
+from tests.support import processes
 from tests.support.runs import CHUNK, assert_same_run, cli, stop_after, train
 
 CONFLICTS = [
@@ -122,9 +125,28 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
         msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
     for path, content in kept.items():
         assert path.read_bytes() == content, path
-    if "metrics.jsonl has" not in message:
+    if "metrics" not in message:
         with pytest.raises(RunFolderError, match=message):
             Result.load(copy)
+        return
+    with pytest.warns(ResumeWarning, match=rf"{message}.*; the history of the run is left out"):
+        loaded = Result.load(copy)
+    assert loaded.history == {} and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
+
+
+def test_without_its_summary_an_agent_acts(copy):
+    (copy / "summary.json").write_text("{")
+    with pytest.warns(ResumeWarning, match=r"summary\.json is damaged .*; the outcome of the run is left out"):
+        loaded = Result.load(copy)
+    assert loaded.status == "unfinished" and loaded.act(np.zeros(4)).shape == ()
+
+
+def test_an_ended_run_misses_its_newest_checkpoint(copy):
+    last, before = complete(copy)
+    (last.path / "run.json").unlink()
+    with pytest.warns(ResumeWarning, match=rf"{last.path.name} is damaged: run.json is missing; .* {before.iteration} is used"):
+        loaded = Result.load(copy)
+    assert loaded.status == "unfinished" and loaded.history["iteration"][-1] == before.iteration
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -133,6 +155,23 @@ def test_what_is_no_run_is_refused(tmp_path):
             msrl.train(resume=resume, progress=False)
     with pytest.raises(ValueError, match=r"resume=True goes on with the run in out"):
         msrl.train(resume=True, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "table.csv", "thesis.tex"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(RunFolderError, match=rf"holds other files, no run \({name}\); name a new or empty folder"):
+        msrl.train(out=tmp_path, resume=resume, total_steps=64, progress=False, **tiny)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("given", [{"out": ""}, {"resume": ""}, {"record": ""}], ids=str)
+def test_an_empty_path_is_refused(given, tmp_path, monkeypatch, tiny):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{next(iter(given))}='' names no path; give one, or leave it out"):
+        msrl.train(total_steps=64, progress=False, **given, **tiny)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,10 +198,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
     )
     with pytest.warns(ResumeWarning, match=message):
         loaded = Result.load(copy)
-    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "stopped"
+    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "unfinished"
     with pytest.raises(CheckpointError, match="damaged"):
         Result.load(copy, checkpoint=found[0].iteration)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint 77; those after iterations"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 77: those after iterations"):
         Result.load(copy, checkpoint=77)
 
 
@@ -251,6 +290,43 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     assert result.status == "finished" and result.folder != path and len(result.history["step"]) == 6
     assert_same_run(Result.load(result.folder), result)
     shutil.rmtree(result.folder.parent)
+
+
+FULL = """
+import pathlib, resource, sys, tempfile, threading, time
+from msrl_jax.cli import main
+run, free, elsewhere = pathlib.Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE), tempfile.mkdtemp
+
+def fill():
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, free[1]))  # the system refuses every further byte
+
+def mkdtemp(**options):
+    resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    return elsewhere(**options)
+
+tempfile.mkdtemp = mkdtemp
+threading.Thread(target=fill, daemon=True).start()
+sys.exit(main(["train", "--out", str(run), *sys.argv[2:]]))
+"""
+
+
+def test_a_full_disk_at_the_end_takes_one_line_and_another_folder(tmp_path):
+    flags = ["--env", "CartPole-v1:max_steps_in_episode=30", "--total-steps", 64 * 400, "--chunk", 1, "--num-envs", 8]
+    flags += ["--unroll-length", 8, "--num-epochs", 1, "--num-minibatches", 2, "--hidden-sizes", 8, "--eval-episodes", 2]
+    code = [sys.executable, "-c", FULL, tmp_path / "run", *flags, "--progress", "none", "--json"]
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = processes.run(code, env=kept | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 2, done.stderr[:3000]
+    rows, run = done.stderr.splitlines()
+    assert rows.startswith("msrl-jax: warning: metrics are kept in memory")
+    assert run.startswith("msrl-jax: warning: the run could not be saved in") and "File too large" in run
+    saved = json.loads(done.stdout.splitlines()[-1])
+    assert saved["status"] == "finished" and saved["folder"] in run
+    result = Result.load(saved["folder"])
+    assert result.history["step"].tolist() == list(range(64, 64 * 401, 64)) and result.act([0.0] * 4).shape == ()
 
 
 def test_bad_folders_are_one_line_on_the_command_line(copy):

@@ -8,8 +8,8 @@ import pytest
 
 from msrl_jax import cli
 from msrl_jax.cli import program
-from msrl_jax.report.scaling import format_markdown, format_table, plans
 from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.report.scaling import format_markdown, format_table, plans
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
 DEVICES = ("cpu:1", "cpu:2", "cpu:4", "cpu:8")

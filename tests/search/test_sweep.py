@@ -9,20 +9,21 @@ import time
 import jax
 import numpy as np
 import pytest
+from msrl_jax.search.sw_halving import rung_steps, survivors
+from msrl_jax.search.sw_trials import Trial
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
 from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Sweep, Train
+from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.search import sw_batch as batch
 from msrl_jax.search import sw_plan as plan
 from msrl_jax.search.space import choose, read_axes
-from msrl_jax.search.sw_halving import rung_steps, survivors
-from msrl_jax.search.sw_trials import Trial
-from msrl_jax.experiment.folder import RunFolderError
+from tests.support import processes
 
 from ..algorithms.random_walk import RandomWalk
-from ..training.test_members import assert_member
+from ..experiment.test_members import assert_member
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
@@ -354,7 +355,7 @@ print(result.status)
 def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
     def start(name):
         words = [sys.executable, "-c", KILLED, str(tmp_path / name)]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return processes.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     whole = start("whole")
     killed = 0
