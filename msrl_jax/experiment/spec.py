@@ -26,7 +26,7 @@ from msrl_jax.envs.base import env_name
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.experiment.acting import Behavior
-from msrl_jax.experiment.agents import members, skip_nonfinite, with_numbers
+from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evolve import evolve
 from msrl_jax.experiment.folder import RunFolderError, to_json
 from msrl_jax.experiment.history import in_words
@@ -136,7 +136,8 @@ class Experiment:
         """The agent of one member."""
 
         def build(config: Any) -> Agent:
-            return skip_nonfinite(config.build(env)) if skips else config.build(env)
+            agent = numbers_only(config.build(env), self.name)
+            return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
         return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
