@@ -138,11 +138,7 @@ def _answer(function: Callback, tick: Tick) -> bool:
 
 
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
-    """The callbacks of a run as a tuple: functions of a `Tick`, or hooks.
-
-    Raises:
-      TypeError: if it is no sequence, or one of them cannot be called.
-    """
+    """The callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
         given = f"[{callbacks!r}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
         raise TypeError(f"callbacks={callbacks!r} is no sequence; write callbacks={given}")

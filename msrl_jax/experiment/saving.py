@@ -90,14 +90,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: Path, every: Interval, keep: int, recording: Any = None):
-        """Starts to count from now.
-
-        Args:
-          path: the folder of the run.
-          every: the time between checkpoints.
-          keep: number of checkpoints to keep besides the best one.
-          recording: the hook that records the run, if it is recorded.
-        """
+        """Starts to count from now."""
         self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
         self._interval, self.every, self._recording = every, every.steps, recording
         self._saved_at, self._saved_step = time.monotonic(), 0

@@ -249,12 +249,7 @@ def saved_states(path: Path | None, run: Any) -> Iterator[tuple[Any, int]]:
 
 
 def take_over(saved: Saved, run: Any) -> None:
-    """Takes over the host's part of a run's state, and removes what is newer than its checkpoint.
-
-    Args:
-      saved: the run.
-      run: the run in progress, whose state is that of the checkpoint.
-    """
+    """Takes over the host's part of a run's state, and removes what is newer than its checkpoint."""
     progress = {} if saved.checkpoint is None else saved.checkpoint.progress
     count = progress.get("rows", 0)
     with processes.together("reading the history"):
