@@ -310,8 +310,7 @@ class Experiment:
 
         Lengths are left out, because a run may be extended, and so are guards and data sets.
         """
-        mine, theirs = (_facts(x._plain()) for x in (self, other))
-        return next(((n, x, theirs.get(n)) for n, x in mine.items() if x != theirs.get(n)), None)
+        return difference(self._plain(), other._plain())
 
     def fingerprint(self, rollbacks: Sequence[Any] = ()) -> str:
         """The SHA-256 of what `difference` compares, and of what changed it during the run."""
@@ -337,6 +336,12 @@ def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
     fields = about["config"] | (about["settings"] or {})
     names = ("env", "env_object", "seed", "seeds", "env_params", "pbt")
     return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first fact in which the contents of two `config.json` differ, with both values."""
+    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items())
+    return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
 def fingerprint(about: Mapping[str, Any], rollbacks: Sequence[Any] = ()) -> str:

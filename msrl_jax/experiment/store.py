@@ -23,7 +23,7 @@ from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning
 from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
 from msrl_jax.experiment.run import TIMINGS
-from msrl_jax.experiment.spec import Experiment, fingerprint, make_experiment
+from msrl_jax.experiment.spec import Experiment, difference, fingerprint, make_experiment
 from msrl_jax.fragments.program import Delayed, Program
 
 Result: TypeAlias = Any
@@ -168,8 +168,8 @@ def resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
     experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
-    if difference := before.difference(experiment):
-        raise _differs(saved, *difference)
+    if differs := difference(was, experiment.to_json()):
+        raise _differs(saved, *differs)
     return experiment
 
 
