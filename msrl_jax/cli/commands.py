@@ -194,10 +194,12 @@ class Evaluate(Again):
 
     Attributes:
       episodes: number of episodes.
+      checkpoint: newest, best, or the number of iterations after which it was written.
       max_steps: maximum length of an episode, in steps.
     """
 
     episodes: int = 128
+    checkpoint: Literal["newest", "best"] | int = "newest"
     max_steps: int = 10_000
 
 

@@ -73,6 +73,10 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     outcome = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(outcome["returns"]) == 4 and outcome["eval_return"] == sum(outcome["returns"]) / 4
     assert outcome["finished"] == [True] * 4
+    assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "2", "--json"]) == 2
+    assert "has no checkpoint 2: those after iterations 4 are complete" in capsys.readouterr().err
+    assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
@@ -94,6 +98,12 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
 
 MISTAKES = [
     (["trian"], "did you mean 'train'?"),
+    (["--verison"], "did you mean '--version'?"),
+    (["train", "--total-steps", "1e30"], "'1e30' is too large"),
+    (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
+    (["train", "--hidden-sizes", "64,x"], "'x' is not a whole number"),
+    (["replay", __file__], "test_cli.py is no file of a step that was not finite"),
+    (["replay", "nothere.npz"], "there is no file nothere.npz"),
     (["train", "--num-env", "4"], "did you mean '--num-envs'?"),
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
@@ -137,6 +147,7 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, capsys, tmp_path, 
 @pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
 def test_whole_numbers_may_be_written_as_floats(text, number):
     args, config = parse("train", Train, ["--total-steps", text, "--num-envs", text])
+    assert parse("train", Train, ["--hidden-sizes", f"{text},8", "9"])[1] == {"hidden_sizes": (number, 8, 9)}
     assert args.total_steps == number and config == {"num_envs": number} and type(config["num_envs"]) is int
 
 
@@ -227,11 +238,15 @@ def test_help_starts_no_device():
     assert done.stdout.split() == ["3"], done.stderr
 
 
-@pytest.mark.parametrize("output", ["2>&1 | head -1", ">&- 2>/dev/full"])
-def test_output_does_not_decide_over_training(output, tmp_path):
+FULL = "msrl-jax: error: cannot write to standard output: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(("output", "said"), [("2>&1 | head -1", ""), (">&- 2>/dev/full", ""), (">/dev/full", FULL)])
+def test_output_does_not_decide_over_training(output, said, tmp_path):
     words = command("train", "--total-steps", 64 * 40, "--chunk", 1, "--out", "run", "--eval-episodes", 0, *TINY)
+    words += ["--progress", "none"] if said else []
     done = processes.run(["bash", "-c", f"{shlex.join(words)} {output}; echo code ${{PIPESTATUS[0]}}"], cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "code 0" and done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "code 0" and done.stderr == said
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 40
 

@@ -112,10 +112,10 @@ def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
       The values. `[...]`
     """
     size = jnp.abs(value)
-    # The larger root of a quadratic equation for sqrt(|x| + 1), written without cancellation.
-    root = jnp.sqrt(1 + 4 * epsilon * (size + 1 + epsilon))
-    squared = jnp.square(2 * (size + 1 + epsilon) / (root + 1))
-    return jnp.sign(value) * (squared - 1)
+    # sqrt(|x| + 1) - 1 by the larger root of a quadratic equation, written without cancellation.
+    root = jnp.sqrt((1 + 2 * epsilon) ** 2 + 4 * epsilon * size)
+    above = 2 * size / (root + 1 + 2 * epsilon)
+    return jnp.sign(value) * above * (above + 2)
 
 
 def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
