@@ -11,7 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.agent import counted
 from msrl_jax.counters import to_int
-from msrl_jax.experiment import DivergedError, Result
+from msrl_jax.experiment import DivergedError, Ending, Experiment, Result, make_experiment
 from tests.support.training_envs import Poison
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -243,3 +243,52 @@ def test_nothing_is_written_unless_asked_for(tiny, one_device, tmp_path, monkeyp
 def test_ppo_solves_cartpole(one_device):
     run = msrl.train("ppo", "CartPole-v1", total_steps=200_000, devices=one_device, progress=False)
     assert run.evaluation is not None and run.evaluation.mean_return > 475
+
+
+def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
+    experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, overrides=tiny)
+    assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
+    assert experiment.difference(dataclasses.replace(experiment, seed=4)) == ("seed", 3, 4)
+    options = {"chunk": 2, "eval_episodes": 0, "devices": one_device, "progress": False}
+    half = msrl.train(experiment, out=tmp_path / "run", callbacks=[lambda tick: True], **options)
+    assert half.experiment == experiment and half.status == "stopped"
+    other = dataclasses.replace(experiment, seed=4)
+    with pytest.raises(ValueError, match="has seed=3, and cannot go on with seed=4"):
+        msrl.train(other, resume=tmp_path / "run", **options)
+    with pytest.raises(ValueError, match="seeds is a part of the experiment"):
+        msrl.train(experiment, seeds=2, **options)
+    whole = msrl.train(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3, **options)
+    assert_trees_close(msrl.train(experiment, resume=tmp_path / "run", **options).run_state, whole.run_state, rtol=0, atol=0)
+
+
+def test_hooks_are_called_around_every_chunk(tiny, one_device):
+    calls = []
+
+    class Hook:
+        def begin(self, run):
+            calls.append(("begin", run.iteration))
+
+        def before(self, run):
+            return Ending("stopped") if run.iteration == 2 else calls.append(("before", run.iteration))
+
+        def after(self, run):
+            calls.append(("after", run.iteration))
+
+        def end(self, run):
+            calls.append(("end", run.ending.status))
+
+    run = msrl.train(
+        "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[Hook()], progress=False, **tiny
+    )
+    assert run.status == "stopped" and run.history["iteration"].tolist() == [1, 2]
+    around = [(phase, i) for i in (0, 1) for phase in ("before", "after")]
+    assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
+
+
+def test_a_run_saved_by_version_0_1_is_refused_with_a_sentence(run_folder, trained, tmp_path):
+    config = json.loads((run_folder / "config.json").read_text())
+    del config["format"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read in (Result.load, lambda path: msrl.train(resume=path, progress=False)):
+        with pytest.raises(ValueError, match=r"was saved by version 0\.1 of msrl_jax, which this version cannot read; start a new"):
+            read(tmp_path)
