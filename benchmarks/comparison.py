@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from msrl_jax.training.benchmark import calibrated_chunk, interleave, program_runner
-from msrl_jax.training.setup import resolve, resolve_policy
+from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,7 +108,7 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
       commit of msrl_jax, and the peer's versions.
     """
     load = os.getloadavg()[0]
-    setup = resolve(setting.algo, setting.env, overrides=setting.config | setting.only_ours, seeds=setting.seeds)
+    setup = make_experiment(setting.algo, setting.env, overrides=setting.config | setting.only_ours, seeds=setting.seeds)
     program = setup.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
     chunk = calibrated_chunk(setup, program)
     compile_seconds = program.compile_seconds

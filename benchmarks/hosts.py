@@ -21,8 +21,8 @@ import numpy as np
 from comparison import Peer, Setting, commit
 
 import msrl_jax as msrl
-from msrl_jax.training.benchmark import calibrated_chunk, interleave, program_runner
-from msrl_jax.training.setup import resolve, resolve_policy
+from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
 
 PPO = {"num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4}
 SETTINGS = [Setting("ppo", f"gymnasium:{name}", PPO) for name in ("HalfCheetah-v5", "Ant-v5")]
@@ -53,7 +53,7 @@ class Simulating:
 
 def training(setting: Setting, groups: int, policy: str) -> Callable[[float], float]:
     """A runner of training, compiled."""
-    setup = resolve(setting.algo, setting.env, overrides=setting.config | {"env_groups": groups})
+    setup = make_experiment(setting.algo, setting.env, overrides=setting.config | {"env_groups": groups})
     program = setup.compile(resolve_policy(policy), jax.devices()[:1])
     return program_runner(setup, program, calibrated_chunk(setup, program))
 
