@@ -303,7 +303,8 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
     history |= {name: x[None] for name, x in taken(lambda run: {name: run.history[name][-1] for name in columns}).items()}
     states = [agent.without_data(run.run_state) for run, _ in parts]
     return dataclasses.replace(
-        first, experiment=experiment, history=history, run_state=agent.with_data(map_members(join, *states)),
+        first, experiment=experiment, description={**first.description, **experiment.to_json()}, history=history,
+        run_state=agent.with_data(map_members(join, *states)),
         registers=taken(lambda run: run.registers), evaluation=last, folder=None,
     )  # fmt: skip
 
