@@ -236,7 +236,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
 
 def bench(args: Bench, config: dict[str, Any]) -> int:
     """Measures the speed of training."""
-    from msrl_jax import report
+    from msrl_jax.report import bench as report
 
     grid = (args.algo, args.env, args.policy, args.num_envs, args.unroll_length)
     options = _options(args, "algo", "env", "policy", "num_envs", "unroll_length")

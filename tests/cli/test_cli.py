@@ -12,12 +12,12 @@ import jax
 import pytest
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms import PPOConfig
-from msrl_jax.algorithms.configs.base import field_docs
+from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.config import field_docs
 from msrl_jax.cli import main, program
+from msrl_jax.cli.actions import MOST_CPU_DEVICES
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import parse
-from msrl_jax.cli.program import MOST_CPU_DEVICES
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
@@ -139,7 +139,7 @@ def test_whole_numbers_may_be_written_as_floats(text, number):
 
 
 def test_a_flag_that_equals_its_default_was_given():
-    default = algorithms.get("ppo").config()
+    default = algorithms.get("ppo")()
     flags = ["--learning-rate", str(default.learning_rate), "--no-normalize-rewards", "--hidden-sizes", "8", "9"]
     assert parse("train", Train, flags)[1] == {
         "learning_rate": default.learning_rate, "normalize_rewards": False, "hidden_sizes": (8, 9),
@@ -150,7 +150,7 @@ def test_help_of_several_algorithms_names_their_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--algo", "dqn", "ppo", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    rates = [algorithms.get(algo).config.learning_rate for algo in ("dqn", "ppo")]
+    rates = [algorithms.get(algo)().learning_rate for algo in ("dqn", "ppo")]
     assert f"(default: {rates[0]} of dqn, {rates[1]} of ppo)" in text and "(default: each algorithm's own)" in text
 
 
@@ -212,9 +212,9 @@ def test_help_shows_every_field_of_the_config(capsys):
     text = capsys.readouterr().out
     assert text.count("--total-steps") == 1
     words = re.sub(r"\W+", "", text)  # whatever the lines and the frame of the table
-    for field, about in field_docs(PPOConfig).items():
+    for field, about in field_docs(PPO).items():
         assert f"--{field.replace('_', '-')}" in text
-        assert field == "total_steps" or re.sub(r"\W+", "", about) in words, field
+        assert re.sub(r"\W+", "", about) in words, field
 
 
 def test_help_starts_no_device():

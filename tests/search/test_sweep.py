@@ -12,17 +12,17 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
+from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Sweep, Train
-from msrl_jax.search import sw_batch as batch
-from msrl_jax.search import sw_plan as plan
+from msrl_jax.experiment import RunFolderError
+from msrl_jax.search import course
+from msrl_jax.search.order import rung_steps
 from msrl_jax.search.space import choose, read_axes
-from msrl_jax.search.sw_halving import rung_steps, survivors
-from msrl_jax.search.sw_trials import Trial
-from msrl_jax.training.folder import RunFolderError
+from msrl_jax.search.trials import Trial, survivors
 
 from ..algorithms.random_walk import RandomWalk
-from ..training.test_members import assert_member
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
@@ -30,7 +30,19 @@ APART = "SingleLearnerCoarse:learners=1,actors=1"
 
 
 def axes_of(**fields):
-    return read_axes(algorithms.get("ppo"), fields)[0]
+    return read_axes(PPO, fields)[0]
+
+
+def assert_member(members, member, alone):
+    """That a member has the history, the parameters and the keys of a run of its own."""
+    for name, column in alone.history.items():
+        if name not in ("step", "iteration", "seconds", "steps_per_second"):
+            np.testing.assert_allclose(members.history[name][:, member], column, rtol=2e-4, atol=1e-5, err_msg=name)
+    of_member = innermost(members.member_state(member))
+    for x, y in zip(jax.tree.leaves(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
+    np.testing.assert_array_equal(*keys)
 
 
 def returns(result):
@@ -70,9 +82,9 @@ def test_a_field_is_swept_as_text_a_list_or_a_distribution(value, kind, numbers)
 
 
 def test_a_field_of_sequences_is_swept_by_a_list_of_them():
-    axes, constants = read_axes(algorithms.get("ppo"), {"hidden_sizes": [[8], (8, 8)], "activation": ["tanh", "relu"]})
+    axes, constants = read_axes(PPO, {"hidden_sizes": [[8], (8, 8)], "activation": ["tanh", "relu"]})
     assert [axis.values.numbers for axis in axes] == [((8,), (8, 8)), ("tanh", "relu")] and constants == {}
-    _, constants = read_axes(algorithms.get("ppo"), {"hidden_sizes": [8, 8], "activation": "tanh", "gae_lambda": [0.5]})
+    _, constants = read_axes(PPO, {"hidden_sizes": [8, 8], "activation": "tanh", "gae_lambda": [0.5]})
     assert constants == {"hidden_sizes": [8, 8], "activation": "tanh"}
 
 
@@ -111,10 +123,10 @@ def test_sobol_points_have_one_value_in_each_interval():
 
 MISTAKES = [
     ({"num": 4}, "no field has several values"),
-    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPOConfig.learning_rate=-1.0: use a finite"),
-    ({"learning_rate": "log:0:1", "num": 2}, "PPOConfig.learning_rate=log_uniform.*low <= high above 0"),
-    ({"learning_rate": "lg:1:2"}, "PPOConfig.learning_rate: there is no 'lg'"),
-    ({"learning_rate": "1,x"}, "PPOConfig.learning_rate=.*is no number"),
+    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
+    ({"learning_rate": "log:0:1", "num": 2}, "PPO.learning_rate=log_uniform.*low <= high above 0"),
+    ({"learning_rate": "lg:1:2"}, "PPO.learning_rate: there is no 'lg'"),
+    ({"learning_rate": "1,x"}, "PPO.learning_rate=.*is no number"),
     ({"learning_rate": "ramp:0:1:10"}, "does not change during a run"),
     ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
     ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
@@ -122,8 +134,8 @@ MISTAKES = [
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
     ({"learning_rate": []}, "there are no values"),
     ({"activation": envs.uniform(0, 1)}, "it is no number"),
-    ({"activation": ["tanh", "tan"]}, r"trial 1 \(activation=tan\): PPOConfig.activation='tan'"),
-    ({"rate": [1e-3, 1e-2]}, "PPOConfig has no field 'rate'"),
+    ({"activation": ["tanh", "tan"]}, r"trial 1 \(activation=tan\): PPO.activation='tan'"),
+    ({"rate": [1e-3, 1e-2]}, "PPO has no field 'rate'"),
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
@@ -138,7 +150,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
 def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.sw_search.check_optuna", lambda: None)
+    monkeypatch.setattr("msrl_jax.search.order.check_optuna", lambda: None)
     arguments = {"method": "grid", "env": ENV, "out": tmp_path / "sweep", **COMMON, **tiny} | mistake
     with jax.log_compiles(), pytest.raises(ValueError, match=message):
         msrl.sweep("ppo", **arguments)
@@ -196,13 +208,13 @@ def test_numbers_of_the_command_are_exact(tiny):
     about = {
         "algorithm": "ppo", "env_spec": ENV, "env_params": {"length": "uniform(0.25, 1)"}, "policy": "GPUOnly", "seed": 0,
         "total_steps": 64, "seeds": 1, "eval_episodes": 0,
-        "config": json.loads(json.dumps(vars(algorithms.get("ppo").config(normalize_rewards=True, **tiny)))),
+        "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
     }  # fmt: skip
     trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
     args, config = flags.parse("msrl-jax train", Train, shlex.split(command)[2:])
-    made = algorithms.get("ppo").make_config(None, config)
-    assert made == algorithms.get("ppo").config(normalize_rewards=True, learning_rate=rate, **tiny)
+    made = algorithms.make("ppo", config)
+    assert made == PPO(normalize_rewards=True, learning_rate=rate, **tiny)
     assert args.env_params == "length=uniform(0.25, 1)"
 
 
@@ -237,7 +249,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
 
 
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.sw_batch.train", None)
+    monkeypatch.setattr("msrl_jax.search.course.train", None)
     again = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
         **COMMON, **(tiny | {"num_envs": [8, 16]}),
@@ -272,8 +284,9 @@ def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
             **(COMMON | {"total_steps": 8 * 64}), **tiny,
         )  # fmt: skip
         for seed in range(2):
-            found = halved.run(trial).member_state(trial.member + seed).params
-            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(alone.member_state(seed).params), strict=True):
+            found, expected = halved.run(trial).member_state(trial.member + seed), alone.member_state(seed)
+            both = (jax.tree.leaves(innermost(state).params) for state in (found, expected))
+            for x, y in zip(*both, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     kept = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, rungs=2, members_at_once=4, seeds=2,
@@ -301,19 +314,18 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
             )  # fmt: skip
 
     def interrupt(*args, **kwargs):
-        trained.append(len(kwargs["learning_rate"]))
+        trained.append(len(args[0].settings["learning_rate"]))
         raise InterruptedError
 
     trained = []
-    monkeypatch.setattr("msrl_jax.search.sw_batch.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
     sweep()
     (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
-    monkeypatch.setattr(plan, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / plan.HEADROOM))
+    monkeypatch.setattr(course, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / course.HEADROOM))
     sweep()
     sweep(members_at_once=7)
     assert trained == [5, 2, 3], "batches of about equal size"
-    ppo = algorithms.get("ppo")
-    state = jax.eval_shape(ppo.build(envs.make(ENV), ppo.config(**tiny)).init, jax.random.key(0))
+    state = jax.eval_shape(PPO(**tiny).build(envs.make(ENV)).init, jax.random.key(0))
     held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert first["bytes_of_a_trial"] > 4 * held, "two states of two seeds"
 
@@ -390,7 +402,7 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
     assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
     assert sweep("sweep").trials == found.trials
 
-    calls, train = [], batch.train
+    calls, train = [], course.train
 
     def train_once(*args, **kwargs):
         calls.append(kwargs)
@@ -399,7 +411,7 @@ def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, 
         return train(*args, **kwargs)
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
-        patched.setattr(batch, "train", train_once)
+        patched.setattr(course, "train", train_once)
         sweep("half")
     assert sweep("half").trials == found.trials
 
@@ -424,7 +436,7 @@ def test_the_command_line_sweeps(tmp_path, capsys):
     assert "msrl-jax train --algo ppo" in command and (tmp_path / "sweep.png").exists()
     assert cli.main(words) == 2 and "already holds a sweep" in capsys.readouterr().err
     assert cli.main(["sweep", "--learning-rate", "log:1e-4", "--num", "2"]) == 2
-    assert "PPOConfig.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
+    assert "PPO.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
 
 
 def test_words_and_sequences_are_swept_on_the_command_line(capsys):

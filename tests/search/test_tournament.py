@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.experiment import Result, ResumeWarning, RunFolderError
 from msrl_jax.search import Leaderboard
-from msrl_jax.training import Result, ResumeWarning, RunFolderError
 
 from ..algorithms.random_walk import RandomWalk
 
