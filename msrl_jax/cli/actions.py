@@ -165,7 +165,7 @@ def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     """Plays greedy episodes."""
     import msrl_jax as msrl
     from msrl_jax.data.spaces import agents_of
-    from msrl_jax.experiment.pbt import in_words
+    from msrl_jax.experiment.history import in_words
 
     result = msrl.Result.load(args.run)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import numbers
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import whole
+from msrl_jax._spec import read_values
 from msrl_jax._spelling import suggestion
 from msrl_jax import algorithms
 from msrl_jax.algorithms.config import tunable_fields
@@ -188,19 +188,13 @@ def read(given: GivenPBT) -> PBT:
         return given
     own = [field.name for field in dataclasses.fields(PBT)]
     if isinstance(given, str):
-        fields: dict[str, Any] = {}
-
-        def word(found: re.Match[str]) -> str:
-            fields[found[1]] = found[2]
-            return ""
-
-        rest = re.sub(rf"(?:^|,)\s*({'|'.join(_WORDS)})\s*=\s*(\w+)", word, given).strip(" ,")
-        numbers_ = distributions.parse_many(rest)
-        search = {name: x for name, x in numbers_.items() if name not in own}
+        wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
+        values = read_values(given, distributions.CALLS, wrong=wrong)
+        search = {name: x for name, x in values.items() if name not in own}
         for name, x in search.items():
             if not isinstance(x, Distribution) and (near := suggestion(name, own)):
                 raise ValueError(f"pbt has no field {name!r}{near}; its fields are {', '.join(own)}")
-        return PBT(search, **fields, **{name: x for name, x in numbers_.items() if name in own})
+        return PBT(search, **{name: x for name, x in values.items() if name in own})
     if not isinstance(given, Mapping):
         raise TypeError(f"pbt={given!r}: give msrl.PBT(search=..., members=..., every=...)")
     for name in given:

@@ -15,7 +15,7 @@ from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
 from msrl_jax.training.setup import resolve
-from tests.training.training_envs import Lottery, Poison
+from tests.support.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk
 from ..training.test_result import assert_same_state

@@ -13,8 +13,8 @@ from msrl_jax import cli, envs
 from msrl_jax.training import Result, RunFolderError
 from msrl_jax.training.lineage import copies
 from msrl_jax.training.setup import resolve
-from tests.training.guarded_envs import Faulty
-from tests.training.runs import assert_same_run, stop_after
+from tests.support.guarded_envs import Faulty
+from tests.support.runs import assert_same_run, stop_after
 
 from .test_pbt import EIGHT, ENV, RATE, SMALL, STEPS
 

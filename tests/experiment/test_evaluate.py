@@ -7,7 +7,7 @@ from msrl_jax import algorithms
 from msrl_jax.counters import to_int
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.evaluate import Evaluation, make_evaluator
-from tests.training.training_envs import Lottery
+from tests.support.training_envs import Lottery
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ def run_cluster(folder, count, devices, cases):
     try:
         for i, log in enumerate(logs):
             arguments = [address, count, i, devices, folder, *cases]
-            command = [sys.executable, "-m", "tests.training.cluster", *map(str, arguments)]
+            command = [sys.executable, "-m", "tests.support.cluster", *map(str, arguments)]
             with log.open("w") as file:
                 children.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file))
         deadline = time.monotonic() + START * (1 + len(cases))

@@ -1,4 +1,4 @@
-"""A process of a run on several: `python -m tests.training.cluster ADDRESS COUNT INDEX DEVICES FOLDER CASE...`.
+"""A process of a run on several: `python -m tests.support.cluster ADDRESS COUNT INDEX DEVICES FOLDER CASE...`.
 
 Each case is ALGORITHM/POLICY. Every process writes what it has at the end to FOLDER/CASE.INDEX.npz.
 """

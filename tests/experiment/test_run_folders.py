@@ -12,7 +12,7 @@ from msrl_jax.training import Result
 from msrl_jax.training.checkpoint import CheckpointError, complete
 from msrl_jax.training.folder import RunFolderError, SaveWarning
 from msrl_jax.training.resume import ResumeWarning
-from tests.training.runs import CHUNK, assert_same_run, cli, stop_after, train
+from tests.support.runs import CHUNK, assert_same_run, cli, stop_after, train
 
 CONFLICTS = [
     ({"algo": "dqn"}, r"has algo='ppo', and cannot go on with algo='dqn'"),

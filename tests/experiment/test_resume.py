@@ -19,9 +19,9 @@ from msrl_jax.training import Result
 from msrl_jax.training.checkpoint import complete
 from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.resume import ResumeWarning
-from tests.training import runs
-from tests.training.runs import ITERATIONS, assert_same_run, cli, stop_after, train
-from tests.training.training_envs import Lottery
+from tests.support import runs
+from tests.support.runs import ITERATIONS, assert_same_run, cli, stop_after, train
+from tests.support.training_envs import Lottery
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +85,7 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
     while True:
         arguments = [name, policy, folder, data, record]
         with subprocess.Popen(
-            [sys.executable, "-m", "tests.training.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.support.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
         ) as process:
             if done < kills:
                 process.stdout.readline()  # the first tick

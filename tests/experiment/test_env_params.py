@@ -16,7 +16,7 @@ from msrl_jax.envs.param_source import changed, find_source
 from msrl_jax.training import Result
 from msrl_jax.training.folder import RunFolderError
 from tests.algorithms.transitions import noise
-from tests.training.runs import assert_same_run, stop_after
+from tests.support.runs import assert_same_run, stop_after
 
 ENV, ITERATIONS = "CartPole-v1:max_steps_in_episode=20", 6
 DRAWN = {

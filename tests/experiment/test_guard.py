@@ -13,7 +13,7 @@ from msrl_jax import cli
 from msrl_jax.fragments.origin import find_origin
 from msrl_jax.training import DivergedError
 from msrl_jax.training.watch import non_finite
-from tests.training.guarded_envs import Faulty
+from tests.support.guarded_envs import Faulty
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
 CONFIGS = {

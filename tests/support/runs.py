@@ -1,4 +1,4 @@
-"""Small runs that are interrupted and go on; also a script that can be killed: `python -m tests.training.runs NAME ...`."""
+"""Small runs that are interrupted and go on; also a script that can be killed: `python -m tests.support.runs NAME ...`."""
 
 import json
 import subprocess

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import msrl_jax as msrl
-from tests.training.runs import stop_after, train
+from tests.support.runs import stop_after, train
 
 TINY = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),

@@ -9,7 +9,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.training import Result
 from msrl_jax.training.setup import resolve, resolve_policy
-from tests.training.training_envs import Lottery
+from tests.support.training_envs import Lottery
 
 
 def assert_same_state(actual, expected):
