@@ -11,7 +11,7 @@ FLOORS = [
     {"__init__", "__main__"},
     {"cli"},
     {"search", "report"},
-    {"training"},
+    {"experiment"},
     {"algorithms"},
     {"data"},
     {"policies", "replay"},
