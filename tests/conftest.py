@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
+
 # Nearly all the time of the tests is compiling, half of it in LLVM's passes. Without them only some products and sums become
 # one operation that rounds once, so equal programs would differ in their last bits: AVX has no such operation. What users run
 # is optimised; `XLA_FLAGS="--xla_backend_optimization_level=3 --xla_cpu_max_isa=AVX512" pytest` tests that.
@@ -44,6 +46,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="msrl-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Ends what a test has started and not ended."""
+    yield
+    processes.end_all()
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist asks; `-p no:xdist` leaves it out

@@ -6,7 +6,6 @@ import io
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import entry_points
@@ -15,13 +14,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from msrl_jax.algorithms.configs.base import tunable_fields
+from msrl_jax.training.setup import resolve_policy
 
 import msrl_jax as msrl
 from msrl_jax import cli, codecs, envs
-from msrl_jax.algorithms.configs.base import tunable_fields
 from msrl_jax.cli import program
 from msrl_jax.envs import registry
-from msrl_jax.training.setup import resolve_policy
+from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
@@ -180,7 +180,7 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     command = [sys.executable, "-c", "\n".join([*starts, "print(len(jax.devices()))"])]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = processes.run(command, cwd=ROOT, env=environment)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 

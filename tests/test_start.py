@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -17,6 +16,7 @@ import msrl_jax as msrl
 from msrl_jax import _compile_cache
 from msrl_jax.cli import names
 from msrl_jax.fragments.executables import Executables
+from tests.support import processes
 
 RUN = """
 import collections, json, sys
@@ -46,10 +46,9 @@ def python(code, *arguments, **environment):
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     quick = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     kept |= quick | environment
-    return subprocess.run(
-        [sys.executable, "-W", "always::UserWarning", "-c", code, *map(str, arguments)],
-        env=kept, capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    done = processes.run([sys.executable, "-W", "always::UserWarning", "-c", code, *arguments], env=kept)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def train(out, **environment):

@@ -18,6 +18,7 @@ from msrl_jax.cli import main, program
 from msrl_jax.cli.actions import MOST_CPU_DEVICES
 from msrl_jax.cli.commands import Train
 from msrl_jax.cli.flags import parse
+from tests.support import processes
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
@@ -27,7 +28,7 @@ def command(*arguments):
 
 
 def run(*arguments, cwd=None):
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=300)
+    return processes.run(command(*arguments), cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +76,13 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
 
 
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
-    process = subprocess.Popen(
+    process = processes.start(
         command("train", "--total-steps", 64 * 100_000, "--chunk", 20, "--out", "run", "--progress", "none", *TINY),
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 200
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -221,28 +223,25 @@ def test_help_starts_no_device():
     # `--cpu-devices` can be obeyed only if nothing before it has started a backend.
     code = "import msrl_jax.cli, jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices()))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = processes.run([sys.executable, "-c", code], env=environment)
     assert done.stdout.split() == ["3"], done.stderr
 
 
 @pytest.mark.parametrize("output", ["2>&1 | head -1", ">&- 2>/dev/full"])
 def test_output_does_not_decide_over_training(output, tmp_path):
     words = command("train", "--total-steps", 64 * 40, "--chunk", 1, "--out", "run", "--eval-episodes", 0, *TINY)
-    done = subprocess.run(
-        ["bash", "-c", f"{shlex.join(words)} {output}; echo code ${{PIPESTATUS[0]}}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = processes.run(["bash", "-c", f"{shlex.join(words)} {output}; echo code ${{PIPESTATUS[0]}}"], cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "code 0" and done.stderr == ""
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 40
 
 
 def test_a_listing_that_cannot_be_written_is_an_error():
-    done = subprocess.run(["bash", "-c", f"{shlex.join(command('list'))} >/dev/full"], capture_output=True, text=True)
+    done = processes.run(["bash", "-c", f"{shlex.join(command('list'))} >/dev/full"])
     assert done.returncode == 2 and done.stderr.startswith("msrl-jax: error: cannot write to standard output")
 
 
 def test_a_reader_that_leaves_early_is_no_error():
     piped = " ".join(command("list")) + " | head -1; echo ${PIPESTATUS[0]}"
-    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, timeout=120)
+    done = processes.run(["bash", "-c", piped])
     assert done.stdout.splitlines() == ["algorithms", "0"] and done.stderr == ""

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnax.environments.classic_control import cartpole
+from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
-from msrl_jax.training.setup import resolve
 from tests.support.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk

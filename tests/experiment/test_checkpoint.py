@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-
 from msrl_jax.training import checkpoint
 from msrl_jax.training.checkpoint import SEAL, CheckpointError, CheckpointWriter, complete, load, newest, verify
+
+from tests.support import processes
 
 
 class State(NamedTuple):
@@ -184,7 +185,7 @@ def kill_while_saving(path, kills, rng):
     """Kills a process that saves without a pause; each time the newest checkpoint has to be whole."""
     last, like = 0, {"x": jnp.ones((300, 400), jnp.int32), "y": jnp.ones(7, jnp.int32)}
     for _ in range(kills):
-        with subprocess.Popen([sys.executable, "-c", SAVES, path], stdout=subprocess.PIPE, text=True) as process:
+        with processes.start([sys.executable, "-c", SAVES, path], stdout=subprocess.PIPE, text=True) as process:
             for _ in range(1 + int(rng.integers(3))):
                 line = process.stdout.readline()
             time.sleep(rng.uniform(0, 0.15))

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training import Result
+from msrl_jax.training.folder import RunFolderError
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.envs.param_source import changed, find_source
-from msrl_jax.training import Result
-from msrl_jax.training.folder import RunFolderError
 from tests.algorithms.transitions import noise
 from tests.support.runs import assert_same_run, stop_after
 

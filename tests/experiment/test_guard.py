@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training import DivergedError
+from msrl_jax.training.watch import non_finite
 
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.fragments.origin import find_origin
-from msrl_jax.training import DivergedError
-from msrl_jax.training.watch import non_finite
 from tests.support.guarded_envs import Faulty
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}

@@ -2,10 +2,10 @@ import math
 
 import numpy as np
 import pytest
-
-from msrl_jax.metrics import Mean
 from msrl_jax.training.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
 from msrl_jax.training.pace import chunk_length
+
+from msrl_jax.metrics import Mean
 
 
 def test_a_mean_weighs_every_sample_equally():

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-
-import msrl_jax as msrl
-from msrl_jax import algorithms, envs
 from msrl_jax.training import Result
 from msrl_jax.training.hyperparameters import tuned
 from msrl_jax.training.setup import resolve
+
+import msrl_jax as msrl
+from msrl_jax import algorithms, envs
 
 from .test_members import ENV, assert_member
 

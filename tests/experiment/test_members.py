@@ -2,9 +2,9 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from msrl_jax.training.members import initial_key, member_axes
 
 import msrl_jax as msrl
-from msrl_jax.training.members import initial_key, member_axes
 
 from ..algorithms.random_walk import RandomWalk
 

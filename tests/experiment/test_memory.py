@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import _device_memory, cli
 from msrl_jax.fragments.memory import Fitting, program_bytes
-from msrl_jax.training.setup import resolve
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
 

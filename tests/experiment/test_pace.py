@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-
 from msrl_jax.training.pace import Pace, chunk_length
 from msrl_jax.training.saving import AUTOMATIC, Interval, interval
 from msrl_jax.training.stopping import TIME_LIMIT, StopRequests, seconds

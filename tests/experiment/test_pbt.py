@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training.evolving import exploit, explore
+from msrl_jax.training.pbt import read
+from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.policies import Layout, Placement
-from msrl_jax.training.evolving import exploit, explore
-from msrl_jax.training.pbt import read
-from msrl_jax.training.setup import resolve
 
 RATE = envs.log_uniform(1e-5, 1e-2)
 SEARCH = {"learning_rate": RATE, "entropy_coef": envs.uniform(0, 0.1)}

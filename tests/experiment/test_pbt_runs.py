@@ -7,12 +7,12 @@ import json
 import jax
 import numpy as np
 import pytest
-
-import msrl_jax as msrl
-from msrl_jax import cli, envs
 from msrl_jax.training import Result, RunFolderError
 from msrl_jax.training.lineage import copies
 from msrl_jax.training.setup import resolve
+
+import msrl_jax as msrl
+from msrl_jax import cli, envs
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
 

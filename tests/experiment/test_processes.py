@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,12 +11,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from msrl_jax.training import Result, checkpoint, processes
 
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.cli import launch
 from msrl_jax.policies import POLICIES
-from msrl_jax.training import Result, checkpoint, processes
+from tests.support.processes import run as run_process
+from tests.support.processes import start as start_process
 from tests.training import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ def run_cluster(folder, count, devices, cases):
             arguments = [address, count, i, devices, folder, *cases]
             command = [sys.executable, "-m", "tests.support.cluster", *map(str, arguments)]
             with log.open("w") as file:
-                children.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=file, stderr=file))
+                children.append(start_process(command, cwd=ROOT, env=environment(), stdout=file, stderr=file))
         deadline = time.monotonic() + START * (1 + len(cases))
         codes = [child.wait(max(1, deadline - time.monotonic())) for child in children]
     finally:
@@ -121,7 +122,7 @@ def launched(tmp_path):
     def launch(folder, *argv):
         log, run = tmp_path / f"{len(made)}.log", command(*RUN, "--processes", 2, "--out", folder, *argv)
         with log.open("w") as file:
-            made.append(subprocess.Popen(run, cwd=ROOT, env=environment(), stdout=file, stderr=file))
+            made.append(start_process(run, cwd=ROOT, env=environment(), stdout=file, stderr=file))
         return made[-1], log.read_text
 
     yield launch
@@ -162,7 +163,7 @@ def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
     done = checkpoint.newest(folder, print).iteration
     total = (done + 4) * steps
     again = command("train", "--resume", "--processes", 2, "--out", folder, "--total-steps", total, "--json")
-    outcome = subprocess.run(again, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=START)
+    outcome = run_process(again, START, cwd=ROOT, env=environment())
     assert outcome.returncode == 0, outcome.stderr
     summary = json.loads(outcome.stdout.splitlines()[-1])
     assert summary["total_steps"] == total and summary["devices"] == 2

@@ -5,7 +5,6 @@ import nbclient
 import nbformat
 import numpy as np
 import pytest
-
 from msrl_jax.training import TensorBoard, Tick, WandB
 from msrl_jax.training.callbacks import scalars
 from msrl_jax.training.progress import choose_display

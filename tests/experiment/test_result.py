@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import msrl_jax as msrl
 from msrl_jax.training import Result
 from msrl_jax.training.setup import resolve, resolve_policy
+
+import msrl_jax as msrl
 from tests.support.training_envs import Lottery
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-
-import msrl_jax as msrl
 from msrl_jax.training import Result
 from msrl_jax.training.checkpoint import complete
 from msrl_jax.training.folder import RunFolderError
 from msrl_jax.training.resume import ResumeWarning
-from tests.support import runs
+
+import msrl_jax as msrl
+from tests.support import processes, runs
 from tests.support.runs import ITERATIONS, assert_same_run, cli, stop_after, train
 from tests.support.training_envs import Lottery
 
@@ -84,7 +84,7 @@ def kill_at_random(name, policy, folder, data, record, kills, rng):
     done = 0
     while True:
         arguments = [name, policy, folder, data, record]
-        with subprocess.Popen(
+        with processes.start(
             [sys.executable, "-m", "tests.support.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
         ) as process:
             if done < kills:

@@ -6,12 +6,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-
-import msrl_jax as msrl
 from msrl_jax.training import Result
 from msrl_jax.training.checkpoint import CheckpointError, complete
 from msrl_jax.training.folder import RunFolderError, SaveWarning
 from msrl_jax.training.resume import ResumeWarning
+
+import msrl_jax as msrl
 from tests.support.runs import CHUNK, assert_same_run, cli, stop_after, train
 
 CONFLICTS = [

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
+from msrl_jax.training.callbacks import check_callbacks
+from msrl_jax.training.setup import resolve, resolve_policy
 
 import msrl_jax as msrl
 from msrl_jax import codecs
 from msrl_jax._checks import as_path
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
-from msrl_jax.training.callbacks import check_callbacks
-from msrl_jax.training.setup import resolve, resolve_policy
 
 SPECS = [
     (

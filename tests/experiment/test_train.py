@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training import DivergedError, Result
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.counters import to_int
-from msrl_jax.training import DivergedError, Result
 from tests.support.training_envs import Poison
 
 ENV = "CartPole-v1:max_steps_in_episode=30"

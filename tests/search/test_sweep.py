@@ -21,6 +21,7 @@ from msrl_jax.search import course
 from msrl_jax.search.order import rung_steps
 from msrl_jax.search.space import choose, read_axes
 from msrl_jax.search.trials import Trial, survivors
+from tests.support import processes
 
 from ..algorithms.random_walk import RandomWalk
 
@@ -366,7 +367,7 @@ print(result.status)
 def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
     def start(name):
         words = [sys.executable, "-c", KILLED, str(tmp_path / name)]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return processes.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     whole = start("whole")
     killed = 0

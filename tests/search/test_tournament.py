@@ -16,6 +16,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.experiment import Result, ResumeWarning, RunFolderError
 from msrl_jax.search import Leaderboard
+from tests.support import processes
 
 from ..algorithms.random_walk import RandomWalk
 
@@ -105,7 +106,7 @@ def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
 
     def start(seed, algo, devices=1, policy="GPUOnly"):
         code = WORKER.format(root=str(ROOT), board=str(board), algo=algo, seed=seed, devices=devices, policy=policy)
-        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        return processes.start([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
     workers = [start(0, "a2c"), start(1, "a2c", 2, "MultiLearner"), start(2, "impala"), start(3, "impala")]
     try:
@@ -144,11 +145,11 @@ def test_the_command_line(tmp_path):
     flags = ["--round-steps", 128, "--total-steps", 256, "--rounds", 3, "--eval-episodes", 4, "--seed", 1, "--algo", "a2c"]
     flags += ["--num-envs", 8, "--unroll-length", 8, "--hidden-sizes", 8, "--progress", "none", "--json", "--fresh", 0]
     command = [sys.executable, "-m", "msrl_jax", "compete", tmp_path / "board", *flags]
-    done = subprocess.run([str(x) for x in command], capture_output=True, text=True, timeout=240)
+    done = processes.run(command)
     assert done.returncode == 0, done.stderr
     entries = json.loads(done.stdout.splitlines()[-1])
     assert entries[0]["algorithm"] == "a2c" and len(Leaderboard(tmp_path / "board").rounds) == 3
-    done = subprocess.run([str(x) for x in [*command, "--env", "Acrobot-v1"]], capture_output=True, text=True, timeout=240)
+    done = processes.run([*command, "--env", "Acrobot-v1"])
     assert done.returncode == 2 and "has env='CartPole-v1', and cannot go on with env='Acrobot-v1'" in done.stderr
 
 

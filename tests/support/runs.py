@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tests.support import processes
+
 ENV = "CartPole-v1:max_steps_in_episode=30"
 _OFF = {"num_envs": 4, "unroll_length": 4, "hidden_sizes": (8,), "learning_starts": 32, "capacity": 256, "batch_size": 16}
 RUNS = {
@@ -36,8 +38,8 @@ def stop_after(iterations):
 
 def cli(*arguments, **options):
     """Starts the command line in a process of its own."""
-    command = [sys.executable, "-m", "msrl_jax", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    command = [sys.executable, "-m", "msrl_jax", *arguments]
+    return processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def train(name, folder=None, policy="GPUOnly", *, devices=None, data=None, iterations=ITERATIONS, **options):

@@ -1,6 +1,5 @@
 """JaxMARL's environments: names, spaces, masks, the end of time, and the same steps as JaxMARL's own."""
 
-import subprocess
 import sys
 import types
 from importlib import metadata
@@ -12,6 +11,7 @@ import pytest
 
 from msrl_jax import _jaxmarl, cli, envs
 from msrl_jax._spec import parse_spec
+from tests.support import processes
 
 NAMES = [*_jaxmarl.available(), "LearnedPolicyEnemySMAX"]
 SMALL = {
@@ -78,7 +78,7 @@ print(len(names))
 
 @pytest.mark.slow
 def test_an_environment_is_imported_alone_and_jaxmarl_stays_whole():
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=300)
+    done = processes.run([sys.executable, "-c", ALONE])
     assert (done.returncode, done.stdout) == (0, f"{len(_jaxmarl.all_names())}\n"), done.stderr
 
 

@@ -17,6 +17,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.envs import GymnasiumEnvironment
 from msrl_jax.envs.host import workers
+from tests.support import processes
 
 from .simulators import Counting, Parts
 
@@ -188,7 +189,7 @@ sim(number, seed, steps, np.ones(4, np.float32))  # hangs
 """
     )
     for how in ("leave", signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        parent = subprocess.Popen(
+        parent = processes.start(
             [sys.executable, str(script), str(how)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
         )
         pids = [int(pid) for pid in parent.stdout.readline().split()]
