@@ -68,7 +68,10 @@ def as_path(name: str, value: Any) -> Path:
 
     Raises:
       TypeError: if the value is neither.
+      ValueError: if the text is empty.
     """
+    if value == "":
+        raise ValueError(f"{name}='' names no path; give one, or leave it out")
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={value!r}: use a path as text or a pathlib.Path, or leave it out")
     return Path(value)

@@ -8,7 +8,7 @@ import dataclasses
 
 from msrl_jax.algorithms import td3
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.envs import Environment
 
 

@@ -10,10 +10,14 @@ A typed PRNG key is stored as its key data. Shardings are not stored: a checkpoi
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import logging
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.experiment.folder import CHECKPOINTS, RunFolderError, to_json, write_json
+from msrl_jax.experiment.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_json, write_json
 
 SEAL = "run.json"
 _DIGITS = 12
@@ -89,10 +93,10 @@ class CheckpointWriter:
           path: the folder of the run.
           keep: number of checkpoints to keep, besides the best one.
         """
-        import orbax.checkpoint as ocp  # a slow import, and only runs that are saved need it
+        import orbax.checkpoint  # noqa: F401 - a slow import, and only runs that are saved need it
 
         self._folder, self._keep = path / CHECKPOINTS, keep
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+        _errors_only_raised()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
         for folder in self._folder.glob("*") if self._folder.is_dir() else ():
@@ -133,15 +137,17 @@ class CheckpointWriter:
                 entries[name] = data if jax.process_count() == 1 else np.asarray(data)
         with _as_os_error(path):
             self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
-            self._checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
+            # One for each checkpoint, because it would raise a part of its errors at later ones.
+            checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), multiprocessing_options=_by_itself())
+            checkpointer.save(path.absolute(), args=ocp.args.StandardSave(entries))
         seal = {"iteration": iteration, "score": score, "progress": dict(progress)}
-        self._pending = self._worker.submit(self._finish, path, seal)
+        self._pending = self._worker.submit(self._finish, checkpointer, path, seal)
 
-    def _finish(self, path: Path, seal: dict[str, Any]) -> None:
+    def _finish(self, checkpointer: Any, path: Path, seal: dict[str, Any]) -> None:
         try:
             with _as_os_error(path):
-                self._checkpointer.wait_until_finished()
-                self._checkpointer.check_for_errors()
+                checkpointer.close()
+                checkpointer.check_for_errors()
                 seal = to_json(seal | {"files": _sums(path)})
                 write_json(path / SEAL, seal | {"sum": _sum(seal)}, indent=None)
         except BaseException:
@@ -185,7 +191,6 @@ class CheckpointWriter:
     def close(self) -> None:
         """Ends the background work; a checkpoint that is being written is finished."""
         self._worker.shutdown()
-        self._checkpointer.close()
 
 
 def _sum(seal: Mapping[str, Any]) -> str:
@@ -209,8 +214,28 @@ def _as_os_error(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        code = re.search(r"os_error_code='(\d+)'", str(error))  # what the system says; the rest is pages of paths
+        reason = os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300] or type(error).__name__
         raise OSError(f"the checkpoint {path} cannot be written: {reason}") from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of a log tells more than the errors that the storage library raises."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname + record.getMessage()
+
+
+@functools.cache
+def _errors_only_raised() -> None:
+    """From now on, the storage library does not also print, in hundreds of lines, the errors that it raises."""
+    hook = sys.unraisablehook
+
+    def unraisable(error: Any) -> None:  # when a write has failed, those that end after it find that no one waits
+        if error.exc_type is not RuntimeError or str(error.exc_value) != "Event loop is closed":
+            hook(error)
+
+    sys.unraisablehook = unraisable
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
 
 
 def complete(path: Path) -> list[Checkpoint]:
@@ -281,12 +306,19 @@ def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
             if (checkpoint.path / SEAL).exists():  # else the process that writes it has just deleted it
                 problems.append(str(error))
             continue
-        for problem in problems:
+        for problem in [*_unsealed(path, checkpoint.iteration), *problems]:
             note(f"{problem}; the checkpoint after iteration {checkpoint.iteration:,} is used instead")
         return checkpoint
-    if problems:
+    if problems := problems or _unsealed(path, -1):
         raise CheckpointError(f"{path} has no checkpoint that is whole: {problems[0]}")
     return None
+
+
+def _unsealed(path: Path, after: int) -> list[str]:
+    """What is wrong with the checkpoints without a seal after an iteration, if the run has ended; else one is being written."""
+    folders = sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True) if (path / SUMMARY).exists() else []
+    lost = [folder for folder in folders if int(folder.name) > after and not (folder / SEAL).exists()]
+    return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
 
 
 def undamaged(path: Path) -> Iterator[Checkpoint]:

@@ -98,7 +98,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises RunFolderError if `path` holds a run, or is a file."""
+    """Raises RunFolderError if `path` is a file, or holds a run or other files; hidden ones do not count."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
     if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINTS) if (path / name).exists()]:
@@ -106,6 +106,8 @@ def check_free(path: Path) -> None:
             f"the folder {path} already holds a run ({taken[0]}); go on with it (resume=True, or --resume), name another "
             "folder, or delete it first"
         )
+    if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
+        raise RunFolderError(f"the folder {path} holds other files, no run ({', '.join(others[:3])}); name a new or empty folder")
 
 
 @contextlib.contextmanager

@@ -4,14 +4,15 @@ In the shape descriptions of this package, `N` denotes the number of iterations 
 and `M` the number of members (seeds) of a run; a run of one seed has no member dimension.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from msrl_jax.metrics import Mean
 from msrl_jax.experiment.agents import SKIPPED
+from msrl_jax.metrics import Mean
 
 Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
@@ -46,6 +47,50 @@ def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
         else:
             row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
     return row
+
+
+_EPISODES = 100
+"""How many of the last episodes of each member tell its success during training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LastEpisodes:
+    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut.
+
+    Attributes:
+      iterations: the iterations. `[K]`
+      total: sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
+      count: numbers of episodes.
+    """
+
+    iterations: np.ndarray
+    total: np.ndarray
+    count: np.ndarray
+
+    def add(self, first: int, returns: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
+        """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
+        given = returns if isinstance(returns, Mean) else Mean(returns, np.ones_like(returns))
+        total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
+        fine = np.isfinite(total) if finite else True
+        iterations = np.append(self.iterations, first + 1 + np.arange(len(total)))
+        total = np.concatenate([self.total.reshape(-1, *total.shape[1:]), np.where(fine, total, 0.0)])
+        count = np.concatenate([self.count.reshape(-1, *count.shape[1:]), np.where(fine, count, 0.0)])
+        later = np.cumsum(count[::-1], axis=0)[::-1] - count
+        needed = (count > 0) & (later < _EPISODES)
+        kept = needed.any(axis=tuple(range(1, needed.ndim)))
+        return LastEpisodes(iterations[kept], np.where(needed, total, 0.0)[kept], np.where(needed, count, 0.0)[kept])
+
+    def until(self, iteration: int) -> "LastEpisodes":
+        """Those that had ended after an iteration."""
+        kept = self.iterations <= iteration
+        return LastEpisodes(self.iterations[kept], self.total[kept], self.count[kept])
+
+    def mean(self) -> float | np.ndarray:
+        """The mean return of each member; nan if none of its episodes has ended."""
+        return Mean(self.total, self.count).mean(axis=0)
+
+
+NO_EPISODES = LastEpisodes(*(np.zeros(0) for _ in range(3)))
 
 
 def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None:
@@ -86,18 +131,27 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a history column over the last part of the run, without nan entries.
+    """The mean of a history column over the last part of the run, without nan entries; the last known value if all are nan.
 
     Args:
       column: array `[C]` or `[C, M]`.
       fraction: share of the run, rounded to at least one chunk.
 
     Returns:
-      Array `[]` or `[M]`; nan if all entries are nan.
+      Array `[]` or `[M]`; nan if all entries of the whole run are nan.
     """
-    tail = np.asarray(column, np.float64)[-max(1, round(len(column) * fraction)) :]
+    column = np.asarray(column, np.float64)
+    tail = column[-max(1, round(len(column) * fraction)) :]
     known = ~np.isnan(tail)
-    return np.asarray(Mean(np.where(known, tail, 0.0), known).mean(axis=0))
+    mean = np.asarray(Mean(np.where(known, tail, 0.0), known).mean(axis=0))
+    return np.where(np.isnan(mean), last_known(column)[-1], mean)
+
+
+def last_known(column: np.ndarray) -> np.ndarray:
+    """A history column `[C]` or `[C, M]` with the value before in place of each nan, if there is one."""
+    rows = np.arange(len(column)).reshape(-1, *[1] * (column.ndim - 1))
+    latest = np.maximum.accumulate(np.where(np.isnan(column), 0, rows), axis=0)
+    return np.take_along_axis(column, latest, axis=0)
 
 
 def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax import algorithms
 from msrl_jax._checks import whole
 from msrl_jax._spec import read_values
 from msrl_jax._spelling import suggestion
-from msrl_jax import algorithms
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs import distributions
 from msrl_jax.envs.distributions import Distribution, Ramp

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from msrl_jax.experiment.history import team_of
+from msrl_jax.experiment.history import last_known, team_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,6 +72,8 @@ def _finish(panel: Any, name: str) -> None:
 
 
 def _draw(panel: Any, steps: np.ndarray, column: np.ndarray, label: str, style: str) -> None:
+    known = ~np.isnan(column).all(axis=tuple(range(1, column.ndim)))
+    steps, column = steps[known], last_known(column)[known]  # of members of which no episode has ended in a chunk
     known = ~np.isnan(column).any(axis=tuple(range(1, column.ndim)))
     steps, column = steps[known], column[known]
     mean = column.mean(axis=1) if column.ndim > 1 else column

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from msrl_jax.training.members import initial_key, population
 
 from msrl_jax import algorithms, envs
-from msrl_jax.training.members import initial_key, population
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.loops.acting import parameter_age, parameter_version
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import A3CConfig
-from msrl_jax.algorithms.loops.acting import parameter_age, parameter_version
 from msrl_jax.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from msrl_jax.training import checkpoint
-from msrl_jax.training.checkpoint import SEAL, CheckpointError, CheckpointWriter, complete, load, newest, verify
 
+from msrl_jax.experiment import checkpoint
+from msrl_jax.experiment.checkpoint import SEAL, CheckpointError, CheckpointWriter, complete, load, newest, verify
 from tests.support import processes
 
 
@@ -171,7 +171,7 @@ def test_a_failed_save_raises_names_the_checkpoint_and_harms_no_other(tmp_path, 
 SAVES = """
 import itertools, sys, jax.numpy as jnp
 from pathlib import Path
-from msrl_jax.training.checkpoint import CheckpointWriter, newest
+from msrl_jax.experiment.checkpoint import CheckpointWriter, newest
 path = Path(sys.argv[1])
 found = newest(path, print)
 writer = CheckpointWriter(path, 2)

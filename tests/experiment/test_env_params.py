@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training import Result
-from msrl_jax.training.folder import RunFolderError
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.envs.param_source import changed, find_source
+from msrl_jax.experiment import Result
+from msrl_jax.experiment.folder import RunFolderError
 from tests.algorithms.transitions import noise
 from tests.support.runs import assert_same_run, stop_after
 
@@ -185,7 +185,7 @@ def test_a_nan_after_a_change_is_found():
     def lower(tick):
         tick.set_env_params({"under": 1.0 - tick.iteration})
 
-    with pytest.raises(msrl.training.DivergedError) as error:
+    with pytest.raises(msrl.experiment.DivergedError) as error:
         msrl.train(
             "ppo", Root(), env_params={"under": 1.0}, total_steps=1280, chunk=2, progress=False, callbacks=[lower],
             **SMALL["ppo"],
@@ -237,7 +237,7 @@ def test_runs_without_numbers_to_set_say_so():
         with pytest.raises(ValueError, match=re.escape(message)):
             changed(there, {"length": 1.0})
     with pytest.raises(RuntimeError, match="this Tick belongs to no run"):
-        msrl.training.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
+        msrl.experiment.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
 def test_a_run_without_environments_plays_its_episodes_with_the_parameters_but_cannot_change_them():

@@ -2,11 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.acting import Behavior
-from msrl_jax.training.evaluate import Evaluation, make_evaluator
 
 from msrl_jax import algorithms
 from msrl_jax.counters import to_int
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.evaluate import Evaluation, make_evaluator
 from tests.support.training_envs import Lottery
 
 

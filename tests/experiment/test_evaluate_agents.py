@@ -5,13 +5,13 @@ import json
 import jax
 import numpy as np
 import pytest
-from msrl_jax.training.evaluate import Evaluation
-from msrl_jax.training.resume import read_evaluation
 
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.cli import main
 from msrl_jax.envs.registry import _factories
+from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.store import read_evaluation
 
 from ..envs.agents.leaving import Leaving
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training import DivergedError
-from msrl_jax.training.watch import non_finite
 
 import msrl_jax as msrl
 from msrl_jax import cli
+from msrl_jax.experiment import DivergedError
+from msrl_jax.experiment.watch import non_finite
 from msrl_jax.fragments.origin import find_origin
 from tests.support.guarded_envs import Faulty
 

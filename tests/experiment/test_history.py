@@ -2,9 +2,9 @@ import math
 
 import numpy as np
 import pytest
-from msrl_jax.training.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
-from msrl_jax.training.pace import chunk_length
 
+from msrl_jax.experiment.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
+from msrl_jax.experiment.pace import chunk_length
 from msrl_jax.metrics import Mean
 
 
@@ -53,6 +53,8 @@ def test_the_last_mean_leaves_gaps_out():
     column = np.array([0.0] * 18 + [np.nan, 7.0])
     assert last_mean(column) == 7.0
     assert math.isnan(last_mean(np.array([np.nan])))
+    assert last_mean(np.array([3.0, 4.0] + [np.nan] * 18)) == 4.0
+    np.testing.assert_array_equal(last_mean(np.array([[np.nan, 1.0]] + [[np.nan, np.nan]] * 19 + [[2.0, np.nan]])), [2.0, 1.0])
     np.testing.assert_array_equal(last_mean(np.array([[1.0, np.nan], [3.0, 5.0]]), fraction=1.0), [2.0, 5.0])
 
 

@@ -4,12 +4,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from msrl_jax.training import Result
-from msrl_jax.training.hyperparameters import tuned
-from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.experiment import Result
+from msrl_jax.experiment.agents import with_numbers
+from msrl_jax.experiment.spec import make_experiment
 
 from .test_members import ENV, assert_member
 
@@ -92,11 +93,11 @@ def twelve(few):
 
 @pytest.mark.parametrize("policy", sorted(msrl.policies.POLICIES))
 def test_members_that_divide_are_split_and_nothing_is_summed_over_devices(policy, tiny):
-    overrides = {"learning_rate": [1e-4, 1e-3], **tiny, "num_envs": 5, "total_steps": 1000}
-    setup = resolve("ppo", ENV, seeds=2, overrides=overrides)
+    overrides = {"learning_rate": [1e-4, 1e-3], **tiny, "num_envs": 5}
+    setup = make_experiment("ppo", ENV, seeds=2, total_steps=1000, overrides=overrides)
     program = setup.compile(msrl.policies.get(policy), jax.devices()[:4])
     assert [c for p in program.explain().programs for c in p.collectives] == []
-    placed = program.unwrap(setup.start(program)).obs.sharding
+    placed = innermost(program.unwrap(setup.start(program))).obs.sharding
     assert placed.spec == P("devices") and len(placed.device_set) in (2, 4), "five environments divide by none of these"
 
 
@@ -158,12 +159,12 @@ def test_one_seed_of_several_goes_on_alone(members, one_device, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_envs": [8, 16]}, r"PPOConfig.num_envs=\[8, 16\]: num_envs changes the program .* learning_rate"),
+        ({"num_envs": [8, 16]}, r"PPO.num_envs=\[8, 16\]: num_envs changes the program .* learning_rate"),
         ({"hidden_sizes": [8, 8.5]}, "hidden_sizes"),
         ({"normalize_advantage": ["batch", "none"]}, "normalize_advantage changes the program"),
-        ({"learning_rate": [1e-3, -1.0]}, r"member 2 \(learning_rate=-1\): PPOConfig.learning_rate=-1.0: use a finite"),
+        ({"learning_rate": [1e-3, -1.0]}, r"member 2 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
         ({"learning_rate": [1e-3, float("nan")]}, r"member 2 \(learning_rate=nan\)"),
-        ({"learning_rate": [1e-3, "fast"]}, r"PPOConfig.learning_rate\[1\]='fast': use a number"),
+        ({"learning_rate": [1e-3, "fast"]}, r"PPO.learning_rate\[1\]='fast': use a number"),
         ({"learning_rate": [1e-3, None]}, r"learning_rate\[1\]=None: use a number for each member"),
         ({"learning_rate": [1e-3, 10**400]}, r"learning_rate\[1\]=1000.* is inf in float32"),
         ({"learning_rate": [1e-3, 1e-46]}, r"learning_rate\[1\]=1e-46 is 0.0 in float32"),
@@ -183,13 +184,13 @@ def test_what_is_not_finite_is_told_with_the_setting_of_its_member(tiny, one_dev
     """A member with an absurd rate: halt names it, skip drops its updates only, rollback halves the rates in the state."""
     options = {"learning_rate": [1e-3, 1e38], "total_steps": 4 * 64, "chunk": 2, "progress": False, **tiny}
     options["devices"] = one_device
-    with pytest.raises(msrl.training.DivergedError, match=r"of member 1 \(seed 0, learning_rate=1e\+38\) is not finite"):
+    with pytest.raises(msrl.experiment.DivergedError, match=r"of member 1 \(seed 0, learning_rate=1e\+38\) is not finite"):
         msrl.train("ppo", ENV, **options)
     kept = msrl.train("ppo", ENV, guard="skip", **options)
     assert kept.history["skipped_updates"][:, 0].sum() == 0 < kept.history["skipped_updates"][:, 1].sum()
-    with pytest.raises(msrl.training.DivergedError) as caught:
+    with pytest.raises(msrl.experiment.DivergedError) as caught:
         msrl.train("ppo", ENV, guard="rollback", **options)
-    rates = np.asarray(caught.value.result.state.hyperparameters["learning_rate"])
+    rates = np.asarray(caught.value.result.run_state.inner.numbers["learning_rate"])
     np.testing.assert_allclose(rates, np.array([1e-3, 1e38]) / 2**5, rtol=1e-6)
 
 
@@ -199,13 +200,10 @@ def test_a_population_that_does_not_fit_says_how_many_bytes(tiny):
 
 
 def test_an_algorithm_that_branches_on_a_field_is_told_so(tiny):
-    algorithm = algorithms.get("ppo")
-    config = algorithm.make_config(None, {"total_steps": 64, **tiny})
-
     def build(config):
-        return algorithm.build(envs.make(ENV), config) if config.learning_rate > 0 else None
+        return config.build(envs.make(ENV)) if config.learning_rate > 0 else None
 
-    agent = tuned(build, config, {"learning_rate": (1e-3, 1e-2)})
+    agent = with_numbers(build, algorithms.get("ppo")(**tiny), ("learning_rate",))
     with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
         jax.eval_shape(agent.init, jax.random.key(0), {"learning_rate": np.float32(1e-3)})
-    assert "differ in learning_rate of PPOConfig" in raised.value.__notes__[0]
+    assert "differ in learning_rate of PPO," in raised.value.__notes__[0]

@@ -2,9 +2,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from msrl_jax.training.members import initial_key, member_axes
 
 import msrl_jax as msrl
+from msrl_jax.experiment.agents import member_axes
+from msrl_jax.experiment.spec import make_experiment
 
 from ..algorithms.random_walk import RandomWalk
 
@@ -74,10 +75,10 @@ def test_members_split_over_devices_are_the_same_members(members, tiny):
 
 
 def test_keys_follow_the_seed():
-    keys = initial_key(5, 3)
+    keys = make_experiment("ppo", ENV, seed=5, seeds=3).key
     for i in range(3):
         np.testing.assert_array_equal(jax.random.key_data(keys[i]), jax.random.key_data(jax.random.key(5 + i)))
-    np.testing.assert_array_equal(jax.random.key_data(initial_key(5, 1)), jax.random.key_data(jax.random.key(5)))
+    np.testing.assert_array_equal(jax.random.key_data(make_experiment("ppo", ENV, seed=5).key), jax.random.key_data(jax.random.key(5)))
 
 
 def test_the_member_axis_comes_first():

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import _device_memory, cli
+from msrl_jax.experiment.spec import make_experiment
 from msrl_jax.fragments.memory import Fitting, program_bytes
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
@@ -41,7 +41,7 @@ def test_a_run_whose_state_fits_and_whose_programs_do_not_is_refused(monkeypatch
 
 
 def test_a_recording_that_cannot_be_joined_is_refused():
-    setup = resolve("a2c", "CartPole-v1", overrides=SMALL | {"total_steps": 10**13})
+    setup = make_experiment("a2c", "CartPole-v1", total_steps=10**13, overrides=SMALL)
     with pytest.raises(ValueError, match=r"a data set of 10,000,000,000,000 rows of 42 bytes.* Record a shorter run"):
         setup.record(10)
 

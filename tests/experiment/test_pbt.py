@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.evolving import exploit, explore
-from msrl_jax.training.pbt import read
-from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import envs
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.experiment.evolve import exploit, explore
+from msrl_jax.experiment.pbt import read
+from msrl_jax.experiment.spec import make_experiment
 from msrl_jax.policies import Layout, Placement
 
 RATE = envs.log_uniform(1e-5, 1e-2)
@@ -213,7 +214,7 @@ def test_runs_that_are_refused_before_anything_compiles(env, options, message):
 
 def test_opposing_teams_have_no_better_member():
     with pytest.raises(ValueError, match="pbt: the return is the sum over teams or players that oppose each other"):
-        resolve("self_play", "KuhnPoker", pbt={"search": {"learning_rate": RATE}})
+        make_experiment("self_play", "KuhnPoker", pbt={"search": {"learning_rate": RATE}})
 
 
 def test_text_says_the_same():
@@ -231,7 +232,7 @@ def test_text_says_the_same():
 @functools.cache
 def reference(iterations=6):
     """The run of eight members, the initial state, and the result of plain jit(scan)."""
-    setup = resolve("ppo", ENV, overrides=SMALL, pbt=EIGHT)
+    setup = make_experiment("ppo", ENV, overrides=SMALL, pbt=EIGHT)
     state = setup.initial_state()
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 
@@ -255,7 +256,7 @@ def test_the_same_population_under_every_policy(count, policy):
     for name in SEARCH:
         np.testing.assert_allclose(measured[f"pbt/{name}"], metrics[f"pbt/{name}"], rtol=1e-6)
     statistics = setup.agent.env.statistics
-    both = ((s.params, s.opt_state, statistics(s.env_state)) for s in (mine, after))
+    both = ((s.params, s.opt_state, statistics(s.env_state)) for s in map(innermost, (mine, after)))
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -264,12 +265,14 @@ def test_members_copy_what_learners_compute_and_nothing_else():
     """One iteration with an exploit, against the same iteration of independent members and a copy in NumPy."""
     setup, state, *_ = reference()
     one = dataclasses.replace(setup, pbt=dataclasses.replace(EIGHT, every=1, min_episodes=1))
-    alone = resolve("ppo", ENV, overrides=SMALL, settings=setup.settings, seed=0)
+    alone = dataclasses.replace(setup, pbt=None)
     step = jax.jit(one.agent.iteration)
-    state = state._replace(pbt=state.pbt._replace(score_sum=100 * jnp.arange(8.0), num_scores=jnp.ones(8)))
-    after, _ = step(state)
-    expected, metrics = jax.jit(alone.agent.iteration)(type(alone.agent.axes)(*state[:-1]))
-    parent = np.asarray(after.pbt.parent)
+    population = state.inner
+    standing = population.standing._replace(score_sum=100 * jnp.arange(8.0), num_scores=jnp.ones(8))
+    after, _ = step(state._replace(inner=population._replace(standing=standing)))
+    expected, metrics = jax.jit(alone.agent.iteration)(state._replace(inner=population.inner))
+    evolved, after, expected = after.inner, innermost(after), innermost(expected)
+    parent = np.asarray(evolved.standing.parent)
     score = metrics["episode_return"]
     score = (score.total + 100 * np.arange(8)) / (score.count + 1)
     worst, best = np.argsort(score)[:2], np.argsort(score)[-2:]
@@ -284,16 +287,16 @@ def test_members_copy_what_learners_compute_and_nothing_else():
     statistics = setup.agent.env.statistics
     check((after.params, after.opt_state), (expected.params, expected.opt_state), parent)
     check(statistics(after.env_state), statistics(expected.env_state), parent)
-    own = lambda s: (s.key, s.actor_keys, s.obs, s.env_state.env_state, s.iteration)  # noqa: E731
+    own = lambda s: (s.key, s.actor_keys, s.obs, s.env_state.env_state)  # noqa: E731
     check(own(after), own(expected), np.arange(8))
-    values, before = np.asarray(after.hyperparameters["learning_rate"]), np.asarray(state.hyperparameters["learning_rate"])
+    values, before = (np.asarray(x.inner.numbers["learning_rate"]) for x in (evolved, population))
     ratio = values / before[parent]
     kept = parent == np.arange(8)
     np.testing.assert_allclose(ratio[kept], 1)
     clipped = (values == np.float32(1e-5)) | (values == np.float32(1e-2))
     assert np.all(np.isclose(ratio[~kept], 0.8) | np.isclose(ratio[~kept], 1.2) | clipped[~kept])
-    np.testing.assert_array_equal(after.pbt.num_scores, 0)
-    assert (after.pbt.since == 0).all()
+    np.testing.assert_array_equal(evolved.standing.num_scores, 0)
+    assert evolved.standing.since == 0
 
 
 # ---- what it costs
@@ -343,7 +346,7 @@ def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
 @pytest.mark.parametrize("policy", ["SingleLearnerCoarse", "Central"])
 def test_an_iteration_moves_scores_and_the_decision_only(policy):
     setup, *_ = reference()
-    alone = resolve("ppo", ENV, overrides=SMALL, settings=setup.settings)
+    alone = dataclasses.replace(setup, pbt=None)
     with_pbt, without = (
         s.compile(msrl.policies.get(policy), jax.devices()[:2]).explain().to_dict()["bytes_crossing"] for s in (setup, alone)
     )

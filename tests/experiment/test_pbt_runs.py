@@ -7,12 +7,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from msrl_jax.training import Result, RunFolderError
-from msrl_jax.training.lineage import copies
-from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
+from msrl_jax.experiment import Result, RunFolderError
+from msrl_jax.experiment.lineage import copies
+from msrl_jax.experiment.spec import make_experiment
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
 
@@ -110,13 +110,13 @@ def test_initial_values_lie_in_the_search(search, message):
 def test_bounds_rounded_to_float32_lie_in_the_search():
     pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-6, 1e-3)}, members=2)
     rounded = [float(np.float32(1e-6)), float(np.float32(1e-3))]
-    assert rounded[0] < 1e-6 and resolve("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt).members == 2
+    assert rounded[0] < 1e-6 and make_experiment("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt).members == 2
 
 
 def test_slow_members_are_left_alone():
     result = train(pbt=dataclasses.replace(FOUR, min_episodes=10_000), total_steps=8 * STEPS, eval_episodes=0)
     assert (result.history["pbt/parent"] == np.arange(4)).all()
-    assert (np.asarray(result.state.pbt.num_scores) > 0).all(), "their episodes still count at the next exploit"
+    assert (np.asarray(result.run_state.inner.standing.num_scores) > 0).all(), "their episodes still count at the next exploit"
 
 
 def train_unsteady(guard, rate):

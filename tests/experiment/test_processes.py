@@ -11,15 +11,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from msrl_jax.training import Result, checkpoint, processes
 
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.cli import launch
+from msrl_jax.experiment import Result, checkpoint, processes
 from msrl_jax.policies import POLICIES
+from tests.support import cluster
 from tests.support.processes import run as run_process
 from tests.support.processes import start as start_process
-from tests.training import cluster
 
 ROOT = Path(__file__).parents[2]
 START = 300

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training import Result
-from msrl_jax.training.setup import resolve, resolve_policy
 
 import msrl_jax as msrl
+from msrl_jax.experiment import Result
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
 from tests.support.training_envs import Lottery
 
 
@@ -63,7 +63,7 @@ def test_the_folder_is_readable_without_the_library(trained, run_folder):
     config = json.loads((run_folder / "config.json").read_text())
     assert config["algorithm"] == "ppo" and config["env"] == "CartPole-v1:max_steps_in_episode=30"
     assert config["policy"] == "GPUOnly" and config["seed"] == 3
-    assert config["config"]["hidden_sizes"] == [8] and config["config"]["total_steps"] == 6 * 64 + 5
+    assert config["config"]["hidden_sizes"] == [8] and config["total_steps"] == 6 * 64 + 5
     assert config["versions"]["jax"] == jax.__version__ and "gymnax" in config["versions"]
     assert config["devices"]["platform"] == jax.devices()[0].platform and config["devices"]["count"] == 1
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
@@ -78,7 +78,7 @@ def test_the_folder_is_readable_without_the_library(trained, run_folder):
 
 def test_a_run_in_progress_is_no_complete_run(run_folder, tmp_path):
     (tmp_path / "config.json").write_bytes((run_folder / "config.json").read_bytes())
-    with pytest.raises(ValueError, match=r"has no checkpoint .newest.; those after iterations none are complete"):
+    with pytest.raises(ValueError, match=r"has no checkpoint .newest.: none is complete"):
         Result.load(tmp_path)
 
 
@@ -99,12 +99,12 @@ def test_a_run_with_stale_actors_continues_from_its_folder(stale, tiny):
     assert sum(stale.description["registers"].values()) == len(loaded.registers) > 0
     assert_same_state(loaded.registers, jax.device_get(stale.registers))
 
-    setup = resolve("ppo", stale.description["env_spec"], overrides=tiny | {"total_steps": 3 * 64})
+    setup = make_experiment("ppo", stale.description["env_spec"], total_steps=3 * 64, overrides=tiny)
     program = setup.compile(resolve_policy(stale.description["policy"]), jax.devices()[:2])
-    original, _ = program.run(msrl.Delayed(stale.state, stale.registers), 1)
-    resumed, metrics = program.run(msrl.Delayed(loaded.state, loaded.registers), 1)
+    original, _ = program.run(msrl.Delayed(stale.run_state, stale.registers), 1)
+    resumed, metrics = program.run(msrl.Delayed(loaded.run_state, loaded.registers), 1)
     assert_same_state(resumed, original)
-    _, anew = program.run(loaded.state, 1)
+    _, anew = program.run(loaded.run_state, 1)
     assert metrics["approx_kl"] != anew["approx_kl"], "the registers matter"
 
 
@@ -144,7 +144,7 @@ def test_probabilities_are_the_shares_of_sampled_actions(trained, members):
     ],
 )
 def test_agents_without_probabilities_say_so(algo, env, why):
-    behavior = resolve(algo, env).behavior
+    behavior = make_experiment(algo, env).behavior
     with pytest.raises(ValueError, match=why):
         behavior.probabilities(behavior.state_type, np.zeros((1, *behavior.observation_type.shape)))
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from msrl_jax.training import Result
-from msrl_jax.training.checkpoint import complete
-from msrl_jax.training.folder import RunFolderError
-from msrl_jax.training.resume import ResumeWarning
 
 import msrl_jax as msrl
+from msrl_jax.experiment import Result
+from msrl_jax.experiment.checkpoint import complete
+from msrl_jax.experiment.folder import RunFolderError
+from msrl_jax.experiment.store import ResumeWarning
 from tests.support import processes, runs
 from tests.support.runs import ITERATIONS, assert_same_run, cli, stop_after, train
 from tests.support.training_envs import Lottery
@@ -176,9 +176,9 @@ def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
         ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00075, after 0\.0005"
     ):
         result = msrl.train(resume=copy, total_steps=1536, devices=jax.devices()[:1], progress=False)
-    assert result.history["iteration"][-1] == 24 and result.config.total_steps == 1536
+    assert result.history["iteration"][-1] == 24 and result.experiment.total_steps == 1536
     assert result.history["learning_rate"][2] == pytest.approx(1e-3 * (1 - 7 / 24), rel=1e-5)
-    assert Result.load(copy).config.total_steps == 1536
+    assert Result.load(copy).experiment.total_steps == 1536
 
 
 def test_evaluations_may_begin_and_end_with_a_resume(copy):
@@ -270,7 +270,7 @@ def test_signals_and_the_time_limit_save_the_run(tmp_path):
 def test_a_run_ends_in_time_and_goes_on(tmp_path, monkeypatch):
     """By a clock that moves by an hour per chunk."""
     clock = [0.0]
-    monkeypatch.setattr("msrl_jax.training.stopping.now", lambda: clock.append(clock.pop() + 1e-3) or clock[0])
+    monkeypatch.setattr("msrl_jax.experiment.stopping.now", lambda: clock.append(clock.pop() + 1e-3) or clock[0])
 
     def tick(tick):
         clock[0] += 3600.0

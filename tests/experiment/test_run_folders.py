@@ -1,17 +1,20 @@
 """What is in a run's folder is read whole or refused: contradictions, damaged files, foreign files, full disks."""
 
 import json
+import os
 import shutil
+import sys
 
 import jax
 import numpy as np
 import pytest
-from msrl_jax.training import Result
-from msrl_jax.training.checkpoint import CheckpointError, complete
-from msrl_jax.training.folder import RunFolderError, SaveWarning
-from msrl_jax.training.resume import ResumeWarning
 
 import msrl_jax as msrl
+from msrl_jax.experiment import Result
+from msrl_jax.experiment.checkpoint import CheckpointError, complete
+from msrl_jax.experiment.folder import RunFolderError, SaveWarning
+from msrl_jax.experiment.store import ResumeWarning
+from tests.support import processes
 from tests.support.runs import CHUNK, assert_same_run, cli, stop_after, train
 
 CONFLICTS = [
@@ -22,8 +25,8 @@ CONFLICTS = [
     ({"num_envs": 16}, r"has num_envs=8, and cannot go on with num_envs=16; leave num_envs out"),
     ({"learning_rate": 0.5}, r"has learning_rate=0\.001, and"),
     ({"max_grad_norm": None}, r"has max_grad_norm=0\.5, and cannot go on with max_grad_norm=None"),
-    ({"config": msrl.algorithms.get("ppo").config()}, r"cannot go on with \w+="),
-    ({"lerning_rate": 1.0}, r"no config field 'lerning_rate'"),
+    ({"algo": msrl.algorithms.get("ppo")()}, r"cannot go on with \w+="),
+    ({"lerning_rate": 1.0}, r"PPO has no field 'lerning_rate'"),
     ({"data": "x.npz"}, r"has no data set"),
     ({"total_steps": 100}, r"has done 384 steps already; give more"),
     ({"total_steps": "many"}, r"total_steps='many'"),
@@ -94,11 +97,11 @@ DAMAGES = [
     (lambda p: (p / "config.json").unlink(), r"holds no run: config\.json is missing"),
     (
         break_config(algorithm="pppo"),
-        r"not what the run was saved with|cannot read the config of the run: .*did you mean 'ppo'",
+        r"not what the run was saved with|cannot read the config of the run in .*: .*pppo",
     ),
     (
         break_config(config={"num_envs": 3, "no_such_field": 1}),
-        r"not what the run was saved with|cannot read the config of the run: .*no_such_field",
+        r"not what the run was saved with|cannot read the config of the run in .*: .*no_such_field",
     ),
     (break_checkpoint, r"no checkpoint that is whole"),
     (
@@ -122,9 +125,28 @@ def test_a_damaged_folder_is_never_read_silently(change, message, copy):
         msrl.train(resume=copy, devices=jax.devices()[:1], progress=False)
     for path, content in kept.items():
         assert path.read_bytes() == content, path
-    if "metrics.jsonl has" not in message:
+    if "metrics" not in message:
         with pytest.raises(RunFolderError, match=message):
             Result.load(copy)
+        return
+    with pytest.warns(ResumeWarning, match=rf"{message}.*; the history of the run is left out"):
+        loaded = Result.load(copy)
+    assert loaded.history == {} and loaded.status == "stopped" and loaded.act(np.zeros(4)).shape == ()
+
+
+def test_without_its_summary_an_agent_acts(copy):
+    (copy / "summary.json").write_text("{")
+    with pytest.warns(ResumeWarning, match=r"summary\.json is damaged .*; the outcome of the run is left out"):
+        loaded = Result.load(copy)
+    assert loaded.status == "unfinished" and loaded.act(np.zeros(4)).shape == ()
+
+
+def test_an_ended_run_misses_its_newest_checkpoint(copy):
+    last, before = complete(copy)
+    (last.path / "run.json").unlink()
+    with pytest.warns(ResumeWarning, match=rf"{last.path.name} is damaged: run.json is missing; .* {before.iteration} is used"):
+        loaded = Result.load(copy)
+    assert loaded.status == "unfinished" and loaded.history["iteration"][-1] == before.iteration
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -133,6 +155,23 @@ def test_what_is_no_run_is_refused(tmp_path):
             msrl.train(resume=resume, progress=False)
     with pytest.raises(ValueError, match=r"resume=True goes on with the run in out"):
         msrl.train(resume=True, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "table.csv", "thesis.tex"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_no_run_is_written_among_other_files(name, resume, tmp_path, tiny):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(RunFolderError, match=rf"holds other files, no run \({name}\); name a new or empty folder"):
+        msrl.train(out=tmp_path, resume=resume, total_steps=64, progress=False, **tiny)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("given", [{"out": ""}, {"resume": ""}, {"record": ""}], ids=str)
+def test_an_empty_path_is_refused(given, tmp_path, monkeypatch, tiny):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^{next(iter(given))}='' names no path; give one, or leave it out"):
+        msrl.train(total_steps=64, progress=False, **given, **tiny)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,10 +198,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(copy):
     )
     with pytest.warns(ResumeWarning, match=message):
         loaded = Result.load(copy)
-    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "stopped"
+    assert loaded.history["iteration"][-1] == found[1].iteration and loaded.status == "unfinished"
     with pytest.raises(CheckpointError, match="damaged"):
         Result.load(copy, checkpoint=found[0].iteration)
-    with pytest.raises(CheckpointError, match=r"has no checkpoint 77; those after iterations"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint 77: those after iterations"):
         Result.load(copy, checkpoint=77)
 
 
@@ -181,18 +220,19 @@ def test_damaged_checkpoints_are_set_aside_and_made_anew(copy):
 
 
 def test_columns_that_come_later_are_added_to_the_table(tmp_path):
-    from msrl_jax.training.folder import append_rows, rewind_rows
+    from msrl_jax.experiment.folder import append_rows, rewind_rows, write_table
 
     append_rows(tmp_path, [{"step": 1.0, "x": 2.0}])
     append_rows(tmp_path, [{"step": 2.0, "y": np.array([3.0, 4.0])}])
     append_rows(tmp_path, [{"step": 3.0, "x": 5.0}])
+    write_table(tmp_path)
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
         "step,x,y,y/0,y/1",
         "1.0,2.0,,,",
         "2.0,,3.5,3.0,4.0",
         "3.0,5.0,,,",
     ]
-    assert len(rewind_rows(tmp_path, 2)) == 2 and len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
+    assert len(rewind_rows(tmp_path, 2)) == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_folder_that_is_moved_away_is_not_split(tmp_path):
@@ -211,9 +251,8 @@ def test_a_folder_that_is_moved_away_is_not_split(tmp_path):
 
 
 def test_a_line_that_a_crash_cut_off_does_not_count(copy, stopped):
-    for name in ("metrics.jsonl", "metrics.csv"):
-        with (copy / name).open("a") as file:
-            file.write((copy / name).read_text().splitlines()[-1][:40])
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write((copy / "metrics.jsonl").read_text().splitlines()[-1][:40])
     expected = Result.load(stopped)
     loaded = Result.load(copy)
     np.testing.assert_array_equal(loaded.history["entropy"], expected.history["entropy"])
@@ -239,8 +278,8 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     def spoil(tick):
         if tick.iteration == 1:
             (path / "checkpoints").write_text("")
-            (path / "metrics.csv").unlink()
-            (path / "metrics.csv").mkdir()
+            (path / "metrics.jsonl").unlink()
+            (path / "metrics.jsonl").mkdir()
 
     with pytest.warns(SaveWarning) as caught:
         result = train("ppo", path, devices=1, iterations=6, callbacks=[spoil], chunk=1)
@@ -251,6 +290,43 @@ def test_a_disk_that_fails_ends_no_run_and_loses_no_agent(tmp_path, tiny, one_de
     assert result.status == "finished" and result.folder != path and len(result.history["step"]) == 6
     assert_same_run(Result.load(result.folder), result)
     shutil.rmtree(result.folder.parent)
+
+
+FULL = """
+import pathlib, resource, sys, tempfile, threading, time
+from msrl_jax.cli import main
+run, free, elsewhere = pathlib.Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE), tempfile.mkdtemp
+
+def fill():
+    while not (run / "metrics.jsonl").exists():
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, free[1]))  # the system refuses every further byte
+
+def mkdtemp(**options):
+    resource.setrlimit(resource.RLIMIT_FSIZE, free)
+    return elsewhere(**options)
+
+tempfile.mkdtemp = mkdtemp
+threading.Thread(target=fill, daemon=True).start()
+sys.exit(main(["train", "--out", str(run), *sys.argv[2:]]))
+"""
+
+
+def test_a_full_disk_at_the_end_takes_one_line_and_another_folder(tmp_path):
+    flags = ["--env", "CartPole-v1:max_steps_in_episode=30", "--total-steps", 64 * 400, "--chunk", 1, "--num-envs", 8]
+    flags += ["--unroll-length", 8, "--num-epochs", 1, "--num-minibatches", 2, "--hidden-sizes", 8, "--eval-episodes", 2]
+    code = [sys.executable, "-c", FULL, tmp_path / "run", *flags, "--progress", "none", "--json"]
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = processes.run(code, env=kept | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 2, done.stderr[:3000]
+    rows, run = done.stderr.splitlines()
+    assert rows.startswith("msrl-jax: warning: metrics are kept in memory")
+    assert run.startswith("msrl-jax: warning: the run could not be saved in") and "File too large" in run
+    saved = json.loads(done.stdout.splitlines()[-1])
+    assert saved["status"] == "finished" and saved["folder"] in run
+    result = Result.load(saved["folder"])
+    assert result.history["step"].tolist() == list(range(64, 64 * 401, 64)) and result.act([0.0] * 4).shape == ()
 
 
 def test_bad_folders_are_one_line_on_the_command_line(copy):

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from msrl_jax.training.callbacks import check_callbacks
-from msrl_jax.training.setup import resolve, resolve_policy
 
 import msrl_jax as msrl
 from msrl_jax import codecs
 from msrl_jax._checks import as_path
+from msrl_jax.experiment.callbacks import check_callbacks
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 
 SPECS = [
@@ -34,8 +34,8 @@ def test_an_unreadable_value_is_refused(text):
 
 @pytest.mark.parametrize("name", [None, 3, ["ppo"]])
 def test_a_name_that_is_no_text_is_refused(name):
-    with pytest.raises(TypeError, match=r"the name of the algorithm is .*choose from .*'ppo'"):
-        resolve(name, "CartPole-v1")
+    with pytest.raises(TypeError, match=r"the algorithm is .*give a config such as PPO\(\), or a name: .*ppo"):
+        make_experiment(name, "CartPole-v1")
     with pytest.raises(TypeError, match=r"the name of the environment is .*CartPole-v1"):
         msrl.envs.make(name)
 
@@ -58,11 +58,6 @@ def test_a_codec_is_looked_up_by_text_and_made_of_whole_numbers():
         codecs.get(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"frame_stack\('a', 3\)"):
         codecs.frame_stack("a")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_config_of_zero_is_not_taken_for_none():
-    with pytest.raises(ValueError, match="config is a int"):
-        msrl.algorithms.get("ppo").make_config(0, {})
 
 
 def test_callbacks_are_a_sequence_of_functions():

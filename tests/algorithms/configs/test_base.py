@@ -4,7 +4,6 @@ import dataclasses
 from typing import Literal
 
 import pytest
-
 from msrl_jax.algorithms.configs.base import Config, field_docs
 from msrl_jax.algorithms.configs.checks import check_integers
 

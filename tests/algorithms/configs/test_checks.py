@@ -4,10 +4,10 @@ import dataclasses
 import math
 
 import pytest
+from msrl_jax.algorithms.configs.base import field_docs
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPOConfig
-from msrl_jax.algorithms.configs.base import field_docs
 
 from ..many_agents import Homes
 from ..random_walk import RandomWalk

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.mixing import mix, split_batch
 from msrl_jax.cli import main
-from msrl_jax.training.setup import resolve
 
 G, K, B, ROWS = 4, 3, 24, 8
 
