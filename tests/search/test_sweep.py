@@ -15,23 +15,19 @@ from msrl_jax import algorithms, cli, envs
 from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
-from msrl_jax.cli.commands import Sweep, Train
+from msrl_jax.cli.commands import Train
 from msrl_jax.experiment import RunFolderError
 from msrl_jax.search import course
-from msrl_jax.search.order import rung_steps
-from msrl_jax.search.space import choose, read_axes
-from msrl_jax.search.trials import Trial, survivors
+from msrl_jax.search.space import choose
+from msrl_jax.search.trials import Trial
 from tests.support import processes
 
 from ..algorithms.random_walk import RandomWalk
+from .test_space import axes_of
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
 APART = "SingleLearnerCoarse:learners=1,actors=1"
-
-
-def axes_of(**fields):
-    return read_axes(PPO, fields)[0]
 
 
 def assert_member(members, member, alone):
@@ -62,64 +58,6 @@ def swept(folder, tiny, one_device):
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8, 16], seeds=2, seed=3, out=folder,
         devices=one_device, **COMMON, **{k: v for k, v in tiny.items() if k != "num_envs"},
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "numbers"),
-    [
-        ("log:1e-4:1e-2", "log_uniform", (1e-4, 1e-2)),
-        ("uniform:0.9:1", "uniform", (0.9, 1)),
-        ("1e-4,3e-4", "choice", (1e-4, 3e-4)),
-        ("choice:1e-4:3e-4", "choice", (1e-4, 3e-4)),
-        ([1e-4, 3e-4], "choice", (1e-4, 3e-4)),
-        (np.array([0.25, 0.5]), "choice", (0.25, 0.5)),
-        (envs.log_uniform(1e-4, 1e-2), "log_uniform", (1e-4, 1e-2)),
-    ],
-    ids=["log", "uniform", "comma", "choice", "list", "array", "object"],
-)
-def test_a_field_is_swept_as_text_a_list_or_a_distribution(value, kind, numbers):
-    (axis,) = axes_of(learning_rate=value)
-    assert (axis.values.kind, axis.values.numbers) == (kind, numbers)
-
-
-def test_a_field_of_sequences_is_swept_by_a_list_of_them():
-    axes, constants = read_axes(PPO, {"hidden_sizes": [[8], (8, 8)], "activation": ["tanh", "relu"]})
-    assert [axis.values.numbers for axis in axes] == [((8,), (8, 8)), ("tanh", "relu")] and constants == {}
-    _, constants = read_axes(PPO, {"hidden_sizes": [8, 8], "activation": "tanh", "gae_lambda": [0.5]})
-    assert constants == {"hidden_sizes": [8, 8], "activation": "tanh"}
-
-
-def test_integers_stay_integers():
-    (axis,) = axes_of(num_envs="uniform:4:6")
-    drawn = [axis.at(u) for u in (0.0, 0.32, 0.34, 0.66, 0.67, 0.9999)]
-    assert drawn == [4, 4, 5, 5, 6, 6] and {type(x) for x in drawn} == {int}
-    (axis,) = axes_of(num_envs="log:8:64")
-    assert axis.points(4) == [8, 16, 32, 64] and {type(x) for x in axis.points(4)} == {int}
-    assert {axis.at(0.0), axis.at(0.9999)} == {8, 64}
-    assert axes_of(num_envs="8,1e3")[0].points(None) == [8, 1000]
-
-
-def test_a_grid_has_all_combinations():
-    axes = axes_of(learning_rate="log:1e-4:1e-2", num_envs=[8, 16])
-    chosen = choose(axes, "grid", 3, 0)
-    np.testing.assert_allclose([row["learning_rate"] for row in chosen], np.repeat([1e-4, 1e-3, 1e-2], 2))
-    assert [row["num_envs"] for row in chosen] == [8, 16] * 3
-
-
-@pytest.mark.parametrize("method", ["random", "sobol"])
-def test_values_lie_within_bounds_and_follow_the_seed(method):
-    axes = axes_of(learning_rate="log:1e-4:1e-2", gae_lambda=envs.uniform(0.9, 1.0))
-    chosen = choose(axes, method, 256, 0)
-    rates, lambdas = (np.array([row[name] for row in chosen]) for name in ("learning_rate", "gae_lambda"))
-    assert (rates >= 1e-4).all() and (rates <= 1e-2).all() and (lambdas >= 0.9).all() and (lambdas <= 1.0).all()
-    assert 100 <= (rates < 1e-3).sum() <= 156, "half of them lie in each decade"
-    assert chosen == choose(axes, method, 256, 0) != choose(axes, method, 256, 1)
-
-
-def test_sobol_points_have_one_value_in_each_interval():
-    chosen = choose(axes_of(learning_rate="uniform:0:16", gae_lambda="uniform:0:1"), "sobol", 16, 5)
-    assert sorted(int(row["learning_rate"]) for row in chosen) == list(range(16))
-    assert sorted(int(16 * row["gae_lambda"]) for row in chosen) == list(range(16))
 
 
 MISTAKES = [
@@ -296,16 +234,6 @@ def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
     assert [(t.rank, t.returns) for t in kept.trials] == [(t.rank, t.returns) for t in halved.trials], "without a folder"
 
 
-def test_rungs_by_hand():
-    assert rung_steps(900, 3, None, None, 9, 10) == [100, 300, 900]
-    assert rung_steps(900, 3, None, None, 9, 200) == [300, 900]
-    assert rung_steps(900, 3, 2, None, 9, 10) == [300, 900]
-    assert rung_steps(1000, 3, None, 50, 9, 10) == [50, 150, 450, 1000]
-    trials = [Trial(i, {}, 0, returns=(x,)) for i, x in enumerate([1.0, math.nan, 5.0, 3.0, 4.0])]
-    assert [t.number for t in survivors(trials, 2)] == [2, 3, 4]
-    assert [t.number for t in survivors(trials[:2], 1)] == [0]
-
-
 def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tmp_path):
     def sweep(**options):
         with pytest.raises(InterruptedError):
@@ -389,40 +317,6 @@ def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
         assert (tmp_path / "killed" / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
 
 
-def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-
-    def sweep(out, **options):
-        return msrl.sweep(
-            "ppo", ENV, method="optuna", num=4, members_at_once=2, learning_rate="log:1e-4:1e-1", activation=["tanh", "relu"],
-            out=tmp_path / out, devices=one_device, resume=True, **(COMMON | {"total_steps": 128}), **tiny, **options,
-        )  # fmt: skip
-
-    found = sweep("sweep")
-    assert len(found.trials) == 4 and sorted(t.rank for t in found.trials) == [1, 2, 3, 4]
-    assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
-    assert sweep("sweep").trials == found.trials
-
-    calls, train = [], course.train
-
-    def train_once(*args, **kwargs):
-        calls.append(kwargs)
-        if len(calls) > 1:
-            raise RuntimeError("the machine is gone")
-        return train(*args, **kwargs)
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
-        patched.setattr(course, "train", train_once)
-        sweep("half")
-    assert sweep("half").trials == found.trials
-
-
-def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match="pip install optuna"):
-        msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)
-
-
 def test_the_command_line_sweeps(tmp_path, capsys):
     tiny = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
     words = [
@@ -438,28 +332,6 @@ def test_the_command_line_sweeps(tmp_path, capsys):
     assert cli.main(words) == 2 and "already holds a sweep" in capsys.readouterr().err
     assert cli.main(["sweep", "--learning-rate", "log:1e-4", "--num", "2"]) == 2
     assert "PPO.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
-
-
-def test_words_and_sequences_are_swept_on_the_command_line(capsys):
-    def parsed(*words):
-        return flags.parse("msrl-jax sweep", Sweep, words)[1]
-
-    assert parsed("--hidden-sizes", "64", "64,128", "--activation", "relu,tanh") == {
-        "hidden_sizes": [(64, 64), (128,)], "activation": ["relu", "tanh"],
-    }  # fmt: skip
-    assert parsed("--hidden-sizes", "64", "64", "--activation", "relu") == {"hidden_sizes": (64, 64), "activation": "relu"}
-    for words, message in (
-        (["--activation", "relu,gelub"], "'gelub' is not one of tanh, relu"),
-        (["--hidden-sizes", "64,6x"], "'6x' is not a whole number"),
-        (["--hidden-sizes", "64,"], "'64,' has an empty value"),
-    ):
-        assert cli.main(["sweep", *words]) == 2 and message in capsys.readouterr().err
-
-
-def test_several_numbers_of_a_flag_are_several_members(capsys):
-    _, config = flags.parse("msrl-jax train", Train, ["--learning-rate", "1e-4,3e-4", "--clip-value", "None"])
-    assert config == {"learning_rate": (1e-4, 3e-4), "clip_value": None}
-    assert cli.main(["train", "--learning-rate", "1e-4,x"]) == 2 and "--learning-rate" in capsys.readouterr().err
 
 
 def test_teams_that_oppose_each_other_are_not_ranked():

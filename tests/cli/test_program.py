@@ -11,13 +11,9 @@ import time
 import jax
 import pytest
 
-from msrl_jax import algorithms
-from msrl_jax.algorithms import PPO
-from msrl_jax.algorithms.config import field_docs
 from msrl_jax.cli import main, program
 from msrl_jax.cli.actions import MOST_CPU_DEVICES
 from msrl_jax.cli.commands import Train
-from msrl_jax.cli.flags import parse
 from tests.support import processes
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
@@ -134,28 +130,6 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, capsys, tmp_path, 
     assert captured.out == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
-def test_whole_numbers_may_be_written_as_floats(text, number):
-    args, config = parse("train", Train, ["--total-steps", text, "--num-envs", text])
-    assert args.total_steps == number and config == {"num_envs": number} and type(config["num_envs"]) is int
-
-
-def test_a_flag_that_equals_its_default_was_given():
-    default = algorithms.get("ppo")()
-    flags = ["--learning-rate", str(default.learning_rate), "--no-normalize-rewards", "--hidden-sizes", "8", "9"]
-    assert parse("train", Train, flags)[1] == {
-        "learning_rate": default.learning_rate, "normalize_rewards": False, "hidden_sizes": (8, 9),
-    }  # fmt: skip
-
-
-def test_help_of_several_algorithms_names_their_defaults(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "--algo", "dqn", "ppo", "--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    rates = [algorithms.get(algo)().learning_rate for algo in ("dqn", "ppo")]
-    assert f"(default: {rates[0]} of dqn, {rates[1]} of ppo)" in text and "(default: each algorithm's own)" in text
-
-
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"msrl-jax {importlib.metadata.version('msrl-jax')}\n"
@@ -205,18 +179,6 @@ def test_list_names_everything(capsys):
     assert main(["list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)
     assert "ppo" in names["algorithms"] and "CartPole-v1" in names["environments"] and "GPUOnly" in names["policies"]
-
-
-def test_help_shows_every_field_of_the_config(capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["train", "--help"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    assert text.count("--total-steps") == 1
-    words = re.sub(r"\W+", "", text)  # whatever the lines and the frame of the table
-    for field, about in field_docs(PPO).items():
-        assert f"--{field.replace('_', '-')}" in text
-        assert re.sub(r"\W+", "", about) in words, field
 
 
 def test_help_starts_no_device():
