@@ -167,7 +167,7 @@ def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     from msrl_jax.data.spaces import agents_of
     from msrl_jax.experiment.history import in_words
 
-    result = msrl.Result.load(args.run)
+    result = msrl.Result.load(args.run, checkpoint=args.checkpoint)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
     member = result.member(args.member) if result.has_members else None
     if member is not None:

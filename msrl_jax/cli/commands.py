@@ -28,7 +28,8 @@ class What(Where):
       algo: name of the algorithm (see `msrl-jax list`) or MODULE:CLASS; the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
-      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
+      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1;
+        GPUOnly if not given, or MultiLearner if the host simulates the environment.
       json: print the outcome as one line of JSON, the last on stdout.
     """
 
@@ -191,10 +192,12 @@ class Evaluate(Again):
 
     Attributes:
       episodes: number of episodes.
+      checkpoint: newest, best, or the number of iterations after which it was written.
       max_steps: maximum length of an episode, in steps.
     """
 
     episodes: int = 128
+    checkpoint: Literal["newest", "best"] | int = "newest"
     max_steps: int = 10_000
 
 

@@ -26,7 +26,9 @@ def whole_number(text: str) -> int:
         return int(text)
     with contextlib.suppress(decimal.InvalidOperation):
         number = decimal.Decimal(text)
-        if number.is_finite() and abs(number.adjusted()) < 30 and number == number.to_integral_value():
+        if number.is_finite() and number.adjusted() >= 30:
+            raise ValueError(f"{text!r} is too large; use fewer than 31 digits")
+        if number.is_finite() and number == number.to_integral_value():
             return int(number)
     raise ValueError(f"{text!r} is not a whole number")
 
@@ -60,6 +62,10 @@ def _numbers(text: str) -> Any:
 
 _NUMBERS = _primitive("FLOAT[,FLOAT...]", _numbers)
 _NUMBERS_OR_NONE = _primitive("{None}|FLOAT[,FLOAT...]", lambda text: None if text == "None" else _numbers(text))
+_SIZES = PrimitiveConstructorSpec(
+    nargs="*", metavar="INT [INT...]", str_from_instance=lambda x: list(map(str, x)), is_instance=lambda x: True,
+    instance_from_str=lambda words: tuple(whole_number(x) for word in words for x in word.split(",")),
+)  # fmt: skip
 _SPEC = _primitive("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
 
 
@@ -147,6 +153,8 @@ def with_config_flags(command: type, algos: Sequence[str]) -> type:
             kind = Annotated[Any, _options(kind)]
         elif field.name in several:
             kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
+        elif kind == tuple[int, ...]:
+            kind = Annotated[Any, _SIZES]
         about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 
@@ -191,6 +199,8 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
         what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
         near = suggestion(unknown[0].strip("-"), [name.replace("_", "-") for name in (*own, *others)])
         near = near.replace("'", "'--", 1)
+        if learners := _algorithms_with(unknown[0].removeprefix("--").partition("=")[0].replace("-", "_"), others):
+            near = f", which is one of {', '.join(learners)}"
         raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
     given = _given(argv)
     if "given" in own:
@@ -199,6 +209,15 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
         if name in given and getattr(args, name) == ():
             raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")
     return args, {name: getattr(config, name) for name in others if name in given}
+
+
+def _algorithms_with(field: str, others: Sequence[str]) -> list[str]:
+    """The algorithms whose configs have a field that the chosen one lacks."""
+    if not others:
+        return []
+    from msrl_jax import algorithms
+
+    return [name for name in algorithms.names() if field in {f.name for f in dataclasses.fields(algorithms.get(name))}]
 
 
 def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:

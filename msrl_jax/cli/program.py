@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             _end(1)
         out.flush()
         lost = out.error is not None and not isinstance(out.error, BrokenPipeError)  # `| head -1` has read enough
-        if lost and code == 0 and argv[0] not in ("train", "record"):
-            code = _complain(f"cannot write to standard output: {out.error}")
+        if lost and code == 0:
+            complaint = _complain(f"cannot write to standard output: {out.error}")
+            code = 0 if argv[0] in ("train", "record") else complaint  # which have written their files
     if (code and _is_one_of_several()) or (is_whole_process and _background.is_busy()):
         _end(code)
     return code
@@ -134,7 +135,8 @@ def _run(argv: list[str]) -> int:
     name, *rest = argv
     try:
         if name not in COMMANDS:
-            raise UsageError(f"unknown command {name!r}{suggestion(name, COMMANDS)}; {PROG} --help lists them")
+            known = [*COMMANDS, "--help", "--version"]
+            raise UsageError(f"unknown command {name!r}{suggestion(name, known)}; {PROG} --help lists them")
         args, config = flags.parse(f"{PROG} {name}", COMMANDS[name][0], _with_saved_algo(name, rest))
         if name != "train" or args.processes is None or launch.INDEX in os.environ:
             use_cpu_devices(getattr(args, "cpu_devices", None))

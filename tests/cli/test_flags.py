@@ -15,6 +15,7 @@ from msrl_jax.cli.flags import parse
 @pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
 def test_whole_numbers_may_be_written_as_floats(text, number):
     args, config = parse("train", Train, ["--total-steps", text, "--num-envs", text])
+    assert parse("train", Train, ["--hidden-sizes", f"{text},8", "9"])[1] == {"hidden_sizes": (number, 8, 9)}
     assert args.total_steps == number and config == {"num_envs": number} and type(config["num_envs"]) is int
 
 

@@ -69,6 +69,10 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     outcome = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(outcome["returns"]) == 4 and outcome["eval_return"] == sum(outcome["returns"]) / 4
     assert outcome["finished"] == [True] * 4
+    assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "2", "--json"]) == 2
+    assert "has no checkpoint 2: those after iterations 4 are complete" in capsys.readouterr().err
+    assert main(["evaluate", str(run_folder), "--episodes", "4", "--checkpoint", "best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
@@ -90,6 +94,12 @@ def test_ctrl_c_leaves_a_complete_run(tmp_path):
 
 MISTAKES = [
     (["trian"], "did you mean 'train'?"),
+    (["--verison"], "did you mean '--version'?"),
+    (["train", "--total-steps", "1e30"], "'1e30' is too large"),
+    (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
+    (["train", "--hidden-sizes", "64,x"], "'x' is not a whole number"),
+    (["replay", __file__], "test_program.py is no file of a step that was not finite"),
+    (["replay", "nothere.npz"], "there is no file nothere.npz"),
     (["train", "--num-env", "4"], "did you mean '--num-envs'?"),
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
