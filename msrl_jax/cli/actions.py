@@ -69,8 +69,8 @@ def _options(args: Any, *others: str) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in ("config", "given", "json", "cpu_devices", *others)}
 
 
-def _folder(place: str, *parts: str) -> Path:
-    return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(parts))
+def _folder(place: str, *parts: str | None) -> Path:
+    return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
 
 
 def train(args: Train, config: dict[str, Any]) -> int:
