@@ -255,7 +255,7 @@ def list_names(args: List, config: dict[str, Any]) -> int:
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
         environments = sorted([*names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
-        known = {"algorithms": names.ALGORITHMS, "environments": environments, "policies": names.POLICIES}
+        known = {"algorithms": names.algorithms(), "environments": environments, "policies": names.policies()}
     if args.envs:
         known = {"environments": known["environments"]}
     if args.json:
