@@ -169,6 +169,16 @@ def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
     figure = swept.plot(tmp_path / "sweep.png")
     labels = [panel.get_xlabel() for part in figure.subfigs for panel in part.axes]
     assert labels[:2] == ["learning rate", "num envs"] and (tmp_path / "sweep.png").stat().st_size > 0
+    written = [text.get_text() for part in figure.subfigs for panel in part.axes for text in panel.texts]
+    means = [trial.mean for trial in swept.trials]
+    assert written == ["0.001", "0.03", "8", "16", f"{min(means):.4g}", f"{max(means):.4g}"], "the ends of every coordinate"
+
+
+def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
+        msrl.sweep("ppo", ENV, out=tmp_path, method="grid", learning_rate=[1e-3, 1e-2], **COMMON, **tiny)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(
