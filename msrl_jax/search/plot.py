@@ -86,7 +86,7 @@ def _parallel(figure: Any, panel: Any, trials: Sequence[Trial], axes: Sequence[A
     heights, ends = [], []
     for axis in axes:
         at, labels = _positions(axis, trials)
-        ends.append([value_in_words(x) if labels is None else labels[int(x)] for x in (float(at.min()), float(at.max()))])
+        ends.append([f"{x:.4g}" if labels is None else labels[int(x)] for x in (float(at.min()), float(at.max()))])
         heights.append(_height(np.log(at) if labels is None and _is_log(axis) else at))
     ends.append([f"{x:.4g}" for x in (means.min(), means.max())])
     heights.append(_height(means))
