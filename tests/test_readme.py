@@ -187,7 +187,7 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
 def test_runs(run_sections):
     (namespace,), _ = run_sections(RUNS, TOP, steps=None)
     result = namespace["result"]
-    assert result.status == "finished" and result.history["step"][-1] == 60_000 // 2048 * 2048
+    assert result.status == "finished" and result.history["step"][-1] == 60_000 // 4096 * 4096
     assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [40_000, 40_000]
 
 

@@ -139,7 +139,7 @@ class Counted(NamedTuple):
     """
 
     inner: Any
-    count: Counter
+    count: Counter  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def parameter_version(iteration: Counter) -> jax.Array:

@@ -153,7 +153,8 @@ def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any)
         parts[f.name] = dataclasses.field(default=defaults.pop(f.name, f.default), metadata=f.metadata)
     assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
     about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
-    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(type(name, (), parts | about))
+    new: Any = type(name, (), parts | about)
+    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(new)
 
 
 def names() -> list[str]:
@@ -211,7 +212,7 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
         if name not in known:
             near = suggestion(name, known)
             raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known)}")
-    new = dataclasses.replace(base, **overrides)
+    new: Any = dataclasses.replace(base, **overrides)
     if hasattr(new, "check_given"):
         new.check_given(overrides)
     return new

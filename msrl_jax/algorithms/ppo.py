@@ -29,11 +29,11 @@ class PPO:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(
-        default=64, doc="steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048."
+        default=128, doc="steps of every environment per iteration, `T`; a multiple of `num_minibatches`. Usual: 16 to 2048."
     )
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=8, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    learning_rate: float = tunable(default=3e-3, doc="step size of Adam. Usual: 1e-4 to 3e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float | None = tunable(
         default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0

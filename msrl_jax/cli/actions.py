@@ -223,7 +223,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
     common = {"seeds": args.seeds, "env_params": args.env_params}
     if not args.devices:
         experiment = make_experiment(args.algo, args.env, overrides=config, **common)
-        plan = experiment.compile(resolve_policy(args.policy)).explain()
+        plan = experiment.compile(resolve_policy(args.policy or experiment.usual_policy)).explain()
         _show(args, plan.to_dict(), plan)
         return 0
     rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)

@@ -50,19 +50,7 @@ class Behavior:
         return jax.tree.map(lambda x: x[0], find_source(state)) if self.follows else ()
 
     def act(self, state: Any, obs: Any, key: jax.Array | None = None) -> jax.Array:
-        """Chooses actions.
-
-        Args:
-          state: state of one run, or the result of `restore`.
-          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
-          key: key for sampling the actions; None takes the most probable ones.
-
-        Returns:
-          Actions `[E, ...]`.
-
-        Raises:
-          ValueError: if the agent is recurrent.
-        """
+        """Chooses actions."""
         if self.agent.initial_carry is not None:
             raise ValueError(
                 "this agent remembers earlier observations, so one observation is not enough; use act_with_carry and pass the "
@@ -92,18 +80,7 @@ class Behavior:
         return self.agent.act(state, observed, key, carry)
 
     def probabilities(self, state: Any, obs: Any) -> jax.Array:
-        """The probabilities of discrete actions, or of the values of every integer of an action.
-
-        Args:
-          state: state of one run, or the result of `restore`.
-          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
-
-        Returns:
-          The probabilities `[E, ..., N]`; `[E, ..., K, N]` if an action is `K` integers.
-
-        Raises:
-          ValueError: if the agent is recurrent, or if its policy is not categorical.
-        """
+        """The probabilities of discrete actions, or of the values of every integer of an action."""
         if self.agent.initial_carry is not None:
             raise ValueError(
                 "this agent remembers earlier observations, so one observation does not tell its probabilities; sample its "
@@ -114,17 +91,7 @@ class Behavior:
         return self.agent.probabilities(state, self.agent.env.observe(innermost(state).env_state, obs))
 
     def batched(self, obs: Any) -> tuple[Any, bool]:
-        """Checks raw observations.
-
-        Args:
-          obs: one observation, or a batch with a leading dimension `B`.
-
-        Returns:
-          The batch, and whether it was one observation.
-
-        Raises:
-          ValueError: if they fit neither, if legal actions are missing or not asked for, or if one has no legal action.
-        """
+        """Checks raw observations."""
         kind = self.observation_type
         if isinstance(kind, MaskedObservation) != isinstance(obs, MaskedObservation):
             raise ValueError(
@@ -146,11 +113,7 @@ class Behavior:
         return obs, single
 
     def checked_carry(self, carry: Any, count: int) -> Any:
-        """The carry of a number of observations, that at the start of an episode for None.
-
-        Raises:
-          ValueError: if the carry does not fit the number.
-        """
+        """The carry of a number of observations, that at the start of an episode for None."""
         fresh = self.initial_carry(count)
         carry = fresh if carry is None else carry
         shapes, wanted = (jax.tree.map(np.shape, c) for c in (carry, fresh))
@@ -185,15 +148,7 @@ class Behavior:
         return tuple(id(v) in used or on for v, on in zip(jaxpr.invars[: len(sources)], sources, strict=True))
 
     def take(self, state: Any, device: Device | None = None) -> list[jax.Array]:
-        """Copies the leaves of `state` that acting needs to one device.
-
-        Args:
-          state: state of one run, or of several members.
-          device: the device; one that holds the first leaf if None.
-
-        Returns:
-          The leaves, for `restore`.
-        """
+        """Copies the leaves of `state` that acting needs to one device."""
         flat = jax.tree.leaves(state)
         if any(self._needed[len(flat) :]):  # an algorithm's own state, without the numbers of its member
             raise ValueError("the agent acts by numbers of its config in which members differ; act with the result: act(member=)")

@@ -140,6 +140,19 @@ def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
 
 
+def numbers_only(agent: Agent, name: str) -> Agent:
+    """An agent that refuses metrics that are no numbers."""
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        state, metrics = agent.iteration(state, progress)
+        for metric, value in metrics.items():
+            if isinstance(value, str | bytes) or value is None:
+                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are numbers")
+        return state, metrics
+
+    return dataclasses.replace(agent, iteration=iteration)
+
+
 def skip_nonfinite(agent: Agent) -> Agent:
     """An agent that keeps its parameters if an iteration makes them nan or infinite.
 

@@ -82,7 +82,8 @@ class Callbacks:
         )  # fmt: skip
         with processes.together("a callback"):
             try:
-                answer = "stop" if any([_is_true(function(tick)) for function in self._functions]) else ""
+                stops = [_answer(function, tick) for function in self._functions]
+                answer = "stop" if any(stops) else ""
             except KeyboardInterrupt:
                 answer = "SIGINT"
         answers = processes.gathered(answer)
@@ -119,15 +120,25 @@ class Callbacks:
 
 def _is_true(answer: Any) -> bool:
     """Whether a callback returned True (of Python, NumPy or JAX); other results have no effect."""
-    return np.ndim(answer) == 0 and np.asarray(answer).dtype == bool and bool(answer)
+    return getattr(answer, "shape", ()) == () and getattr(answer, "dtype", type(answer)) == bool and bool(answer)
+
+
+def _answer(function: Callback, tick: Tick) -> bool:
+    """Whether a function stops the run; raises ValueError if it took the state that the run goes on with."""
+    given = []
+    stops = _is_true(function(dataclasses.replace(tick, get_state=lambda: given.append(tick.get_state()) or given[-1])))
+    for path, leaf in jax.tree.leaves_with_path(given[-1:]):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            raise ValueError(
+                f"the callback {name} deleted or donated tick.state{jax.tree_util.keystr(path[1:])}, with which the run goes "
+                "on; give away a copy: jax.tree.map(jnp.copy, tick.state)"
+            )
+    return stops
 
 
 def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
-    """The callbacks of a run as a tuple: functions of a `Tick`, or hooks.
-
-    Raises:
-      TypeError: if it is no sequence, or one of them cannot be called.
-    """
+    """The callbacks of a run as a tuple: functions of a `Tick`, or hooks."""
     if not isinstance(callbacks, Iterable):
         given = f"[{callbacks!r}]" if callable(callbacks) else "[...], functions of a Tick, or leave it out"
         raise TypeError(f"callbacks={callbacks!r} is no sequence; write callbacks={given}")

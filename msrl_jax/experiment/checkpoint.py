@@ -87,12 +87,7 @@ class CheckpointWriter:
     """Writes the checkpoints of one run, and keeps the newest ones and the best one."""
 
     def __init__(self, path: Path, keep: int):
-        """Removes what a killed run left incomplete; no other process may write to the folder.
-
-        Args:
-          path: the folder of the run.
-          keep: number of checkpoints to keep, besides the best one.
-        """
+        """Removes what a killed run left incomplete; no other process may write to the folder."""
         import orbax.checkpoint  # noqa: F401 - a slow import, and only runs that are saved need it
 
         self._folder, self._keep = path / CHECKPOINTS, keep
@@ -111,18 +106,7 @@ class CheckpointWriter:
     def save(
         self, iteration: int, state: Any, registers: Sequence[jax.Array], progress: Mapping[str, Any], score: float | None
     ) -> None:
-        """Starts to write a checkpoint; waits for the one before.
-
-        Args:
-          iteration: number of training iterations done.
-          state: pytree of arrays and typed PRNG keys; it is copied before this returns.
-          registers: further arrays.
-          progress: the host's part of the state, as plain data.
-          score: the run's measure of success; more is better.
-
-        Raises:
-          OSError: if the checkpoint before could not be written.
-        """
+        """Starts to write a checkpoint; waits for the one before."""
         import orbax.checkpoint as ocp
 
         self.wait()
@@ -159,9 +143,6 @@ class CheckpointWriter:
         """Renames the checkpoints that are newer than the one that the run goes on from.
 
         They are damaged, or hold numbers that are not finite.
-
-        Args:
-          after: iterations of the checkpoint that the run goes on from.
         """
         for saved in complete(self._folder.parent):
             if saved.iteration > after:
@@ -179,11 +160,7 @@ class CheckpointWriter:
                 shutil.rmtree(old.path, ignore_errors=True)
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is on disk.
-
-        Raises:
-          OSError: if it could not be written.
-        """
+        """Waits until the last checkpoint is on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -239,14 +216,7 @@ def _errors_only_raised() -> None:
 
 
 def complete(path: Path) -> list[Checkpoint]:
-    """Finds the complete checkpoints of a run.
-
-    Args:
-      path: the folder of the run.
-
-    Returns:
-      The checkpoints, the newest first. `verify` tells whether one is damaged. Folders with other names do not count.
-    """
+    """Finds the complete checkpoints of a run."""
     found = []
     for folder in sorted((path / CHECKPOINTS).glob("[0-9]" * _DIGITS), reverse=True):
         if not (folder / SEAL).exists():

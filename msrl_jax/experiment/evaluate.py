@@ -126,11 +126,7 @@ class Evaluator:
         self.play.begin(self.behavior.take(state), key)
 
     def __call__(self, state: Any, key: jax.Array) -> Evaluation:
-        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`.
-
-        Raises:
-          ValueError: if an observation has no legal action.
-        """
+        """Evaluates a run's state, on any devices, with a typed key (or keys `[M]`); changes nothing in `state`."""
         with host_errors():
             played = jax.device_get(self.play(self.behavior.take(state), key))
         check_played(self.behavior.env, played["returns"])

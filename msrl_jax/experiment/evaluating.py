@@ -16,13 +16,7 @@ class Evaluating:
     """Plays greedy episodes when they are due, and at the end of the run."""
 
     def __init__(self, experiment: Experiment, episodes: int, every: int | None):
-        """Makes the evaluation, without compiling it.
-
-        Args:
-          experiment: the run.
-          episodes: number of episodes.
-          every: steps between evaluations; None evaluates at the end only.
-        """
+        """Makes the evaluation, without compiling it."""
         self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
         fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
         self._key = (jax.vmap(fold) if experiment.has_members else fold)(experiment.key)

@@ -107,17 +107,7 @@ def _agent(env: Any, path: str, number: int) -> str | None:
 
 
 def save(path: Path, failure: Failure, description: Mapping[str, Any], record: int | None) -> Path:
-    """Writes a failure for `replay_step`.
-
-    Args:
-      path: the file.
-      failure: the failure; its origin is a fragment.
-      description: the content of the run's `config.json`.
-      record: the steps that a recorded environment keeps; None if the run is not recorded.
-
-    Returns:
-      The file.
-    """
+    """Writes a failure for `replay_step`."""
     origin = failure.origin
     kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
     fields = {f.name: getattr(origin, f.name) for f in dataclasses.fields(origin) if f.name != "operands"}

@@ -112,15 +112,7 @@ def check_free(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process.
-
-    Args:
-      path: the folder.
-
-    Raises:
-      RunFolderError: if another process has the lock.
-      OSError: if the folder cannot be written.
-    """
+    """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; name a folder for the run")
     new = [p for p in (path, *path.parents) if not p.exists()]
@@ -180,18 +172,7 @@ def write_table(path: Path) -> None:
 
 
 def rewind_rows(path: Path, count: int) -> list[Row]:
-    """Removes the rows of a killed run that are newer than its checkpoint.
-
-    Args:
-      path: the folder.
-      count: number of rows to keep.
-
-    Returns:
-      The kept rows.
-
-    Raises:
-      RunFolderError: if there are fewer rows, or one of them is damaged.
-    """
+    """Removes the rows of a killed run that are newer than its checkpoint."""
     rows, file = read_rows(path, count), path / ROWS
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     _replace(file, "".join(lines[:count]))
@@ -205,18 +186,7 @@ def _too_few(file: Path, count: int) -> RunFolderError:
 
 
 def read_rows(path: Path, count: int) -> list[Row]:
-    """Reads the rows of `metrics.jsonl` in a run's folder.
-
-    Args:
-      path: the folder.
-      count: number of rows to read; a killed run may have written more, and the last one may be cut off.
-
-    Returns:
-      The rows.
-
-    Raises:
-      RunFolderError: if there are fewer rows, or one of them is damaged; the message names it.
-    """
+    """Reads the rows of `metrics.jsonl` in a run's folder."""
     rows = _read_lines(path / ROWS, count)
     if len(rows) < count:
         raise _too_few(path / ROWS, count)
@@ -244,18 +214,7 @@ def _from_json(value: Any) -> float | np.ndarray:
 
 
 def read_json(path: Path, *fields: str) -> dict[str, Any]:
-    """Reads a JSON file of a run's folder.
-
-    Args:
-      path: the file.
-      *fields: names that it has to hold.
-
-    Returns:
-      Its content.
-
-    Raises:
-      RunFolderError: if the file is missing or damaged; the message names it.
-    """
+    """Reads a JSON file of a run's folder."""
     if not path.exists():
         raise RunFolderError(f"{path.parent} holds no run: {path.name} is missing")
     try:

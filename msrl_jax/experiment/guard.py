@@ -272,6 +272,7 @@ class Divergence:
         }  # fmt: skip
         run.deployment["rollbacks"] = [*rollbacks, rollback]
         run.iteration, run.finding = iteration, None
+        run.last_episodes = run.last_episodes.until(iteration)
         run.rows = [row for row in run.rows if row["iteration"] <= iteration]
         self._guard.begin(run)
         if run.path is not None:

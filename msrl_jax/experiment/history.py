@@ -94,15 +94,7 @@ NO_EPISODES = LastEpisodes(*(np.zeros(0) for _ in range(3)))
 
 
 def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None:
-    """Finds the earliest iteration of a chunk in which a metric is nan or infinite.
-
-    Args:
-      metrics: as in `reduce_chunk`. A `Mean` without samples counts as finite.
-
-    Returns:
-      The metric's name, the iteration counted from the start of the chunk, and the member (None without a member
-      dimension); or None if everything is finite.
-    """
+    """Finds the earliest iteration of a chunk in which a metric is nan or infinite."""
     found = []
     for name, value in metrics.items():
         bad = ~np.isfinite(np.asarray(value.total if isinstance(value, Mean) else value))
@@ -116,14 +108,7 @@ def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None
 
 
 def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Turns rows into columns.
-
-    Args:
-      rows: one dictionary per chunk. Rows may lack columns that others have, such as evaluations.
-
-    Returns:
-      A dictionary of arrays `[C]` or `[C, M]`; nan where a row has no value.
-    """
+    """Turns rows into columns."""
     unknown: dict[str, np.ndarray] = {}
     for row in rows:
         unknown |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in unknown}
@@ -155,15 +140,7 @@ def last_known(column: np.ndarray) -> np.ndarray:
 
 
 def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
-    """The number of useful decimals: they show two digits of the spread, but at most four digits of the mean.
-
-    Args:
-      mean: a number, or several numbers in the same format.
-      spread: variation of the values around the mean, in the same units.
-
-    Returns:
-      The number of decimals to round to.
-    """
+    """The number of useful decimals: they show two digits of the spread, but at most four digits of the mean."""
     size = max(float(np.max(np.abs(spread))), float(np.max(np.abs(mean))) / 100)
     return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
 

@@ -28,15 +28,7 @@ class Copied(NamedTuple):
 
 
 def copies(history: Mapping[str, np.ndarray], every: int) -> list[Copied]:
-    """Lists what members copied.
-
-    Args:
-      history: the columns of a run, with `pbt/parent` `[C, M]`.
-      every: iterations between two exploits.
-
-    Returns:
-      The copies in the order of time. The last exploit of a run that ends with one has no chunk behind it, so it is left out.
-    """
+    """Lists what members copied."""
     found = []
     begins = zip([0, *history["iteration"][:-1]], [0, *history["step"][:-1]], history[PARENT], strict=True)
     for iteration, step, parents in begins:
@@ -52,17 +44,7 @@ def final_values(history: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def plot_lineage(history: Mapping[str, np.ndarray], pbt: Mapping[str, Any], *, unit: str, title: str) -> "Figure":
-    """Draws the hyper-parameters of all members against steps, with a line to each member from the one that it copied.
-
-    Args:
-      history: the columns of a run.
-      pbt: the specification as plain data (`PBT.to_json`).
-      unit: the unit of steps.
-      title: title of the figure.
-
-    Returns:
-      The figure.
-    """
+    """Draws the hyper-parameters of all members against steps, with a line to each member from the one that it copied."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
     fields = list(final_values(history))

@@ -10,15 +10,10 @@ SECONDS = 1.0
 
 
 def chunk_length(iterations: int, ticks: int = TICKS) -> int:
-    """Chooses the largest number of iterations of a chunk.
+    """The largest number of iterations of a chunk.
 
-    Args:
-      iterations: iterations of the whole run.
-      ticks: wanted number of chunks.
-
-    Returns:
-      The divisor of `iterations` that gives the number of chunks closest to `ticks`, between 2/5 and twice `ticks`. If there
-      is none, a length with a shorter last chunk.
+    It is the divisor of `iterations` that gives the number of chunks closest to `ticks`, between 2/5 and twice as many; without
+    such a divisor, a length with a shorter last chunk.
     """
     if iterations <= ticks:
         return 1
@@ -37,13 +32,7 @@ class Pace:
     """
 
     def __init__(self, most: int, *, fixed: bool, target: float = SECONDS):
-        """Starts without a measurement.
-
-        Args:
-          most: the largest number of iterations of a chunk.
-          fixed: whether all chunks have this number.
-          target: wanted seconds per chunk.
-        """
+        """Starts without a measurement."""
         self.most, self._fixed, self._target = most, fixed, target
         self._length = most if fixed else 0
 
@@ -53,12 +42,7 @@ class Pace:
         return self._length > 0
 
     def measured(self, iterations: int, seconds: float) -> None:
-        """Takes a measurement into account.
-
-        Args:
-          iterations: number of iterations.
-          seconds: their time.
-        """
+        """Takes a measurement into account."""
         if self._fixed:
             return
         each = max(seconds / iterations, 1e-9)
@@ -70,12 +54,5 @@ class Pace:
         self._length = self.most if wanted >= self.most else 2 ** max(0, math.floor(math.log2(wanted)))
 
     def length(self, done: int) -> int:
-        """The number of iterations of the next chunk.
-
-        Args:
-          done: number of iterations of the run so far.
-
-        Returns:
-          Iterations to the next multiple of the length.
-        """
+        """The number of iterations of the next chunk."""
         return self._length - done % self._length

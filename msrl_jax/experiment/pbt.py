@@ -84,16 +84,7 @@ class PBT:
         return min(values), max(values)
 
     def check(self, base: Any, overrides: Mapping[str, Any]) -> None:
-        """Checks the search for a config.
-
-        Args:
-          base: the config to start from.
-          overrides: fields of the config; the initial values of a field of `search` are a sequence.
-
-        Raises:
-          ValueError: if a field is unknown or not `Tunable`, if the config refuses a value of its range, or if a field of
-            `overrides` contradicts the search.
-        """
+        """Checks the search for a config."""
         kind, tunable = type(base).__name__, tunable_fields(type(base))
         for name in self.search:
             if name not in tunable:
@@ -144,14 +135,7 @@ class PBT:
             )
 
     def initial(self, seed: int) -> dict[str, tuple[float, ...]]:
-        """The initial values of all members, `[M]` by field.
-
-        Args:
-          seed: the seed of the run.
-
-        Returns:
-          Values of the `M` equally probable parts of each distribution, in random order.
-        """
+        """The initial values of all members, `[M]` by field."""
         random = np.random.default_rng([_SALT, seed])
         found = {}
         for name in sorted(self.search):
@@ -172,18 +156,7 @@ GivenPBT: TypeAlias = PBT | Mapping[str, Any] | str
 
 
 def read(given: GivenPBT) -> PBT:
-    """Reads a specification.
-
-    Args:
-      given: a `PBT`, its fields, or text.
-
-    Returns:
-      The specification.
-
-    Raises:
-      ValueError: if it cannot be read, or a value is invalid.
-      TypeError: if it is something else.
-    """
+    """Reads a specification."""
     if isinstance(given, PBT):
         return given
     own = [field.name for field in dataclasses.fields(PBT)]

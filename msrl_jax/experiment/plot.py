@@ -23,21 +23,7 @@ def plot_history(
     title: str,
     groups: Mapping[str, Sequence[int]] | None = None,
 ) -> "Figure":
-    """Draws columns of a history against steps: the mean over the members, and their range.
-
-    Args:
-      history: columns `[C]` or `[C, M]`, with one called `step`.
-      metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
-      unit: the unit of steps.
-      title: title of the figure.
-      groups: members that have a line of their own, by its label; if there are not more than `MOST_LINES`.
-
-    Returns:
-      The figure.
-
-    Raises:
-      ValueError: on a column that the history does not have.
-    """
+    """Draws columns of a history against steps: the mean over the members, and their range."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
 
     if missing := [name for name in metrics if name not in history]:

@@ -39,14 +39,7 @@ def is_first() -> bool:
 
 
 def gathered(text: str) -> list[str]:
-    """A short text of every process, by number; all processes call it.
-
-    Args:
-      text: at most 64 bytes.
-
-    Returns:
-      The texts.
-    """
+    """A short text of every process, by number; all processes call it."""
     if count() == 1:
         return [text]
     data = text.encode()
@@ -67,14 +60,7 @@ def any_of(flag: bool) -> bool:
 
 
 def to_hosts(tree: Tree) -> Tree:
-    """A state that every process can use alone; all processes call it.
-
-    Args:
-      tree: pytree of arrays that several processes may hold.
-
-    Returns:
-      The same arrays in one process; else NumPy arrays, and typed keys on a device of this process.
-    """
+    """A state that every process can use alone; all processes call it."""
     if count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -83,14 +69,7 @@ def to_hosts(tree: Tree) -> Tree:
 
 @contextlib.contextmanager
 def together(what: str) -> Iterator[None]:
-    """Ends a step on all processes if it fails on one. Collectives inside must be in the same order on all.
-
-    Args:
-      what: the step, for the message of the others.
-
-    Raises:
-      ProcessError: if the step failed on another process only.
-    """
+    """Ends a step on all processes if it fails on one. Collectives inside must be in the same order on all."""
     try:
         yield
     except BaseException as error:
@@ -125,16 +104,7 @@ def in_words() -> Iterator[None]:
 
 
 def start(address: str | None = None, number: int | None = None, index: int | None = None) -> None:
-    """Joins the processes of a run; before anything of JAX starts.
-
-    Args:
-      address: host and port of process 0; None finds the cluster (SLURM, Open MPI, GKE, a TPU pod).
-      number: the number of processes.
-      index: the number of this process.
-
-    Raises:
-      ValueError: if no cluster is found.
-    """
+    """Joins the processes of a run; before anything of JAX starts."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(

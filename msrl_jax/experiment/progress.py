@@ -31,18 +31,7 @@ def in_notebook() -> bool:
 
 
 def choose_display(progress: Progress) -> Display:
-    """Chooses the display of a run's progress.
-
-    Args:
-      progress: "bar" for a terminal, "lines" for text, or "notebook"; "auto" or True chooses one; False shows nothing.
-
-    Returns:
-      A function `(title, total_steps, unit="steps")`. It returns a context manager, which gives the callback that updates
-      the display.
-
-    Raises:
-      ValueError: on any other value of `progress`.
-    """
+    """Chooses the display of a run's progress."""
     if progress is False:
         return _nothing
     if progress in ("auto", True):

@@ -23,7 +23,7 @@ from msrl_jax.data.experience import without_experience
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.agents import acting_part
 from msrl_jax.experiment.evaluate import Evaluation
-from msrl_jax.experiment.history import HostMetrics, Row, reduce_chunk
+from msrl_jax.experiment.history import NO_EPISODES, HostMetrics, LastEpisodes, Row, reduce_chunk
 from msrl_jax.experiment.pace import Pace
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
@@ -48,6 +48,9 @@ class Ending(NamedTuple):
     reason: str = ""
 
 
+_NOT_YET = Ending("unfinished")
+
+
 @dataclasses.dataclass
 class Run:
     """A run in progress.
@@ -67,6 +70,7 @@ class Run:
       resumed_from: iterations that were done when the run went on; 0 for a new run.
       metrics: the metrics of the last chunk. `[N]` or `[N, M]`
       rows: the history.
+      last_episodes: the returns of the last episodes.
       evaluation: the last evaluation.
       finding: what is not finite and ends the run.
       changed_at: the iteration at which the host last changed the state; 0 if it never did.
@@ -91,10 +95,11 @@ class Run:
     resumed_from: int = 0
     metrics: HostMetrics = dataclasses.field(default_factory=dict)
     rows: list[Row] = dataclasses.field(default_factory=list)
+    last_episodes: LastEpisodes = NO_EPISODES
     evaluation: Evaluation | None = None
     finding: Any = None
     changed_at: int = 0
-    ending: Ending = Ending("unfinished")
+    ending: Ending = _NOT_YET
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
     compiled_before: float = 0.0
     last_seconds: float = 0.0
@@ -154,6 +159,8 @@ class Run:
             "steps_per_second": steps / self.last_seconds,
             **reduce_chunk(self.metrics, finite=self.experiment.guard == "skip"),
         })  # fmt: skip
+        if (returns := self.metrics.get("episode_return")) is not None:
+            self.last_episodes = self.last_episodes.add(first, returns, finite=self.experiment.guard == "skip")
 
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled."""

@@ -90,14 +90,7 @@ class Checkpoints:
     """
 
     def __init__(self, path: Path, every: Interval, keep: int, recording: Any = None):
-        """Starts to count from now.
-
-        Args:
-          path: the folder of the run.
-          every: the time between checkpoints.
-          keep: number of checkpoints to keep besides the best one.
-          recording: the hook that records the run, if it is recorded.
-        """
+        """Starts to count from now."""
         self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
         self._interval, self.every, self._recording = every, every.steps, recording
         self._saved_at, self._saved_step = time.monotonic(), 0
@@ -137,6 +130,7 @@ class Checkpoints:
         progress = {
             "settings": run.experiment.fingerprint(run.deployment["rollbacks"]),
             "rows": len(run.rows),
+            "last_episodes": dataclasses.asdict(run.last_episodes),
             "rollbacks": len(run.deployment["rollbacks"]),
             "evaluation": run.evaluation,
             "registers": run.program.registers,
@@ -175,8 +169,10 @@ def score(run: Run) -> float | None:
     agent = run.experiment.behavior.agent
     if not agent.ranked or not run.rows:
         return None
-    name, sign = ("eval_return" if run.deployment["eval_every"] is not None else "episode_return"), 1.0
     if agent.unit == "updates":
-        name, sign = "validation_loss", -1.0
-    value = float(np.mean(run.rows[-1].get(name, np.nan)))
-    return sign * value if np.isfinite(value) else None
+        value = -np.mean(run.rows[-1].get("validation_loss", np.nan))
+    elif run.deployment["eval_every"] is not None:
+        value = np.mean(run.rows[-1].get("eval_return", np.nan))
+    else:
+        value = np.mean(run.last_episodes.mean())
+    return float(value) if np.isfinite(value) else None

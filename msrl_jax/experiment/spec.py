@@ -26,7 +26,7 @@ from msrl_jax.envs.base import env_name
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.experiment.acting import Behavior
-from msrl_jax.experiment.agents import members, skip_nonfinite, with_numbers
+from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
 from msrl_jax.experiment.evolve import evolve
 from msrl_jax.experiment.folder import RunFolderError, to_json
 from msrl_jax.experiment.history import in_words
@@ -126,6 +126,11 @@ class Experiment:
             )
         return randomized(env, self.env_params)
 
+    @property
+    def usual_policy(self) -> str:
+        """The distribution policy of a run for which none is given."""
+        return "MultiLearner" if is_on_host(self.environment) else "GPUOnly"
+
     @functools.cached_property
     def dataset(self) -> data.Dataset | None:
         """The data set of the run, if it has one."""
@@ -136,7 +141,8 @@ class Experiment:
         """The agent of one member."""
 
         def build(config: Any) -> Agent:
-            return skip_nonfinite(config.build(env)) if skips else config.build(env)
+            agent = numbers_only(config.build(env), self.name)
+            return skip_nonfinite(agent) if skips else agent
 
         config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
         return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
@@ -309,8 +315,7 @@ class Experiment:
 
         Lengths are left out, because a run may be extended, and so are guards and data sets.
         """
-        mine, theirs = (_facts(x._plain()) for x in (self, other))
-        return next(((n, x, theirs.get(n)) for n, x in mine.items() if x != theirs.get(n)), None)
+        return difference(self._plain(), other._plain())
 
     def fingerprint(self, rollbacks: Sequence[Any] = ()) -> str:
         """The SHA-256 of what `difference` compares, and of what changed it during the run."""
@@ -336,6 +341,12 @@ def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
     fields = about["config"] | (about["settings"] or {})
     names = ("env", "env_object", "seed", "seeds", "env_params", "pbt")
     return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first fact in which the contents of two `config.json` differ, with both values."""
+    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items())
+    return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
 def fingerprint(about: Mapping[str, Any], rollbacks: Sequence[Any] = ()) -> str:

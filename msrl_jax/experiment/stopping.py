@@ -19,18 +19,7 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\
 
 
 def seconds(name: str, value: Any) -> float:
-    """Reads a duration.
-
-    Args:
-      name: the argument's name, for messages.
-      value: seconds as a number, or text such as `"5h50m"`, `"90s"` or `"1d"`.
-
-    Returns:
-      Seconds, more than 0.
-
-    Raises:
-      ValueError: if the value is no such duration.
-    """
+    """Reads a duration."""
     found: float | None = None
     if isinstance(value, int | float) and not isinstance(value, bool):
         found = float(value)
@@ -53,14 +42,7 @@ class StopRequests:
         self.deadline, self.signal = deadline, ""
 
     def reason(self, next_seconds: float) -> str:
-        """Why the run has to stop now.
-
-        Args:
-          next_seconds: expected time of the next chunk and of saving.
-
-        Returns:
-          The name of a signal, `TIME_LIMIT`, or an empty text.
-        """
+        """Why the run has to stop now."""
         if self.signal:
             return self.signal
         late = self.deadline is not None and now() + next_seconds > self.deadline
@@ -78,14 +60,7 @@ class StopRequests:
 
 @contextlib.contextmanager
 def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
-    """Notes signals that ask the process to end; outside of the main thread, which gets no signals, only the time limit.
-
-    Args:
-      limit: seconds from now until the run has to be over.
-
-    Yields:
-      The requests.
-    """
+    """Notes signals that ask the process to end; outside of the main thread, which gets no signals, only the time limit."""
     requests = StopRequests(None if limit is None else now() + limit)
     if threading.current_thread() is not threading.main_thread():
         yield requests

@@ -1,5 +1,6 @@
 """Runs as folders: what a folder says, how a run goes on from it, and what `Result.save` writes and `Result.load` reads."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -20,9 +21,9 @@ from msrl_jax.experiment import checkpoint, folder, processes
 from msrl_jax.experiment.checkpoint import Checkpoint, CheckpointError
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning
-from msrl_jax.experiment.history import stack_rows
+from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
 from msrl_jax.experiment.run import TIMINGS
-from msrl_jax.experiment.spec import Experiment, fingerprint, make_experiment
+from msrl_jax.experiment.spec import Experiment, difference, fingerprint, make_experiment
 from msrl_jax.fragments.program import Delayed, Program
 
 Result: TypeAlias = Any
@@ -35,7 +36,7 @@ _TRIES = 10
 """How often a checkpoint is read that a running process deletes at the same time."""
 
 _FIELDS = (
-    "algorithm", "class", "env", "env_spec", "env_object", "env_params", "policy", "seed", "seeds", "total_steps", "config",
+    "algorithm", "env", "env_spec", "class", "env_object", "env_params", "policy", "seed", "seeds", "total_steps", "config",
     "settings", "pbt", "guard", "rollbacks",
 )  # fmt: skip
 
@@ -98,11 +99,16 @@ def choose(path: Path, which: Any) -> Checkpoint:
     else:
         chosen = next((c for c in found if c.iteration == which), None)
     if chosen is None:
-        has = ", ".join(str(c.iteration) for c in reversed(found)) or "none"
-        raise CheckpointError(
-            f"{path} has no checkpoint {which!r}; those after iterations {has} are complete. An unfinished run "
-            "writes its first one after a minute (checkpoint_every)"
-        )
+        has = ", ".join(str(c.iteration) for c in reversed(found))
+        why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
+        if found and which == "best":
+            why = (
+                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had ended "
+                "in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
+            )
+        elif found:
+            why = f"those after iterations {has} are complete"
+        raise CheckpointError(f"{path} has no checkpoint {which!r}: {why}")
     if which != "newest":
         checkpoint.verify(chosen)
     return chosen
@@ -162,8 +168,8 @@ def resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
     experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
-    if difference := before.difference(experiment):
-        raise _differs(saved, *difference)
+    if differs := difference(was, experiment.to_json()):
+        raise _differs(saved, *differs)
     return experiment
 
 
@@ -243,12 +249,7 @@ def saved_states(path: Path | None, run: Any) -> Iterator[tuple[Any, int]]:
 
 
 def take_over(saved: Saved, run: Any) -> None:
-    """Takes over the host's part of a run's state, and removes what is newer than its checkpoint.
-
-    Args:
-      saved: the run.
-      run: the run in progress, whose state is that of the checkpoint.
-    """
+    """Takes over the host's part of a run's state, and removes what is newer than its checkpoint."""
     progress = {} if saved.checkpoint is None else saved.checkpoint.progress
     count = progress.get("rows", 0)
     with processes.together("reading the history"):
@@ -262,6 +263,7 @@ def take_over(saved: Saved, run: Any) -> None:
         return
     run.iteration = run.resumed_from = saved.checkpoint.iteration
     run.evaluation = read_evaluation(progress["evaluation"])
+    run.last_episodes = LastEpisodes(**{name: np.array(x, np.float64) for name, x in progress["last_episodes"].items()})
     run.started -= progress["wall_seconds"]
     run.compiled_before = progress["compile_seconds"]
     for name in run.seconds:
@@ -306,7 +308,7 @@ def save(result: Result, path: Path) -> Path:
     rollbacks = result.description["rollbacks"]
     progress = {
         "settings": fingerprint(result.description, rollbacks), "rollbacks": len(rollbacks),
-        "rows": count, "evaluation": result.evaluation, "registers": result.description["registers"], "recorded": None,
+        "rows": count, "last_episodes": dataclasses.asdict(NO_EPISODES), "evaluation": result.evaluation, "registers": result.description["registers"], "recorded": None,
         "wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds,
         **{name: result.timings.get(name, 0.0) for name in TIMINGS},
     }  # fmt: skip
@@ -353,6 +355,15 @@ def complete(result: Result, path: Path, error: OSError | None) -> Result:
     return dataclasses.replace(result, folder=other)
 
 
+@contextlib.contextmanager
+def _not_needed(what: str) -> Iterator[None]:
+    """Warns of a damaged file without which an agent can act."""
+    try:
+        yield
+    except RunFolderError as error:
+        warnings.warn(f"{str(error).partition(';')[0]}; {what} is left out", ResumeWarning, stacklevel=3)
+
+
 def load(
     path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
 ) -> dict[str, Any]:
@@ -374,11 +385,17 @@ def load(
     progress = saved.progress
     summary: dict[str, Any] = {}
     if (path / folder.SUMMARY).exists() and which == "newest":
-        summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds")
+        with _not_needed("the outcome of the run"):
+            summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
+    if summary and summary["status"] != "diverged" and summary["total_steps"] != saved.iteration * experiment.steps_per_iteration:
+        summary = {}  # of a later checkpoint, which is damaged
+    rows: list[Row] = []
+    with _not_needed("the history of the run"):
+        rows = folder.read_rows(path, progress["rows"])
     return {
         "experiment": experiment,
         "description": description,
-        "history": stack_rows(folder.read_rows(path, progress["rows"])),
+        "history": stack_rows(rows),
         "run_state": state,
         "registers": registers,
         "status": summary.get("status", "unfinished"),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import jax
 from msrl_jax import _compile_cache
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
-from msrl_jax.envs.host.base import release
+from msrl_jax.envs.host.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping, store
 from msrl_jax.experiment.callbacks import Callback, Callbacks, check_callbacks, is_hook, short_unit
@@ -71,8 +72,8 @@ def train(
         `Experiment`, which has all that decides what the run computes.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
-      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`. It
-        decides where the parts run and does not change the computation.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
+        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the computation.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
@@ -92,7 +93,7 @@ def train(
       checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
         or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
       keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
-        best training return).
+        best mean return of the last 100 episodes of training).
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
         updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
@@ -148,12 +149,16 @@ def train(
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
             if experiment.pbt is not None and watching["chunk"] is not None:
                 experiment.pbt.check_chunk(watching["chunk"])
-            where = resolve_policy(policy or (saved.description["policy"] if saved else "GPUOnly"))
+            simulated = saved is None and is_on_host(experiment.environment)
+            usual = saved.description["policy"] if saved else experiment.usual_policy
+            where = resolve_policy(usual if policy is None else policy)
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = experiment.compile(where, devices)
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
         agent, functions = experiment.behavior.agent, [callback for callback in callbacks if not is_hook(callback)]
+        if policy is None and simulated and progress is not False and processes.is_first():
+            print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total = experiment.iterations * experiment.steps_per_iteration
         show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, short_unit(agent.unit)))
         evaluating = None

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,13 @@ def returns(env, total_steps, seeds, name="ppo", **overrides):
 
 def test_defaults_solve_cartpole_on_nine_of_ten_seeds():
     assert (returns("CartPole-v1", 500_000, 10)[:, -1] >= 475).sum() >= 9
+
+
+def test_the_default_curve_of_cartpole_rises_early_and_stays():
+    run = msrl.train("ppo", "CartPole-v1", seed=10_000, seeds=5, total_steps=500_000, chunk=2, progress=False)
+    for curve in np.asarray(run.history["episode_return"]).T:
+        first = np.argmax(curve >= 475)
+        assert curve[first] >= 475 and first < len(curve) / 3 and curve[first:].min() > 400
 
 
 def test_pendulum_swings_up():

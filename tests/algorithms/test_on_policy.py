@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.loops.acting import parameter_age, parameter_version
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms import A3CConfig
+from msrl_jax.algorithms import A3C, counted
 from msrl_jax.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 
+from ..support.agents import still
 from .random_walk import RandomWalk
 from .test_ppo import collectives, plain_log_prob_and_entropy, plain_network
 
@@ -24,11 +24,10 @@ SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6), "learning_ra
 VTRACE = {"clip_rho": 1.02, "clip_c": 0.97, "clip_pg_rho": 1.05, "vtrace_lambda": 0.9}
 
 
-def build(name, env=None, **overrides):
-    algorithm = algorithms.get(name)
+def build(name, env=None, make_agent=still, **overrides):
     workers = {"num_workers": W} if name == "a3c" else {}
-    config = algorithm.config(**SMALL | workers | overrides)
-    return algorithm.build(env or RandomWalk(), config), config
+    config = algorithms.get(name)(**SMALL | workers | overrides)
+    return make_agent(config.build(env or RandomWalk())), config
 
 
 def start(agent, iterations=1):
@@ -129,12 +128,11 @@ def test_one_iteration_of_a2c_equals_an_independent_implementation(continuous, g
     _, obs, _, rollout = plain_rollout(agent, [state.params], state.env_state, state.obs, state.actor_keys)
     terminated, truncated = rollout[-2:]
     assert terminated.any() and (truncated & ~terminated).any()
-    after, metrics = jax.jit(agent.iteration)(state)
+    after, _ = jax.jit(agent.iteration)(state)
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
     gradient, _ = plain_gradient(state.params, rollout, np.asarray(obs), config)
     assert_close(after.params, plain_rmsprop(state.params, wide(state.opt_state[1].nu), gradient, config)[0])
     assert min(np.abs(np.asarray(a - b)).max() for a, b in pairs(after.params, state.params)) > 1e-4
-    assert metrics["parameter_age"] == 0
 
 
 def pairs(a, b):
@@ -161,10 +159,11 @@ def named(policy):
 def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
     """Iteration i acts with the parameters of iteration i - staleness, and updates the newest ones."""
     staleness = policy.staleness
-    agent, config = build("impala", **VTRACE, normalize_advantage="batch" if staleness == 1 else "none")
+    agent, config = build("impala", make_agent=counted, **VTRACE, normalize_advantage="batch" if staleness == 1 else "none")
     state = start(agent, 0)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 6, chunk=1)
+    state = state.inner
     params, mean_square = state.params, wide(state.opt_state[1].nu)
     history, ratios = [params] * (staleness + 1), []
     env_state, obs, keys = state.env_state, state.obs, state.actor_keys
@@ -176,7 +175,7 @@ def test_impala_acts_with_old_parameters_and_corrects_for_them(policy):
         ratios.append(ratio)
     if staleness:
         assert np.min(ratios) < VTRACE["clip_c"] and np.max(ratios) > VTRACE["clip_pg_rho"]
-    assert_close(program.unwrap(after).params, params)
+    assert_close(program.unwrap(after).inner.params, params)
     np.testing.assert_array_equal(metrics["parameter_age"], np.minimum(np.arange(6), staleness))
 
 
@@ -193,10 +192,11 @@ def test_a_key_samples_and_no_key_is_greedy(name):
 
 def test_impala_learns_from_the_batches_that_are_kept():
     """Every update draws one of the newest batches, which keeps the log-probabilities and values of those who acted in it."""
-    agent, config = build("impala", **VTRACE, replay_batches=3, num_updates=2)
+    agent, config = build("impala", make_agent=counted, **VTRACE, replay_batches=3, num_updates=2)
     state, iteration = start(agent, 0), jax.jit(agent.iteration)
-    params, mean_square, kept, drawn = state.params, wide(state.opt_state[1].nu), [], []
-    env_state, obs, keys, replay_key = state.env_state, state.obs, state.actor_keys, state.replay_key
+    own = state.inner
+    params, mean_square, kept, drawn = own.params, wide(own.opt_state[1].nu), [], []
+    env_state, obs, keys, replay_key = own.env_state, own.obs, own.actor_keys, own.replay_key
     for i in range(5):
         state, metrics = iteration(state)
         env_state, obs, keys, rollout = plain_rollout(agent, [params], env_state, obs, keys)
@@ -207,40 +207,31 @@ def test_impala_learns_from_the_batches_that_are_kept():
             gradient, _ = plain_gradient(params, *batch, config, corrected=True)
             params, mean_square = plain_rmsprop(params, mean_square, gradient, config)
         drawn.append([i - made for made, *_ in batches])
-        assert_close(state.params, params)
+        assert_close(state.inner.params, params)
         assert metrics["parameter_age"] == np.mean(drawn[-1])
     assert {age for ages in drawn[2:] for age in ages} == {0, 1, 2} and any(a != b for a, b in drawn[3:])
 
 
-def counted(state, iterations):
-    """A state as if it had seen so many iterations."""
-    count = counter(iterations)
-    if hasattr(state, "fetched"):
-        updates = [iterations * W - W + worker + 1 for worker in range(W)]
-        state = state._replace(fetched=jnp.array(np.array(updates) % 2**32, jnp.uint32))
-    return state._replace(iteration=count)
-
-
 @pytest.mark.parametrize("iterations", [2**24, 2**31, 2**32])
 @pytest.mark.parametrize("name", ["impala", "a3c"])
-def test_ages_are_right_where_counters_would_wrap(name, iterations):
+def test_ages_are_right_where_counts_would_wrap(name, iterations):
     """A version of the parameters is a word of 32 bits; its age is a difference, which does not care."""
-    agent, iterate = aged(name)
-    state, ages = counted(start(agent, 0), iterations - 2), []
-    versions = [parameter_version(counter(iterations - 2))] * 2
-    for i in range(4):
-        state, metrics = iterate(state)
-        ages.append(parameter_age(state.iteration, versions[-2]))
-        versions.append(parameter_version(state.iteration))
-        assert metrics["parameter_age"] == 0 and to_int(state.iteration) == iterations - 1 + i
-        assert name != "a3c" or metrics["gradient_age"] == W - 1
-    np.testing.assert_array_equal(ages, [1, 2, 2, 2])
+    program, state = aged(name)
+    own = state.inner
+    if name == "a3c":
+        updates = [(iterations - 2) * W - W + worker + 1 for worker in range(W)]
+        own = own._replace(fetched=jnp.array(np.array(updates) % 2**32, jnp.uint32))
+    after, metrics = program.run(state._replace(inner=own, count=counter(iterations - 2)), 4)
+    np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 2, 2])
+    assert to_int(program.unwrap(after).count) == iterations + 2
+    assert name != "a3c" or np.all(metrics["gradient_age"][2:] == W - 1)
 
 
 @functools.cache
 def aged(name):
-    agent, _ = build(name)
-    return agent, jax.jit(agent.iteration)
+    agent, _ = build(name, make_agent=counted)
+    state = start(agent, 0)
+    return msrl.compile(agent.iteration, state, policy=SingleLearnerCoarse(2, staleness=2), axes=agent.axes), state
 
 
 def test_on_policy_impala_is_a2c():
@@ -256,10 +247,11 @@ def test_on_policy_impala_is_a2c():
 @pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1)], ids=named)
 def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy):
     staleness = policy.staleness
-    agent, config = build("a3c", normalize_advantage="worker" if staleness == 1 else "none")
+    agent, config = build("a3c", make_agent=counted, normalize_advantage="worker" if staleness == 1 else "none")
     state = start(agent, 0)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes)
     after, metrics = program.run(state, 4, chunk=1)
+    state = state.inner
     server, mean_square, copies = state.params, wide(state.opt_state[1].nu), [state.params] * W
     history, ages, fetched, count = [copies] * (staleness + 1), [], [0] * W, 0
     env_state, obs, keys = state.env_state, state.obs, state.actor_keys
@@ -278,7 +270,7 @@ def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy)
             count += 1
             copies[worker], fetched[worker] = server, count
         history = [*history[1:], copies]
-    got = program.unwrap(after)
+    got = program.unwrap(after).inner
     assert_close(got.params, server)
     assert_close(got.worker_params, jax.tree.map(lambda *x: np.stack(x), *copies))
     np.testing.assert_array_equal(got.fetched, fetched)
@@ -312,7 +304,8 @@ def num_params(agent):
 @pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
 def test_the_state_keeps_its_types_and_metrics_are_scalars(name):
     over = "worker" if name == "a3c" else "batch"
-    agent, _ = build(name, normalize_advantage=over, optimizer="adam", anneal_learning_rate=True, total_steps=3 * T * E)
+    falls = functools.partial(counted, iterations=3)
+    agent, _ = build(name, make_agent=falls, normalize_advantage=over, optimizer="adam", anneal_learning_rate=True)
     after, _ = jax.eval_shape(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
     before = jax.eval_shape(agent.init, jax.random.key(0))
     kind = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
@@ -325,7 +318,7 @@ def test_the_state_keeps_its_types_and_metrics_are_scalars(name):
 
 @pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
 def test_bad_fields_are_refused(name):
-    config = algorithms.get(name).config
+    config = algorithms.get(name)
     with pytest.raises(ValueError, match=rf"{config.__name__}\.optimizer='rmspop': use 'rmsprop'"):
         config(optimizer="rmspop")
     with pytest.raises(ValueError, match=rf"{config.__name__}\.discount=1\.5: use a finite number at least 0 and at most 1"):
@@ -334,4 +327,4 @@ def test_bad_fields_are_refused(name):
 
 def test_workers_must_divide_the_environments():
     with pytest.raises(ValueError, match=r"num_envs=10 .* num_workers=4; use num_envs=12"):
-        A3CConfig(num_envs=10, num_workers=4)
+        A3C(num_envs=10, num_workers=4)

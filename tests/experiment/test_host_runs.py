@@ -30,6 +30,15 @@ def children():
     return found
 
 
+def test_a_policy_that_works_is_chosen_for_simulators(capfd):
+    small = SMALL | {"progress": "lines"}
+    result = msrl.train("ppo", "gymnasium:Pendulum-v1", total_steps=256, eval_episodes=0, **small)
+    assert result.description["policy"].startswith("MultiLearner") and "MultiLearner on" in repr(result)
+    assert capfd.readouterr().err.startswith("policy MultiLearner: the host simulates gymnasium:Pendulum-v1\n")
+    with pytest.raises(ValueError, match="MultiLearner"):
+        msrl.train("ppo", "gymnasium:Pendulum-v1", policy="GPUOnly", **SMALL)
+
+
 def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     killed, all_step, over, begun = [], threading.Event(), threading.Event(), time.monotonic()
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import signal
 
@@ -93,6 +94,42 @@ def test_a_run_reports_the_parts_of_its_time(trained):
     for word in ("compiling", "setting up", "training", "evaluation"):
         assert f"{word} " in text
     assert "384 steps of 389 asked for (whole iterations of 64)" in text
+
+
+def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
+    answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
+    callbacks = [lambda tick, answer=answer: answer for answer in answers]
+    result = msrl.train("ppo", ENV, total_steps=2 * 64, chunk=1, devices=one_device, callbacks=callbacks, progress=False, **tiny)
+    assert result.status == "finished"
+    for true in (np.True_, np.array(True), jnp.bool_(True)):
+        assert msrl.train(
+            "ppo", ENV, total_steps=2 * 64, chunk=1, devices=one_device, callbacks=[lambda tick, true=true: true],
+            eval_episodes=0, progress=False, **tiny,
+        ).status == "stopped"  # fmt: skip
+
+
+def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
+    def greedy(tick):
+        jax.tree.leaves(tick.state.params)[0].delete()
+
+    with pytest.raises(ValueError, match=r"callback .*greedy deleted or donated tick\.state\.params.*; give away a copy"):
+        msrl.train("ppo", ENV, total_steps=128, chunk=1, devices=one_device, callbacks=[greedy], progress=False, **tiny)
+
+
+def test_a_metric_of_text_is_refused_by_name(one_device):
+    ppo = msrl.algorithms.get("ppo")
+
+    def build(env, config):
+        agent = ppo.build(env, config)
+        return dataclasses.replace(agent, iteration=lambda state: (state, {"note": "good"}))
+
+    name = msrl.algorithms.register(dataclasses.replace(ppo, name="chatty", build=build)).name
+    try:
+        for seeds in (1, 2):
+            with pytest.raises(TypeError, match=r"'chatty' reports the metric 'note' as 'good'; metrics are numbers"):
+                msrl.train(name, ENV, seeds=seeds, devices=one_device, progress=False)
+    finally:
+        del msrl.algorithms.ALGORITHMS[name]
 
 
 def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):

@@ -1,0 +1,148 @@
+"""Configs: checked before anything compiles with a remedy, documented, pytrees whose leaves are the tunable numbers."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from msrl_jax import algorithms
+from msrl_jax.algorithms import PPO, config, field, make, tunable
+from msrl_jax.algorithms.config import ALGORITHMS, field_docs, tunable_fields, variant
+
+
+@pytest.fixture
+def ball():
+    """The config of an algorithm that is defined elsewhere, as users do."""
+
+    @config("ball")
+    class Ball:
+        """A ball."""
+
+        bright: bool = field(default=False, doc="whether it shines.")
+        bounces: int = field(default=2, doc="how often it bounces.")
+        misses: int = field(default=0, doc="how often it does not.", low=0, high=9)
+        radius: float = tunable(default=3.0, doc="its size.", above=0)
+        share: float | None = tunable(default=None, doc="a part of it.", low=0, below=1)
+
+        def check(self):
+            if self.misses > self.bounces:
+                raise ValueError(f"Ball.misses={self.misses} exceeds bounces={self.bounces}; use fewer")
+
+        def check_given(self, fields):
+            if "misses" in fields and self.bright:
+                raise ValueError("Ball.misses has no effect on a bright ball; leave it out")
+
+        def build(self, env):
+            return env, self.radius
+
+    yield Ball
+    for name in ("ball", "large_ball"):
+        ALGORITHMS.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("num_envs", 0, "an integer of at least 1"),
+        ("num_envs", 4.0, "an integer of at least 1"),
+        ("num_envs", None, "an integer of at least 1"),
+        ("num_epochs", True, "an integer of at least 1"),
+        ("learning_rate", 0.0, "a finite number above 0"),
+        ("learning_rate", math.nan, "a finite number above 0"),
+        ("learning_rate", "fast", "a finite number above 0"),
+        ("learning_rate", 10**400, "a finite number above 0"),
+        ("learning_rate", 1e-60, "a number from 1e-38 to 3e38 in size: it is 0.0 in float32"),
+        ("max_grad_norm", 1e40, "a number from 1e-38 to 3e38 in size: it is inf in float32"),
+        ("max_grad_norm", math.inf, "a finite number above 0"),
+        ("clip_value", -1.0, "a finite number above 0"),
+        ("target_kl", 0.0, "a finite number above 0"),
+        ("discount", 1.01, "a finite number at least 0 and at most 1"),
+        ("gae_lambda", -0.1, "a finite number at least 0 and at most 1"),
+        ("entropy_coef", -0.01, "a finite number at least 0"),
+        ("normalize_advantage", True, r"one of \['batch', 'minibatch', 'none'\]"),
+        ("normalize_advantage", "minibatches", "'minibatch'"),
+        ("normalize_rewards", 1, "True or False"),
+        ("hidden_sizes", [64, 64], r"a tuple of positive integers, such as \(64, 64\)"),
+        ("hidden_sizes", (64, 0), "a tuple of positive integers"),
+        ("activation", "tahn", "'tanh'"),
+        ("network", "transformer", r"one of \['auto', 'cnn', 'mlp'\]"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value_and_a_remedy(name, value, remedy):
+    with pytest.raises(ValueError, match=rf"PPO\.{name}=.*: use {remedy}"):
+        PPO(**{name: value})
+
+
+FIELDS = [(name, f.name) for name in algorithms.names() for f in dataclasses.fields(algorithms.get(name))]
+
+
+@pytest.mark.parametrize(("algorithm", "name"), FIELDS)
+def test_every_field_of_every_algorithm_is_checked(algorithm, name):
+    kind = algorithms.get(algorithm)
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name}=<object.*>: use "):
+        kind(**{name: object()})
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_every_field_is_documented(name):
+    kind = algorithms.get(name)
+    assert list(field_docs(kind)) == [f.name for f in dataclasses.fields(kind)]
+    assert all(len(text) > 10 and text.endswith(".") for text in field_docs(kind).values())
+    assert kind.__doc__ and kind.name == name
+
+
+@pytest.mark.parametrize("name", algorithms.names())
+def test_a_config_is_a_pytree_of_its_tunable_numbers(name):
+    made = algorithms.get(name)()
+    fields = tunable_fields(type(made))
+    assert jax.tree.leaves(made) == [x for x in (getattr(made, f) for f in fields) if x is not None]
+    assert jax.tree.map(lambda x: x, made) == made
+    doubled = jax.jit(lambda c: jax.tree.map(lambda x: 2 * x, c))(PPO())
+    assert doubled.learning_rate == 2 * PPO().learning_rate and doubled.num_envs == PPO().num_envs
+
+
+def test_checks_of_several_fields_and_of_given_ones(ball):
+    with pytest.raises(ValueError, match=r"Ball\.misses=3 exceeds bounces=2"):
+        ball(misses=3)
+    bad = ("misses", 10, "an integer of at least 0 and at most 9"), ("share", 1.0, "at least 0 and below 1")
+    for name, value, remedy in bad:
+        with pytest.raises(ValueError, match=rf"Ball\.{name}=.*{remedy}"):
+            ball(**{name: value})
+    assert make(ball, {"misses": 1}).misses == 1 and make(ball(bright=True), {}).bright
+    with pytest.raises(ValueError, match="no effect"):
+        make(ball(bright=True), {"misses": 0})
+    with pytest.raises(ValueError, match=r"Ball has no field 'radios' \(did you mean 'radius'\?\); its fields are bright,"):
+        make("ball", {"radios": 1.0})
+
+
+def test_a_variant_differs_in_defaults_and_is_no_subclass(ball):
+    large = variant(ball, "LargeBall", "large_ball", "A large ball.", radius=30.0)
+    assert large().radius == 30.0 and ball().radius == 3.0 and algorithms.get("large_ball") is large
+    assert not issubclass(large, ball) and large(bounces=5).build("env") == ("env", 30.0)
+    with pytest.raises(ValueError, match=r"LargeBall\.bounces=0"):
+        large(bounces=0)
+
+
+def test_algorithms_are_found_by_name_class_and_place(ball):
+    assert algorithms.get("PPO") is PPO is algorithms.get(PPO) is algorithms.get("msrl_jax.algorithms.ppo:PPO")
+    with pytest.raises(ValueError, match=r"unknown algorithm 'pppo' \(did you mean 'ppo'\?\); choose from a2c"):
+        algorithms.get("pppo")
+    with pytest.raises(ValueError, match=r"'nowhere:Ball'.*MODULE:CLASS"):
+        algorithms.get("nowhere:Ball")
+    with pytest.raises(TypeError, match="give a config such as PPO"):
+        algorithms.get(3)
+    same = {"__annotations__": {}, "__module__": ball.__module__, "__qualname__": ball.__qualname__}
+    assert config("ball")(type("Ball", (), same)) is ALGORITHMS["ball"] is not ball  # a cell of a notebook that runs again
+    with pytest.raises(ValueError, match="'ppo' is registered already"):
+        config("ppo")(type("Other", (), {"__annotations__": {}}))
+
+
+def test_minibatches_must_divide_the_unroll():
+    with pytest.raises(ValueError, match=r"unroll_length=10 .* num_minibatches=4 .* unroll_length=12"):
+        PPO(unroll_length=10, num_minibatches=4)
+
+
+def test_fields_are_given_by_keyword():
+    with pytest.raises(TypeError, match="positional"):
+        PPO(1)
