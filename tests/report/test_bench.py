@@ -66,8 +66,8 @@ def test_the_fused_program_costs_what_plain_jax_costs(measurements):
 
 def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    header, line = format_table(measurements).splitlines()
-    assert header.split()[:3] == ["algorithm", "env", "policy"]
+    shared, header, line = format_table(measurements).splitlines()
+    assert shared.startswith("env CartPole-v1") and header.split()[:3] == ["algorithm", "steps/s", "updates/s"]
     (m,) = measurements
     steps, updates = (float(x.replace(",", "")) for x in line[header.index("steps/s") :].split()[:2])
     assert (steps, updates) == (pytest.approx(m.steps_per_second, abs=0.5), pytest.approx(m.updates_per_second, rel=0.01))
@@ -75,9 +75,10 @@ def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
 
 
 def test_the_table_fits_the_terminal(measurements, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "90")
     text = format_table(measurements)
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 90
+    assert text.splitlines()[-1].startswith("ppo  "), "a table, no paragraph"
     for cell in ("CartPole-v1", f"{measurements[0].ratio:.3f}", f"{measurements[0].steps_per_second:,.0f}"):
         assert cell in text
 
@@ -106,7 +107,7 @@ def test_the_line_and_the_table_show_what_the_host_dispatches(driven, monkeypatc
     assert "dispatch" not in str(fused)
     assert f"; dispatch: {loop.instructions} instructions per iteration, " in str(loop) and "(a jitted call: " in str(loop)
     monkeypatch.setenv("COLUMNS", "250")
-    header, first, second = format_table(driven).splitlines()
+    _, header, first, second = format_table(driven).splitlines()
     at = header.index("instructions")
     assert first[at:].startswith("one program") and second[at:].split()[:2] == [
         str(loop.instructions), f"{loop.instruction_microseconds:.1f}",
