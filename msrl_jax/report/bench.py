@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import jax
 
 from msrl_jax import algorithms
-from msrl_jax._tables import table
+from msrl_jax._tables import paragraph, table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.folder import describe_devices
 from msrl_jax.experiment.history import first_non_finite
@@ -320,7 +320,7 @@ def bench(
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """Formats measurements as a table that fits the terminal."""
+    """Formats measurements as a table that fits the terminal; settings that all share stand above it."""
     header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
     driven = any(m.instructions is not None for m in measurements)
@@ -341,7 +341,10 @@ def format_table(measurements: Sequence[Measurement]) -> str:
             row += ["-", "-"] if m.jit_steps_per_second is None else [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}"]
             row += [_quotient(m.flops, m.jit_flops), _quotient(m.bytes, m.jit_bytes)]
         rows.append(row)
-    return "\n".join(table(header, rows))
+    shared = [i for i in range(1, 6) if len({row[i] for row in rows}) == 1]
+    kept = [i for i in range(len(header)) if i not in shared]
+    above = paragraph(", ".join(f"{header[i]} {rows[0][i]}" for i in shared))
+    return "\n".join([*above, *table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])])
 
 
 def _setting(algorithm: str, env: str, sizes: Any) -> str:
