@@ -34,7 +34,8 @@ def assert_member(members, member, alone):
     """That a member has the history, the parameters and the keys of a run of its own."""
     for name, column in alone.history.items():
         if name not in ("step", "iteration", "seconds", "steps_per_second"):
-            np.testing.assert_allclose(members.history[name][:, member], column, rtol=2e-4, atol=1e-5, err_msg=name)
+            mine = members.history[name]
+            np.testing.assert_allclose(mine[:, member] if mine.ndim > 1 else mine, column, rtol=2e-4, atol=1e-5, err_msg=name)
     of_member = innermost(members.member_state(member))
     for x, y in zip(jax.tree.leaves(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
