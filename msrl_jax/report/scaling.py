@@ -69,7 +69,7 @@ def plans(
     Args:
       algo: name of the algorithm.
       env: name of the environment.
-      policy: the policy as text; that of `train` if None. `{n}` and `{half}` stand for the number of devices and for half of it.
+      policy: the policy as text; that of `train` if None. `{n}` and `{half}` stand for the number of devices and half of it.
       devices: names of devices as in `plan_devices`.
       envs_per_device: environments for each device; if None, their number stays the same.
       seeds: number of runs to train at once.
