@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ def train(
     progress and writes files; a request to stop, on any process, stops all after the same chunk.
 
     Args:
-      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. An `Experiment`
-        stands for all arguments that decide what is computed.
+      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. Or an
+        `Experiment`, which has all that decides what the run computes.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
@@ -130,6 +130,8 @@ def train(
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt,
         "guard": None if guard is None else check_guard(guard),
     }  # fmt: skip
+    if isinstance(algo, Experiment):
+        given, overrides = _arguments(algo, given | overrides)
     watching = _check_watching(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
     # Absolute, because a callback may change the working directory.
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
@@ -146,7 +148,7 @@ def train(
                 return _already_done(saved, env, env_params)
             _check_guard_fits(experiment, record)
             simulated = saved is None and is_on_host(experiment.environment)
-            usual = saved.description["policy"] if saved else "MultiLearner" if simulated else "GPUOnly"
+            usual = saved.description["policy"] if saved else experiment.usual_policy
             where = resolve_policy(usual if policy is None else policy)
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = experiment.compile(where, devices)
@@ -208,6 +210,14 @@ DEFAULTS = {
 
 _WATCHING = {"eval_episodes": 32, "eval_every": None, "chunk": None}
 """The same for what happens between chunks."""
+
+
+def _arguments(experiment: Experiment, others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An experiment as arguments, which leave nothing to the others that decide what is computed."""
+    for name, value in others.items():
+        if value is not None and name != "algo":
+            raise ValueError(f"{name}={value!r}: the experiment says what is computed; change it there, or leave {name} out")
+    return {name: getattr(experiment, "algorithm" if name == "algo" else name) for name in DEFAULTS}, dict(experiment.settings)
 
 
 def _check_watching(**given: Any) -> dict[str, int | None]:
