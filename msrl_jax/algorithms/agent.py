@@ -29,13 +29,13 @@ class Progress:
 
     Attributes:
       iteration: iterations done before this one. shape=()
-      version: the version of the parameters, for `parameter_version`: iterations done by learners, modulo 2**32. uint32
       total: iterations of the whole run; None if that is not known.
+      version: the version of the parameters, for `parameter_version`: iterations done by learners, modulo 2**32. uint32
     """
 
     iteration: Counter
-    version: Any = ()
     total: int | None = dataclasses.field(default=None, metadata={"static": True})
+    version: Any = ()
 
     @property
     def fraction(self) -> jax.Array:
@@ -183,7 +183,7 @@ def counted(agent: Agent, iterations: int | None = None) -> Agent:
         return Counted(agent.init(key), counters.counter(), jnp.uint32(0) if acts else ())
 
     def iteration(state: Counted) -> tuple[Counted, Metrics]:
-        inner, metrics = agent.iteration(state.inner, Progress(state.count, state.version, iterations))
+        inner, metrics = agent.iteration(state.inner, Progress(state.count, iterations, state.version))
         version, age = state.version, {}
         if acts:
             version, age["parameter_age"] = _next_version(state.count, parameter_version(state.version))

@@ -218,7 +218,7 @@ def build(env: Environment, config: IMPALA) -> Agent:
 
     queue = None
     if config.replay_batches:
-        example = jax.eval_shape(lambda key: play(begin(key), Progress(counter(), jnp.uint32(0)))[1], jax.random.key(0))
+        example = jax.eval_shape(lambda key: play(begin(key), Progress(counter(), None, jnp.uint32(0)))[1], jax.random.key(0))
         batch_axes = logical_axes(
             Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
         )

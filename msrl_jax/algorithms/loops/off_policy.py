@@ -113,7 +113,6 @@ class OffPolicyState(NamedTuple):
       key: the learner's key. shape=()
       acting_params: the acting parameters, and the iterations done at their last refresh; `()` if the newest parameters act.
       actor_keys: one key per environment, which samples actions. shape=(E,)
-      steps: environment steps, counted by the actors: a policy with staleness tells them late what the engine counts. shape=()
       replay: state of the buffer.
       replay_key: the buffer's key, for draws. shape=()
       pending: TD errors for the buffer.
@@ -129,7 +128,6 @@ class OffPolicyState(NamedTuple):
     key: jax.Array
     acting_params: tuple[Any, Counter] | tuple[()]
     actor_keys: jax.Array
-    steps: Counter
     replay: ReplayState
     replay_key: jax.Array
     pending: Pending
@@ -172,17 +170,16 @@ def replaying(
             # A copy: a state in which two leaves are one array cannot be donated.
             acting_params=(jax.tree.map(jnp.copy, learner.params), counter()) if refresh_period > 1 else (),
             actor_keys=jax.random.split(actor_key, num_envs),
-            steps=counter(),
             replay=buffer.init(),
             replay_key=replay_key,
             pending=Pending(nowhere, nothing),
         )
 
     @fragment(role="actor")
-    def draw_keys(keys, steps):
+    def draw_keys(keys, progress):
         keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
-        steps_before = advance(steps, jnp.arange(unroll_length) * num_envs)
-        return keys[0], keys[1:], steps_before, advance(steps, num_envs * unroll_length)
+        steps = advance(progress.times(num_envs * unroll_length), jnp.arange(unroll_length) * num_envs)
+        return keys[0], keys[1:], steps
 
     @fragment(role="buffer")
     def insert(replay, pending, items):
@@ -221,9 +218,9 @@ def replaying(
         return select(remainder(count, refresh_period) == 0, (params, count), acting_params), {"parameter_age": age}
 
     def begin(state: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, tuple[jax.Array, Counter]]:
-        actor_keys, keys, steps_before, steps = draw_keys(state.actor_keys, state.steps)
+        actor_keys, keys, steps = draw_keys(state.actor_keys, progress)
         acting_params = state.acting_params[0] if state.acting_params else state.params
-        return acting_params, state._replace(actor_keys=actor_keys, steps=steps), (keys, steps_before)
+        return acting_params, state._replace(actor_keys=actor_keys), (keys, steps)
 
     def finish(state: OffPolicyState, items: Transition, progress: Progress) -> tuple[OffPolicyState, Metrics]:
         replay = insert(state.replay, state.pending, items)
@@ -245,7 +242,7 @@ def replaying(
         return after, {**metrics, **age, **report}
 
     axes = {
-        **dict.fromkeys((*Learner._fields, "key", "acting_params", "steps", "replay_key"), P()),
+        **dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P()),
         "actor_keys": P("env"),
         "replay": buffer.axes,
         "pending": P(None, SHARD_AXIS),

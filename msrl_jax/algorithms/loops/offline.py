@@ -124,7 +124,7 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
         def update(learner, experience, key, number):
             weight = jnp.ones(len(experience.reward))
             batch = Batch(experience, weight, key, number, jnp.bool_(True))
-            now = Progress(number, (), progress.total and progress.total * num_updates)
+            now = Progress(number, progress.total and progress.total * num_updates)
             learner, _, stats = rule.update(learner, batch, now)
             return learner, dict(stats)
 
