@@ -39,7 +39,7 @@ class BC:
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
     )
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -47,7 +47,7 @@ class BC:
         default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     validation_fraction: float = field(
-        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
     )
 
     def check(self) -> None:

@@ -40,8 +40,7 @@ class CQL:
     """
 
     tau: float = tunable(
-        default=0.005, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
     )
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
@@ -56,7 +55,7 @@ class CQL:
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=10.0, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: 10.", above=0
+        default=10.0, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: 10.", above=0
     )
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -64,10 +63,11 @@ class CQL:
         default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     validation_fraction: float = field(
-        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
     )
     conservative_weight: float | None = tunable(
-        default=None, low=0,
+        default=None,
+        low=0,
         doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
         "Usual: 0.1 to 10.",
     )
@@ -84,16 +84,13 @@ class CQL:
     initial_temperature: float = tunable(
         default=1.0, doc="initial weight of the entropy; for continuous actions. Usual: 0.1 to 1.", above=0
     )
-    learn_temperature: bool = field(
-        default=True, doc="whether the temperature is learned; otherwise it is constant. Usual: True."
-    )
+    learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
         default=None,
         doc="target entropy of the learned temperature, in nats; None takes minus the length of an action. Usual: None.",
     )
     double: bool = field(
-        default=True,
-        doc="whether the online network chooses the action of a target; for discrete actions. Usual: True.",
+        default=True, doc="whether the online network chooses the action of a target; for discrete actions. Usual: True."
     )
 
     def check(self) -> None:

@@ -48,27 +48,25 @@ class DQN:
     shards: int | None = field(
         default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=20000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
         default=1000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.00025, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=10.0, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+        default=10.0, above=0, doc="largest global norm of the gradients; larger ones are scaled down. Usual: 10 to 40."
     )
     prioritised: bool = field(
-        default=False,
-        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+        default=False, doc="whether items with larger TD errors are drawn more often. Usual: True for images."
     )
-    alpha: float = tunable(
-        default=0.4, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
-    )
+    alpha: float = tunable(default=0.4, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.", low=0)
     beta: float | None = tunable(
-        default=0.4, low=0, high=1,
-        doc="initial exponent of importance weights, rising to 1 over the run; None: all weight 1. Usual: 0.4 to 0.6, or None.",
+        default=0.4,
+        low=0,
+        high=1,
+        doc="initial exponent of importance weights, which rises to 1; None: all are 1. Usual: 0.4 to 0.6.",
     )
     exploration: Literal["annealed", "per_env"] = field(
         default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
@@ -80,38 +78,25 @@ class DQN:
         default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
     )
     base_epsilon: float = tunable(
-        default=0.4, low=0, high=1,
-        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933). Usual: 0.4.',
+        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
     actor_period: int = field(
-        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+        default=1, doc="iterations between two copies of parameters to the actors. Usual: 1.", high=2**24, low=1
     )
     tau: float = tunable(
-        default=0.02, above=0, high=1,
-        doc="share of the way that the target network moves; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+        default=0.02, above=0, high=1, doc="share of the way that the target moves; 1 copies. Usual: 1, or 0.005 to 0.05."
     )
     target_period: int = field(
-        default=1, high=2**24, low=1,
-        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+        default=1, high=2**24, low=1, doc="updates between two moves of the target. Usual: 1, or 100 to 10,000."
     )
-    dueling: bool = field(
-        default=False,
-        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
-    )
+    dueling: bool = field(default=False, doc="whether values and advantages have streams of their own. Usual: True for images.")
     huber_delta: float | None = tunable(
-        default=None, above=0,
-        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+        default=None, above=0, doc="errors above this size count linearly (Huber loss). Usual: None, or 1."
     )
-    adam_epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
-    )
-    data: str | None = field(
-        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
-    )
+    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
+    data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(
-        default=0.5, above=0, high=1,
-        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
     )
     hidden_sizes: tuple[int, ...] = field(
         default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."

@@ -37,8 +37,7 @@ class IQL:
     """
 
     tau: float = tunable(
-        default=0.005, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
     )
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
@@ -53,7 +52,7 @@ class IQL:
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
     )
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -61,7 +60,7 @@ class IQL:
         default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     validation_fraction: float = field(
-        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
     )
     normalize_rewards: bool = field(
         default=True,
@@ -69,15 +68,13 @@ class IQL:
         "`inverse_temperature` does not depend on units. Usual: True.",
     )
     expectile: float = tunable(
-        default=0.7, low=0, high=1,
-        doc="the value function learns this expectile of the data's action values; 0.5 is their mean. Usual: 0.7 to 0.9.",
+        default=0.7, low=0, high=1, doc="expectile of the data's action values to learn; 0.5 is their mean. Usual: 0.7 to 0.9."
     )
     inverse_temperature: float = tunable(
         default=3.0, doc="weight of the advantage in imitation; 0 clones the behavior. Usual: 3 to 10.", low=0
     )
     max_weight: float = tunable(
-        default=100.0, above=0,
-        doc="largest weight of an action in imitation; an action with advantage 0 has weight 1. Usual: 100.",
+        default=100.0, above=0, doc="largest weight of an action in imitation; 1 is that of an advantage of 0. Usual: 100."
     )
 
     def check(self) -> None:

@@ -58,27 +58,25 @@ class R2D2:
     shards: int | None = field(
         default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=50000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
         default=2000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
-    n_step: int = field(default=5, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=10.0, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+        default=10.0, above=0, doc="largest global norm of the gradients; larger ones are scaled down. Usual: 10 to 40."
     )
     prioritised: bool = field(
-        default=True,
-        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+        default=True, doc="whether items with larger TD errors are drawn more often. Usual: True for images."
     )
-    alpha: float = tunable(
-        default=0.9, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
-    )
+    alpha: float = tunable(default=0.9, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.", low=0)
     beta: float | None = tunable(
-        default=None, low=0, high=1,
-        doc="initial exponent of importance weights, rising to 1 over the run; None: all weight 1. Usual: 0.4 to 0.6, or None.",
+        default=None,
+        low=0,
+        high=1,
+        doc="initial exponent of importance weights, which rises to 1; None: all are 1. Usual: 0.4 to 0.6.",
     )
     exploration: Literal["annealed", "per_env"] = field(
         default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
@@ -90,32 +88,22 @@ class R2D2:
         default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
     )
     base_epsilon: float = tunable(
-        default=0.4, low=0, high=1,
-        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933). Usual: 0.4.',
+        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
     actor_period: int = field(
-        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+        default=1, doc="iterations between two copies of parameters to the actors. Usual: 1.", high=2**24, low=1
     )
     tau: float = tunable(
-        default=0.02, above=0, high=1,
-        doc="share of the way that the target network moves; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+        default=0.02, above=0, high=1, doc="share of the way that the target moves; 1 copies. Usual: 1, or 0.005 to 0.05."
     )
     target_period: int = field(
-        default=1, high=2**24, low=1,
-        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+        default=1, high=2**24, low=1, doc="updates between two moves of the target. Usual: 1, or 100 to 10,000."
     )
-    dueling: bool = field(
-        default=True,
-        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
-    )
+    dueling: bool = field(default=True, doc="whether values and advantages have streams of their own. Usual: True for images.")
     huber_delta: float | None = tunable(
-        default=None, above=0,
-        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+        default=None, above=0, doc="errors above this size count linearly (Huber loss). Usual: None, or 1."
     )
-    adam_epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
-    )
+    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
     hidden_sizes: tuple[int, ...] = field(
         default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
     )
@@ -129,7 +117,8 @@ class R2D2:
     )
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     burn_in: int = field(
-        default=8, low=0,
+        default=8,
+        low=0,
         doc="first steps of a window, which only refresh the stored carry; 0 uses the stored carry unchanged. Usual: 0 to 40.",
     )
     trace_length: int = field(
@@ -137,12 +126,15 @@ class R2D2:
         doc="steps of a window in the loss, `L`, and of the flow of gradients; windows overlap by half of it. Usual: 16 to 80.",
     )
     rescale_epsilon: float | None = tunable(
-        default=None, above=0,
+        default=None,
+        above=0,
         doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593); None: the "
         "return itself. Usual: 1e-3 for rewards of any size, or None.",
     )
     eta: float = tunable(
-        default=0.9, low=0, high=1,
+        default=0.9,
+        low=0,
+        high=1,
         doc="weight of a window's largest error in its priority; the mean error has the weight `1 - eta`. Usual: 0.9.",
     )
 

@@ -48,26 +48,20 @@ class SAC:
     shards: int | None = field(
         default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=200000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
-    learning_starts: int = field(
-        default=1000, doc="environment steps with uniformly random actions before the first update. Usual: 1e3 to 1e4."
-    )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    data: str | None = field(
-        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
-    )
+    capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
+    learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(
-        default=0.5, above=0, high=1,
-        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
     )
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
     )
     tau: float = tunable(
-        default=0.005, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
     )
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
@@ -75,9 +69,7 @@ class SAC:
         default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     initial_temperature: float = tunable(default=1.0, doc="initial weight of the entropy. Usual: 0.1 to 1.", above=0)
-    learn_temperature: bool = field(
-        default=True, doc="whether the temperature is learned; otherwise it is constant. Usual: True."
-    )
+    learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
         default=None,
         doc="target entropy in nats. None takes minus the length of a continuous action, or half the logarithm of the number "

@@ -328,7 +328,7 @@ def off_policy_agent(
 
 
 def epsilon_greedy(config: Any, *, num_envs: int, num_actions: int, random_steps: int) -> Callable[..., jax.Array]:
-    """Makes a function that replaces actions by random ones with probability epsilon.
+    """Makes a function that replaces actions by random ones with probability epsilon (per environment: arXiv 1803.00933).
 
     Args:
       config: the schedule of epsilon: `exploration`, `exploration_steps`, `final_epsilon` and `base_epsilon`.

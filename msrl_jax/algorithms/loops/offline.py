@@ -159,9 +159,7 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
     )
 
 
-def read_data(
-    env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False
-) -> Source | None:
+def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
     """Reads the data set of a config, and splits off the held-out episodes.
 
     Args:

@@ -24,13 +24,7 @@ _FOR_INTEGERS = (
 
 
 def check_policy_space(space: Space) -> Discrete | Box:
-    """Checks that a policy can act in a space.
-
-    Args:
-      space: the space of one action.
-
-    Returns:
-      The same space.
+    """Checks that a policy can act in a space, and returns it.
 
     Raises:
       TypeError: if it is neither `Discrete` nor a `Box` of floats or integers.
@@ -67,17 +61,11 @@ def has_scale(space: Discrete | Box) -> bool:
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
-    """Makes the map from a policy's actions to an environment's actions.
+    """Makes the map from actions of a policy `[..., D]` to an environment's `[..., *space.shape]`, or `[...]` to `[...]`.
 
     Discrete actions pass unchanged. Integers of a `Box`, which a policy counts from 0, are shifted to its lower bounds. A
     component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
     only clipped to their bounds.
-
-    Args:
-      space: space of one action.
-
-    Returns:
-      A function from `[..., N]` to `[..., *space.shape]`, or from `[...]` to `[...]` if the space is `Discrete`.
     """
     if isinstance(space, Discrete):
         return lambda action: jnp.asarray(action, space.dtype)
@@ -99,15 +87,10 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
 
 
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
-    """The inverse of `action_transform`: from an environment's actions to a policy's actions.
+    """The inverse of `action_transform`: from an environment's actions `[N, *space.shape]` to a policy's actions.
 
-    Args:
-      space: space of one action.
-      action: actions in the space. `[N, *space.shape]`
-
-    Returns:
-      Vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is `Discrete`, and
-      `[N, K]` int32 counted from 0 if it is a `Box` of integers.
+    These are vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is
+    `Discrete`, and `[N, K]` int32 counted from 0 if it is a `Box` of integers.
     """
     if not isinstance(space, Box):
         return action.astype(np.int32)
@@ -122,18 +105,7 @@ def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
 
 
 def check_discrete(name: str, space: Space) -> Discrete:
-    """Checks that actions are discrete.
-
-    Args:
-      name: name of the algorithm in error messages.
-      space: the space of actions.
-
-    Returns:
-      The same space.
-
-    Raises:
-      TypeError: if it is not `Discrete`.
-    """
+    """The space if its actions are discrete; raises TypeError, with the name of the algorithm, if it is not `Discrete`."""
     if isinstance(space, Discrete):
         return space
     if is_integers(space):
@@ -145,14 +117,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
 
 
 def check_bounded(name: str, space: Space) -> Box:
-    """Checks that actions are bounded vectors of floats.
-
-    Args:
-      name: name of the algorithm in error messages.
-      space: the space of actions.
-
-    Returns:
-      The same space.
+    """Checks that actions are bounded vectors of floats, and returns the space; messages have the name of the algorithm.
 
     Raises:
       TypeError: if it is not a `Box` of floats.
@@ -173,5 +138,5 @@ def check_bounded(name: str, space: Space) -> Box:
 
 
 def check_discrete_or_bounded(name: str, space: Space) -> Discrete | Box:
-    """Checks that actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
+    """The space if its actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
     return space if isinstance(space, Discrete) else check_bounded(name, space)

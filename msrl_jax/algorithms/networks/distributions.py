@@ -206,15 +206,9 @@ class TanhNormal:
 
 
 def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical | MultiCategorical:
-    """Makes the distribution over actions in a `Discrete` space or a `Box` of integers.
+    """The distribution over actions in a `Discrete` space, only legal ones if observations have masks, or a `Box` of integers.
 
-    Args:
-      space: the space.
-      outputs: logits of all actions, or of all values of the first integer, then of the second, and so on. `[..., D]`
-      obs: the observations; if they have masks, illegal actions of a `Discrete` space have probability 0.
-
-    Returns:
-      The distribution.
+    The outputs `[..., D]` are logits of all actions, or of all values of the first integer, then of the second, and so on.
     """
     if isinstance(space, Discrete):
         return Categorical(only_legal(outputs, obs))
@@ -231,17 +225,7 @@ def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Cate
 
 
 def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:
-    """Makes the distribution over actions: as `discrete_policy`, or for a `Box` of floats a `Normal` around `outputs`.
-
-    Args:
-      space: the space.
-      outputs: logits, or means. `[..., D]`
-      obs: the observations.
-      log_scale: logarithms of the standard deviations of floats. `[D]`
-
-    Returns:
-      The distribution.
-    """
+    """As `discrete_policy`; or for a `Box` of floats a `Normal` around `outputs` with the `log_scale` `[D]`."""
     if log_scale is None:
         return discrete_policy(space, outputs, obs)
     return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))

@@ -70,9 +70,7 @@ def _convolve_backward(stride, residuals, g):
 
 def _patch_gradient(stride: int, x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
     height, width = (stride * (size - 1) + 1 for size in g.shape[1:3])
-    shifted = [
-        x[:, i : i + height : stride, j : j + width : stride] for i in range(w.shape[0]) for j in range(w.shape[1])
-    ]
+    shifted = [x[:, i : i + height : stride, j : j + width : stride] for i in range(w.shape[0]) for j in range(w.shape[1])]
     patches = jnp.concatenate(shifted, axis=-1)
     return _product_gradient(patches, g).reshape(w.shape)
 
