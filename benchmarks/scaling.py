@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from msrl_jax.fragments.topologies import cpus_of
-from msrl_jax.training.scaling import format_markdown, plans
+from msrl_jax.report.scaling import format_markdown, plans
 
 POLICIES = (
     *("GPUOnly", "MultiLearner", "SingleLearnerCoarse", "SingleLearnerCoarse:learners={half}"),

@@ -20,7 +20,7 @@ import jax
 
 from msrl_jax import envs
 from msrl_jax.envs.masks import mask_of, sample_legal
-from msrl_jax.training.benchmark import Runner, interleave
+from msrl_jax.report.bench import Runner, interleave
 
 Loop = tuple[Callable[[jax.Array], Any], Callable[[Any, Any, jax.Array], Any]]
 """`reset(keys[E]) -> state`, and `step(state, actions[E], keys[E]) -> state`."""

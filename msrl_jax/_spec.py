@@ -1,16 +1,22 @@
-"""Names with parameters as text: `NAME:key=value,key=value`."""
+"""Values as text: `NAME:key=value,key=value`, whose values are literals, words, or calls: `uniform(0, 1)`, `uniform:0:1`."""
 
 import ast
+import inspect
 import re
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from msrl_jax._spelling import suggestion
+
+Calls: TypeAlias = Mapping[str, Callable[..., Any]]
+"""The functions that text may call, by name."""
 
 
 def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any]]:
     """Splits `"NAME:key=value,key=value"` into the name and the arguments.
 
     Args:
-      spec: a name, and optionally a colon and keyword arguments. Values are Python literals, or bare words, which may be calls:
-        `trajectory_codec=frame_stack(4)`. Words may begin with a digit: `scenario=3s_vs_5z`.
+      spec: a name, and optionally a colon and arguments as `read_values` reads them.
       prefixes: whether a name may have a prefix, which is followed by a colon: `jaxmarl:MPE_simple_spread_v3:num_agents=5`.
 
     Returns:
@@ -24,34 +30,99 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
         name, colon, text = f"{name}:{second}", *text.partition(":")[1:]
     if not colon:
         return name, {}
+    return name, read_values(text, wrong=f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value")
+
+
+def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
+    """Reads `"key=value,key=value"`; keys may have dots.
+
+    Args:
+      text: the text.
+      calls: the functions that values may call. Without them, a call is a word: `trajectory_codec=frame_stack(4)`.
+      wrong: the message if the text cannot be read.
+
+    Returns:
+      The values by key; words, which may begin with a digit (`scenario=3s_vs_5z`), are text.
+
+    Raises:
+      ValueError: if the text or a value cannot be read, or a key is there twice.
+    """
+    found: dict[str, Any] = {}
+    for part in _split(text):
+        pair = re.fullmatch(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", part, re.DOTALL)
+        if pair is None and part.strip():
+            raise ValueError(wrong)
+        if pair is not None:
+            key, value = pair.groups()
+            if key in found:
+                raise ValueError(f"{text!r} gives {key!r} twice; give it once")
+            found[key] = read_value(key, value, calls, wrong=wrong)
+    if not found:
+        raise ValueError(wrong)
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas that stand in no quotes or brackets."""
+    parts, depth, quote = [""], 0, ""
+    for c in text:
+        if c == "," and not depth and not quote:
+            parts.append("")
+            continue
+        parts[-1] += c
+        if c in "'\"" and quote in ("", c):
+            quote = "" if quote else c
+        elif not quote:
+            depth += (c in "([{") - (c in ")]}")
+    return parts
+
+
+def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
+    """Reads one value, as `read_values` does; `what` is its name in messages."""
+    text = text.strip()
     try:
-        call = ast.parse(f"_({_WORD.sub(_quoted, text)})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        values = [(str(k.arg), _literal(k.value)) for k in call.keywords]
-    except (SyntaxError, ValueError, AssertionError):
-        raise ValueError(f"cannot read {text!r} in {spec!r}; write {name}:key=value,key=value") from None
-    keys = [key for key, _ in values]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{spec!r} gives {twice[0]!r} twice; give it once")
-    return name, dict(values)
+        return _built(what, ast.parse(_COLONS.sub(_call, text) if calls else text, mode="eval").body, calls)
+    except (SyntaxError, _NotLiteral):
+        if re.fullmatch(r"\d\w*", text):
+            return text
+        raise ValueError(wrong) from None
 
 
-_WORD = re.compile(r"((?:^|,)\s*\w+\s*=\s*)(\d\w*[a-zA-Z]\w*)(?=\s*(?:,|$))")
-"""A key, and its value that begins with a digit and has a letter."""
+class _NotLiteral(ValueError):
+    """What stands for a value is none."""
 
 
-def _quoted(found: re.Match[str]) -> str:
-    """The key and its value, in quotes unless it is a number such as 1e5."""
-    key, word = found.groups()
-    try:
-        ast.literal_eval(word)
-    except (SyntaxError, ValueError):
-        word = repr(word)
-    return key + word
+_COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
+"""A call without commas, `uniform:0.25:1`."""
 
 
-def _literal(node: ast.expr) -> Any:
+def _call(found: re.Match[str]) -> str:
+    name, *numbers = found[0].split(":")
+    return f"{name}([{', '.join(numbers)}])" if name == "choice" else f"{name}({', '.join(numbers)})"
+
+
+def _built(what: str, node: ast.expr, calls: Calls | None) -> Any:
+    if isinstance(node, ast.Name) or (calls is None and isinstance(node, ast.Attribute | ast.Call)):
+        return ast.unparse(node)
     if isinstance(node, ast.Dict) and None not in node.keys:
-        return {_literal(key): _literal(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    words = isinstance(node, ast.Name | ast.Attribute | ast.Call)
-    return ast.unparse(node) if words else ast.literal_eval(node)
+        keys, values = ([_built(what, x, calls) for x in xs if x] for xs in (node.keys, node.values))
+        return dict(zip(keys, values, strict=True))
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords:
+        try:
+            return ast.literal_eval(node)
+        except (ValueError, TypeError):
+            if calls is None:
+                raise _NotLiteral from None
+            raise ValueError(f"{what}={ast.unparse(node)} is no number; write one, or one of {', '.join(calls)}") from None
+    assert calls is not None
+    if (name := node.func.id) not in calls:
+        raise ValueError(f"{what}: there is no {name!r}{suggestion(name, calls)}; use {', '.join(calls)}")
+    given = [
+        [_built(what, y, calls) for y in x.elts] if isinstance(x, ast.List | ast.Tuple) else _built(what, x, calls)
+        for x in node.args
+    ]
+    try:
+        return calls[name](*given)
+    except TypeError:
+        usage = ", ".join(inspect.signature(calls[name]).parameters)
+        raise ValueError(f"{what}={ast.unparse(node)}: write {name}({usage})") from None

@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "msrl_jax"
 FLOORS = [
     {"__init__", "__main__"},
     {"cli"},
-    {"_commands", "_flags", "_launch"},
-    {"training"},
+    {"search", "report"},
+    {"experiment"},
     {"algorithms"},
     {"data"},
     {"policies", "replay"},
@@ -20,8 +20,8 @@ FLOORS = [
     {"codecs"},
     {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
-        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_lazy", "_names",
-        "_simulate", "_spelling", "counters", "metrics",
+        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_lazy", "_simulate", "_spelling", "counters",
+        "metrics",
     },
 ]  # fmt: skip
 """From the top layer to the bottom; packages of one layer do not import each other."""

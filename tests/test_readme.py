@@ -17,9 +17,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, codecs, envs
-from msrl_jax.algorithms.configs.base import tunable_fields
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.cli import program
 from msrl_jax.envs import registry
-from msrl_jax.training.setup import resolve_policy
+from msrl_jax.experiment.spec import resolve_policy
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
@@ -320,10 +321,10 @@ def test_the_page_shows_where_a_nan_comes_from(run_sections):
 
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])
 def test_the_command_line_understands_the_examples(line, monkeypatch):
-    program, command, *arguments = shlex.split(line)
-    assert program == "msrl-jax"
+    name, command, *arguments = shlex.split(line)
+    assert name == "msrl-jax"
     seen = {}
-    monkeypatch.setitem(cli.COMMANDS, command, (cli.COMMANDS[command][0], lambda *given: seen.update(given=given) or 0))
+    monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.update(given=given) or 0))
     monkeypatch.setattr(cli, "_use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
     args, config = seen["given"]

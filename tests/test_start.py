@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _compile_cache, _names
+from msrl_jax import _compile_cache
+from msrl_jax.cli import names
 from msrl_jax.fragments.executables import Executables
 from tests.support import processes
 
@@ -71,8 +72,8 @@ print(sorted({"jax", "flax", "optax", "gymnax", "jaxmarl", "numpy"} & set(sys.mo
 
 
 def test_names_that_are_listed_without_imports_are_those_of_the_registries():
-    assert set(_names.ENVIRONMENTS) <= set(msrl.envs.names())
-    assert sorted(_names.ALGORITHMS) == msrl.algorithms.names() and sorted(_names.POLICIES) == msrl.policies.names()
+    assert set(names.ENVIRONMENTS) <= set(msrl.envs.names())
+    assert names.algorithms() == msrl.algorithms.names() and names.policies() == msrl.policies.names()
 
 
 def test_every_name_of_the_package_is_there():

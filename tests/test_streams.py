@@ -11,7 +11,7 @@ import pytest
 from msrl_jax import data
 from msrl_jax._checks import writing
 from msrl_jax._streams import Lasting, lasting
-from msrl_jax.training import folder
+from msrl_jax.experiment import folder
 
 
 def test_a_stream_without_a_character_writes_a_question_mark():

@@ -4,10 +4,8 @@ All are pytrees whose leaves are their numbers, so a program takes the numbers a
 they look as in Python, `uniform(0.25, 1)`, or on the command line, without commas, `uniform:0.25:1`.
 """
 
-import ast
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import whole
-from msrl_jax._spelling import suggestion
+from msrl_jax._spec import read_value, read_values
 from msrl_jax.counters import Counter, fraction
 
 Kind: TypeAlias = Literal["uniform", "log_uniform", "choice"]
@@ -79,7 +77,7 @@ def ramp(start: Any, end: Any, steps: int) -> Ramp:
     return Ramp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
-_NAMES = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}
+CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}
 """The calls that text may have; `log` is short for `log_uniform`."""
 
 
@@ -216,10 +214,8 @@ def parse(what: str, value: str) -> Any:
     Raises:
       ValueError: if it cannot be read.
     """
-    try:
-        return _built(what, ast.parse(_COLONS.sub(_call, value.strip()), mode="eval").body)
-    except SyntaxError:
-        raise ValueError(f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6") from None
+    wrong = f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
+    return _no_word(what, read_value(what, value, CALLS, wrong=wrong))
 
 
 def parse_many(given: str) -> dict[str, Any]:
@@ -228,55 +224,14 @@ def parse_many(given: str) -> dict[str, Any]:
     Raises:
       ValueError: if it cannot be read, or gives a name twice.
     """
-    found: dict[str, Any] = {}
-    try:
-        names: list[str] = []  # with dots, which Python's do not have
-
-        def number(match: re.Match[str]) -> str:
-            names.append(match[2])
-            return f"{match[1]}_{len(names) - 1}="
-
-        call = ast.parse(f"_({_COLONS.sub(_call, _NAME.sub(number, given))})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args and all(k.arg for k in call.keywords)
-    except (SyntaxError, AssertionError):
-        raise ValueError(f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1") from None
-    for keyword in call.keywords:
-        name = names[int(str(keyword.arg)[1:])]
-        if name in found:
-            raise ValueError(f"{given!r} gives {name} twice")
-        found[name] = _built(name, keyword.value)
-    return found
+    wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
+    return {name: _no_word(name, value) for name, value in read_values(given, CALLS, wrong=wrong).items()}
 
 
-_NAME = re.compile(r"(^|,)\s*([A-Za-z_][\w.]*)\s*=(?!=)")
-
-_COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")
-"""A call without commas, `uniform:0.25:1`."""
-
-
-def _call(found: re.Match[str]) -> str:
-    name, *numbers = found[0].split(":")
-    return f"{name}([{', '.join(numbers)}])" if name == "choice" else f"{name}({', '.join(numbers)})"
-
-
-def _built(what: str, node: ast.expr) -> Any:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        name = node.func.id
-        if name not in _NAMES:
-            raise ValueError(f"{what}: there is no {name!r}{suggestion(name, _NAMES)}; use {', '.join(_NAMES)}")
-        arguments = [
-            [_built(what, x) for x in argument.elts] if isinstance(argument, ast.List | ast.Tuple) else _built(what, argument)
-            for argument in node.args
-        ]
-        try:
-            return _NAMES[name](*arguments)
-        except TypeError:
-            usage = {"choice": "choice([1, 2])", "ramp": "ramp(start, end, steps)"}.get(name, f"{name}(low, high)")
-            raise ValueError(f"{what}={ast.unparse(node)}: write {usage}") from None
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        raise ValueError(f"{what}={ast.unparse(node)} is no number; write one, or one of {', '.join(_NAMES)}") from None
+def _no_word(what: str, value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"{what}={value} is no number; write one, or one of {', '.join(CALLS)}")
+    return value
 
 
 def ramps(tree: Any) -> Iterator[Ramp]:

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.training import DivergedError
+from msrl_jax.training.evaluate import make_evaluator
+from msrl_jax.training.failure import Failure
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
@@ -15,9 +18,6 @@ from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
 from msrl_jax.algorithms.networks import distributions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments.origin import find_origin
-from msrl_jax.training import DivergedError
-from msrl_jax.training.evaluate import make_evaluator
-from msrl_jax.training.failure import Failure
 from tests.envs.maze import LEFT, RIGHT, Maze, MazeState, legal
 
 from .off_policy_reference import B, adam, build, counting, drawn, one, start, wide

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from msrl_jax.training.members import initial_key, population
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
-from msrl_jax.training.members import initial_key, population
 
 pytestmark = pytest.mark.slow
 

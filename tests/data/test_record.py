@@ -14,8 +14,8 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
-from msrl_jax.training.setup import resolve
-from tests.training.training_envs import Lottery, Poison
+from msrl_jax.experiment.spec import make_experiment
+from tests.support.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk
 from ..training.test_result import assert_same_state
@@ -95,7 +95,7 @@ def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
 
 
 def test_a_step_writes_its_row_and_copies_no_other():
-    setup = resolve("ppo", ENV, overrides=PPO | {"total_steps": 6400}).record(1600)
+    setup = make_experiment("ppo", ENV, overrides=PPO | {"total_steps": 6400}).record(1600)
     (program,) = setup.compile(msrl.policies.GPUOnly(1)).compiled()
     made_by = re.findall(r"= \w+\[1600,8[^=\n]* (copy|dynamic-update-slice)\(", program.as_text())
     assert made_by == ["dynamic-update-slice"] * 6
@@ -157,7 +157,7 @@ def test_what_an_interrupted_run_did_is_there(end, tmp_path):
 
 
 def test_a_run_that_diverges_keeps_its_rows(tmp_path):
-    with pytest.raises(msrl.training.DivergedError):
+    with pytest.raises(msrl.experiment.DivergedError):
         train(env=Poison(), record=tmp_path / "run.npz", config=PPO | {"normalize_rewards": False})
     dataset = data.load(tmp_path / "run.npz")
     assert len(dataset) == 4 * 64 and np.isnan(dataset.reward).sum() == 8 * (32 - 19)

@@ -1,0 +1,3 @@
+"""The command line, `msrl-jax`."""
+
+from msrl_jax.cli.program import main as main

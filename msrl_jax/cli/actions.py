@@ -1,0 +1,300 @@
+"""What the commands do: each takes its options and the given fields of the config, and returns the exit code.
+
+Slow imports are inside the functions, so that help is quick and devices can be configured before JAX starts.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msrl_jax import _suites
+from msrl_jax.cli import launch, names
+from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
+from msrl_jax.cli.flags import UsageError
+
+DIVERGED = DOES_NOT_CONFORM = 1
+NOT_SAVED, OUT_OF_TIME = 3, 75
+
+MOST_CPU_DEVICES = 1024
+"""Virtual CPU devices that start within seconds; each has threads of its own."""
+
+
+def use_cpu_devices(count: int | None) -> None:
+    """Makes JAX start with this many virtual CPU devices; None changes nothing."""
+    if count is None:
+        return
+    if not 1 <= count <= MOST_CPU_DEVICES:
+        raise UsageError(f"--cpu-devices {count}: use 1 to {MOST_CPU_DEVICES}")
+    # Many devices on few cores may reach a collective late; this is not a deadlock.
+    limits = {"warn_stuck": 300, "terminate": 1200}
+    patience = [f"--xla_cpu_collective_call_{name}_timeout_seconds={seconds}" for name, seconds in limits.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*patience, os.environ.get("XLA_FLAGS", "")])
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def _print_json(value: Any) -> None:
+    from msrl_jax.experiment.folder import to_json
+
+    print(json.dumps(to_json(value)))
+
+
+def _show(args: Any, data: Any, text: object) -> None:
+    if args.json:
+        _print_json(data)
+    else:
+        print(text)
+
+
+def _note(what: Any) -> None:
+    print(f"{what}", file=sys.stderr, flush=True)
+
+
+def _options(args: Any, *others: str) -> dict[str, Any]:
+    """The options that are arguments of the function of the same name."""
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    if "progress" in options:
+        options["progress"] = False if args.progress == "none" else args.progress
+    return {k: v for k, v in options.items() if k not in ("config", "given", "json", "cpu_devices", *others)}
+
+
+def _folder(place: str, *parts: str | None) -> Path:
+    return Path(place) / re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))
+
+
+def train(args: Train, config: dict[str, Any]) -> int:
+    """Trains an agent."""
+    import msrl_jax as msrl
+    from msrl_jax import experiment
+    from msrl_jax.experiment import processes
+
+    first, now = processes.is_first(), time.strftime("%Y%m%d-%H%M%S")
+    out = args.out or _folder("runs", args.algo, args.env, args.policy, str(args.seed), processes.gathered(now)[0])
+    options = _options(args, "out", "tensorboard", "wandb", "processes", "distributed")
+    # The defaults of `train` depend on what is given, and the folder of a run that goes on knows what is not.
+    options = {name: value for name, value in options.items() if name in args.given or name == "progress"}
+    with contextlib.ExitStack() as stack:
+        loggers: list[Any] = []
+        if args.tensorboard and first:
+            loggers.append(stack.enter_context(contextlib.closing(experiment.TensorBoard(out))))
+        if args.wandb and first:
+            # The same folder is the same run there, so that a run that goes on appends to it.
+            number = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
+            about = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in ("given", "config")}
+            wandb = experiment.WandB(project=args.wandb, name=out.name, id=number, resume="allow", config=about | config)
+            loggers.append(stack.enter_context(contextlib.closing(wandb)))
+        result = msrl.train(**options, out=out, callbacks=loggers, **config)
+    if first:
+        print(result)
+    if first and args.json:
+        _print_json(result.summary() | {"folder": result.folder})
+    return _exit_code(result, out)
+
+
+def sweep(args: Sweep, config: dict[str, Any]) -> int:
+    """Trains and ranks many settings."""
+    import msrl_jax as msrl
+
+    if args.resume and args.out is None:
+        raise UsageError("--resume needs --out, the folder of the sweep")
+    out = args.out or _folder("sweeps", args.algo, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
+    result = msrl.sweep(**_options(args, "out", "plot"), out=out, **config)
+    print(result)
+    if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
+        print(f"the best setting again: {result.command()}")
+        if args.plot is not None:
+            result.plot(args.plot)
+    if args.json:
+        _print_json(result.summary())
+    return _exit_code(result, out)
+
+
+def _exit_code(result: Any, out: Path) -> int:
+    if result.folder != out.absolute():
+        return NOT_SAVED
+    if not result.interrupted:
+        return 0
+    return 128 + getattr(signal, result.stop_reason) if result.stop_reason.startswith("SIG") else OUT_OF_TIME
+
+
+def launched(args: Train, argv: Sequence[str]) -> int | None:
+    """Starts the processes of a run, or makes this one a part of it; the exit code if it has been run."""
+    if args.resume and args.out is None:
+        raise UsageError("--resume needs --out, the folder of the run")
+    child = os.environ.get(launch.INDEX)
+    if args.processes is not None and args.distributed:
+        raise UsageError("--processes starts processes on this machine, and --distributed joins those of a cluster; give one")
+    if args.processes is not None and args.processes < 1:
+        raise UsageError(f"--processes {args.processes}: use at least 1")
+    if args.processes is not None and child is None:
+        return launch.launch(argv, args.processes)
+    if child is not None:
+        launch.end_with_parent()
+        use_cpu_devices(args.cpu_devices or 1)
+    if child is not None or args.distributed:
+        from msrl_jax.experiment import processes
+
+        if child is None:
+            processes.start()
+        else:
+            processes.start(os.environ[launch.ADDRESS], int(os.environ[launch.COUNT]), int(child))
+    return None
+
+
+def compete(args: Compete, config: dict[str, Any]) -> int:
+    """Works on a leaderboard."""
+    import msrl_jax as msrl
+
+    board = msrl.compete(args.leaderboard, **_options(args, "leaderboard"), **config)
+    _show(args, board.entries, board)
+    return 0
+
+
+def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
+    """Plays greedy episodes."""
+    import msrl_jax as msrl
+    from msrl_jax.data.spaces import agents_of
+    from msrl_jax.experiment.history import in_words
+
+    result = msrl.Result.load(args.run, checkpoint=args.checkpoint)
+    played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
+    member = result.member(args.member) if result.has_members else None
+    if member is not None:
+        chosen = ", the best one" * (args.member is None)
+        print(f"member {member} ({in_words(result.settings[member])}{chosen})")
+    print(played)
+    if args.json:
+        about = {key: result.description[key] for key in ("algorithm", "env")} | {"member": member}
+        _print_json(about | agents_of(result.behavior.env) | played.means | dataclasses.asdict(played))
+    return 0
+
+
+def record(args: Record, config: dict[str, Any]) -> int:
+    """Writes a data set of what an agent does."""
+    import msrl_jax as msrl
+
+    options = _options(args, "run", "steps", "out")
+    dataset = msrl.data.record(msrl.Result.load(args.run), args.steps, args.out, **options)
+    print(dataset)
+    if args.json:
+        _print_json(dataset.describe() | {"file": args.out})
+    return 0
+
+
+def replay(args: Replay, config: dict[str, Any]) -> int:
+    """Computes a failed step again."""
+    import msrl_jax as msrl
+
+    failure = msrl.replay_step(args.file)
+    if failure is None:
+        print("all results of this step are finite here")
+        return DIVERGED
+    print(failure)
+    if args.json:
+        fields = {f.name: getattr(failure.origin, f.name) for f in dataclasses.fields(failure.origin) if f.name != "operands"}
+        _print_json({"iteration": failure.iteration, "member": failure.member, **fields})
+    return 0
+
+
+def explain(args: Explain, config: dict[str, Any]) -> int:
+    """Prints plans."""
+    if args.devices and args.cpu_devices is not None:
+        raise UsageError(f"--devices and --cpu-devices both choose devices; --devices cpu:{args.cpu_devices} is enough")
+    if args.envs_per_device is not None and not args.devices:
+        raise UsageError("--envs-per-device needs --devices")
+    if args.devices:
+        from msrl_jax.fragments.topologies import cpus_of
+
+        use_cpu_devices(max(1, *map(cpus_of, args.devices)))
+    from msrl_jax.experiment.spec import make_experiment, resolve_policy
+    from msrl_jax.report.scaling import format_table, plans
+
+    common = {"seeds": args.seeds, "env_params": args.env_params}
+    if not args.devices:
+        experiment = make_experiment(args.algo, args.env, overrides=config, **common)
+        plan = experiment.compile(resolve_policy(args.policy or experiment.usual_policy)).explain()
+        _show(args, plan.to_dict(), plan)
+        return 0
+    rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)
+    if len(rows) == 1:
+        _show(args, rows[0].plan.to_dict(), rows[0].plan)
+    else:
+        _show(args, [row.to_dict() for row in rows], format_table(rows))
+    return 0
+
+
+def bench(args: Bench, config: dict[str, Any]) -> int:
+    """Measures the speed of training."""
+    from msrl_jax.report import bench as report
+
+    grid = (args.algo, args.env, args.policy, args.num_envs, args.unroll_length)
+    options = _options(args, "algo", "env", "policy", "num_envs", "unroll_length")
+    measurements = report.bench(*grid, **options, on_stage=_note, on_measurement=_note, **config)
+    print(report.format_table(measurements))
+    if args.json:
+        _print_json(measurements)
+    return 0
+
+
+def list_names(args: List, config: dict[str, Any]) -> int:
+    """Lists names, without JAX unless it is imported already."""
+    if "msrl_jax.algorithms" in sys.modules:  # what this process has registered is listed too
+        from msrl_jax import algorithms, envs, policies
+
+        known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
+    else:
+        environments = sorted([*names.ENVIRONMENTS, *_suites.names()])
+        known = {"algorithms": names.algorithms(), "environments": environments, "policies": names.policies()}
+    if args.envs:
+        known = {"environments": known["environments"]}
+    if args.json:
+        suites = {x: {"version": s.version(), "install": s.install} for x, s in _suites.SUITES.items()}
+        print(json.dumps(known | {"suites": suites}))
+        return 0
+    suites = {"suites": [f"{prefix:12}{_state(suite)}" for prefix, suite in _suites.SUITES.items()]}
+    for kind, lines in (known | suites).items():
+        print(f"{kind}\n" + "".join(f"  {line}\n" for line in lines))
+    return 0
+
+
+def _state(suite: _suites.Suite) -> str:
+    """Whether a suite of environments is installed, or how to install it."""
+    if (version := suite.version()) is None:
+        return f"not installed: {suite.install} brings the environments of {suite.title}"
+    if not suite.files:
+        return f"{suite.package} {version}; {suite.package}.list_all_envs() lists its environments"
+    return f"{suite.package} {version}, {len(suite.own_names)} environments"
+
+
+def check_env(args: CheckEnv, config: dict[str, Any]) -> int:
+    """Tries an environment out."""
+    from msrl_jax.envs import check
+
+    report = check(args.env, **_options(args, "env"))
+    _show(args, dataclasses.asdict(report) | {"ok": report.ok}, report)
+    return 0 if report.ok else DOES_NOT_CONFORM
+
+
+COMMANDS: Mapping[str, tuple[type, Callable[[Any, dict[str, Any]], int]]] = {
+    "train": (Train, train),
+    "sweep": (Sweep, sweep),
+    "compete": (Compete, compete),
+    "evaluate": (Evaluate, evaluate),
+    "record": (Record, record),
+    "replay": (Replay, replay),
+    "explain": (Explain, explain),
+    "bench": (Bench, bench),
+    "list": (List, list_names),
+    "check-env": (CheckEnv, check_env),
+}

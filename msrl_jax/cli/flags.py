@@ -1,0 +1,238 @@
+"""Command line parsing: flags for the fields of a command and of an algorithm's config."""
+
+import contextlib
+import dataclasses
+import decimal
+import io
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Union
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from msrl_jax._spelling import suggestion
+
+
+class UsageError(ValueError):
+    """An error in the command line."""
+
+
+def whole_number(text: str) -> int:
+    """Reads an integer; `1_000_000` and `1e6` are allowed."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(decimal.InvalidOperation):
+        number = decimal.Decimal(text)
+        if number.is_finite() and number.adjusted() >= 30:
+            raise ValueError(f"{text!r} is too large; use fewer than 31 digits")
+        if number.is_finite() and number == number.to_integral_value():
+            return int(number)
+    raise ValueError(f"{text!r} is not a whole number")
+
+
+def _primitive(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec:
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=lambda x: True,
+        str_from_instance=lambda x: [str(x)],
+    )  # fmt: skip
+
+
+_REGISTRY = ConstructorRegistry()
+_INTEGER = _primitive("INT", whole_number)
+
+
+@_REGISTRY.primitive_rule
+def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)  # noqa: E731
+    return dataclasses.replace(_INTEGER, is_instance=is_integer) if info.type is int else None
+
+
+def _numbers(text: str) -> Any:
+    """Reads a number, or several for the members of a run."""
+    try:
+        return tuple(map(float, text.split(","))) if "," in text else float(text)
+    except ValueError:
+        kind, colon, _ = text.partition(":")
+        remedy = "msrl-jax sweep takes distributions" if colon and kind.isalpha() else "separate several by commas: 1e-4,3e-4"
+        raise ValueError(f"{text!r} is not a number; {remedy}") from None
+
+
+_NUMBERS = _primitive("FLOAT[,FLOAT...]", _numbers)
+_NUMBERS_OR_NONE = _primitive("{None}|FLOAT[,FLOAT...]", lambda text: None if text == "None" else _numbers(text))
+_SIZES = PrimitiveConstructorSpec(
+    nargs="*", metavar="INT [INT...]", str_from_instance=lambda x: list(map(str, x)), is_instance=lambda x: True,
+    instance_from_str=lambda words: tuple(whole_number(x) for word in words for x in word.split(",")),
+)  # fmt: skip
+_SPEC = _primitive("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
+
+
+def _options(kind: Any) -> PrimitiveConstructorSpec:
+    """Reads the values of a field of words, or of sequences (items separated by spaces); a list if there are several."""
+    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+    sequence = next((part for part in alternatives if typing.get_origin(part) is tuple), None)
+    words = [word for part in alternatives if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+    known: dict[str, Any] = {str(word): word for word in [*words, *[None] * (type(None) in alternatives)]}
+
+    def one(text: str) -> Any:
+        if sequence is not None:
+            item = whole_number if int in typing.get_args(sequence) else str
+            return tuple(map(item, text.split()))
+        if text.strip() not in known:
+            raise ValueError(f"{text.strip()!r} is not one of {', '.join(known)}")
+        return known[text.strip()]
+
+    def several(given: list[str]) -> Any:
+        texts = " ".join(given).split(",")
+        if len(texts) > 1 and not all(map(str.strip, texts)):
+            raise ValueError(f"{' '.join(given)!r} has an empty value; separate values by single commas")
+        found = list(map(one, texts))
+        return found if len(found) > 1 else found[0]
+
+    metavar = "VALUE[,VALUE...]" if sequence is None else "ITEM [ITEM...][,ITEM [ITEM...]...]"
+    if known:
+        metavar = f"{{{','.join(known)}}}[,...]"
+    return PrimitiveConstructorSpec(
+        nargs="*", metavar=metavar, instance_from_str=several, is_instance=lambda x: True,
+        str_from_instance=lambda x: list(map(str, x)) if isinstance(x, tuple) else [str(x)],
+    )  # fmt: skip
+
+
+def values_of(argv: Sequence[str], flag: str) -> list[str]:
+    """The values of a flag, read before parsing, because they decide which other flags exist."""
+    values: list[str] = []
+    for i, word in enumerate(argv):
+        if word.startswith(f"{flag}="):
+            values = [word.partition("=")[2]]
+        elif word == flag:
+            rest = argv[i + 1 :]
+            end = next((j for j, w in enumerate(rest) if w.startswith("-")), len(rest))
+            values = list(rest[:end])
+    return values
+
+
+def _given(argv: Sequence[str]) -> set[str]:
+    """The fields whose flags are on a command line."""
+    names = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}
+
+
+def _default_text(configs: dict[str, type], name: str) -> str | None:
+    """The defaults of a field in several configs as text; None if they are equal."""
+    defaults = {algo: next(f.default for f in dataclasses.fields(c) if f.name == name) for algo, c in configs.items()}
+    if len({repr(x) for x in defaults.values()}) == 1:
+        return None
+    return f"(default: {', '.join(f'{x} of {algo}' for algo, x in defaults.items())})"
+
+
+def with_config_flags(command: type, algos: Sequence[str]) -> type:
+    """A command with a flag for every other field that the configs of all these algorithms have.
+
+    The field `config` of the new dataclass holds the values; an omitted flag has the default of the first algorithm.
+    """
+    from msrl_jax import algorithms
+    from msrl_jax.algorithms.config import field_docs, tunable_fields
+
+    configs = {name: algorithms.get(name) for name in algos}
+    first, *_ = configs.values()
+    taken = {f.name for f in dataclasses.fields(command)}
+    shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
+    hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_docs(first)
+
+    several = set.intersection(*(set(tunable_fields(c)) for c in configs.values()))
+    swept = getattr(command, "SWEEPS", False)
+
+    def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
+        kind = Union[tuple(hint[field.name] for hint in hints)]  # noqa: UP007
+        parts = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+        if swept and {int, float} & set(parts):
+            kind = Annotated[Any, _SPEC]
+        elif swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in parts}:
+            kind = Annotated[Any, _options(kind)]
+        elif field.name in several:
+            kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
+        elif kind == tuple[int, ...]:
+            kind = Annotated[Any, _SIZES]
+        about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
+        return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
+
+    # A plain dataclass in place of the config, because a flag may have several values.
+    fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
+    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
+    unprefixed = Annotated[flags, tyro.conf.arg(name="")]
+    return dataclasses.make_dataclass(
+        command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],
+        bases=(command,), frozen=True, kw_only=True,
+    )  # fmt: skip
+
+
+def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Reads the arguments of a command.
+
+    Args:
+      prog: name of the command in messages.
+      base: the dataclass of the command. If it has a field `algo`, the fields of the algorithms' configs are flags too; a
+        field `given` receives the names of all fields that are on the command line.
+      argv: the arguments.
+
+    Returns:
+      An instance of `base`, and the given config fields, also those with a default value.
+
+    Raises:
+      UsageError: on an unknown argument, or on a value that is missing or cannot be read.
+      SystemExit: after printing the help for `--help`.
+    """
+    command: Any = base
+    if any(f.name == "algo" for f in dataclasses.fields(base)):
+        command = with_config_flags(base, values_of(argv, "--algo") or ["ppo"])
+    for i, word in enumerate(argv):
+        if word == "" or (word.startswith("--") and word.endswith("=")):
+            flag = word.removesuffix("=") or (argv[i - 1] if i else "an argument")
+            raise UsageError(f"the value of {flag} is empty; give one, or leave the option out")
+    args, unknown = _parse(prog, command, argv, (base.__doc__ or "").splitlines()[0])
+    config = getattr(args, "config", None)
+    own = [f.name for f in dataclasses.fields(args) if f.name != "config"]
+    others = [f.name for f in dataclasses.fields(config)] if config is not None else []
+    if unknown:
+        what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
+        near = suggestion(unknown[0].strip("-"), [name.replace("_", "-") for name in (*own, *others)])
+        near = near.replace("'", "'--", 1)
+        if learners := _algorithms_with(unknown[0].removeprefix("--").partition("=")[0].replace("-", "_"), others):
+            near = f", which is one of {', '.join(learners)}"
+        raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
+    given = _given(argv)
+    if "given" in own:
+        args = dataclasses.replace(args, given=frozenset(given))
+    for name in own:
+        if name in given and getattr(args, name) == ():
+            raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")
+    return args, {name: getattr(config, name) for name in others if name in given}
+
+
+def _algorithms_with(field: str, others: Sequence[str]) -> list[str]:
+    """The algorithms whose configs have a field that the chosen one lacks."""
+    if not others:
+        return []
+    from msrl_jax import algorithms
+
+    return [name for name in algorithms.names() if field in {f.name for f in dataclasses.fields(algorithms.get(name))}]
+
+
+def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:
+    """Parses with tyro, and turns tyro's error messages (boxes of several lines) into one line."""
+    messages, terminal = io.StringIO(), sys.stderr
+    try:
+        sys.stderr = messages
+        with _REGISTRY:
+            return tyro.cli(command, args=list(argv), prog=prog, description=description, return_unknown_args=True)
+    except SystemExit as error:
+        if not error.code:
+            raise
+        lines = [line.strip("│ ") for line in messages.getvalue().splitlines()[1:]]
+        end = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
+        text = " ".join(lines[:end]) or messages.getvalue()
+        raise UsageError(f"{text.removesuffix('.')}; {prog} --help lists the options") from None
+    finally:
+        sys.stderr = terminal

@@ -1,0 +1,128 @@
+"""Starts the processes of a run on one machine, and ends them together."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_PROCESS"
+"""Environment variables that tell a process where process 0 is, how many there are, and which one it is."""
+
+LOST = 76
+"""Exit code if a process ended, so that the others stopped too."""
+
+PATIENCE = 10
+"""Seconds that the others have to stop by themselves after one has failed."""
+
+_NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
+_KEPT = 200
+
+
+def launch(argv: Sequence[str], count: int) -> int:
+    """Starts processes of `python -m msrl_jax` with equal arguments, and waits for all of them.
+
+    The first one writes to the terminal. What the others write to stderr is shown if the run fails. Signals to this process
+    go to all of them; when this process dies, they do too. Returns 0 if all succeeded; else the exit code of the first that
+    failed, or `LOST` if a signal ended it.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    children: list[subprocess.Popen[bytes]] = []
+    signals = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {s: signal.getsignal(s) for s in signals}
+
+    def forward(signum: int, frame: object) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signum)
+
+    tails: list[list[bytes]] = [[] for _ in range(count)]
+    readers: list[threading.Thread] = []
+    try:
+        for s in signals:
+            if before[s] is not signal.SIG_IGN:
+                signal.signal(s, forward)
+        for i in range(count):
+            settings = os.environ | {ADDRESS: address, COUNT: str(count), INDEX: str(i)}
+            child = subprocess.Popen(
+                [sys.executable, "-m", "msrl_jax", *argv], env=settings, stdin=subprocess.PIPE, start_new_session=True,
+                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL, stderr=None if i == 0 else subprocess.PIPE,
+            )  # fmt: skip
+            children.append(child)
+            work = (_copy, (child.stdout,)) if i == 0 else (_keep, (child.stderr, tails[i]))
+            readers.append(threading.Thread(target=work[0], args=work[1], daemon=True))
+            readers[-1].start()
+        failed = _wait(children)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        for reader in readers:
+            reader.join(5)
+        for s, handler in before.items():
+            signal.signal(s, handler)
+    if failed is None:
+        return 0
+    code = children[failed].returncode
+    if failed and (children[0].returncode != code or code < 0):
+        sys.stderr.write("".join(f"[process {failed}] {line.decode(errors='replace')}" for line in tails[failed]))
+    if code >= 0:
+        return code
+    ended = f"was ended by {signal.Signals(-code).name}"
+    if code == -signal.SIGABRT:  # what JAX does when another process gives no sign of life
+        ended = "lost contact with another one"
+    print(
+        f"msrl-jax: error: process {failed} of {count} {ended}, so all stopped; --resume goes on from the newest checkpoint",
+        file=sys.stderr,
+    )
+    return LOST
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Waits for the processes; returns the number of the first that failed, after the others have had time to stop."""
+    failed, deadline = None, float("inf")
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        codes = [child.poll() for child in children]
+        if failed is None and any(codes):
+            # Processes that see another one die end with LOST; the one that died is the cause.
+            failed = next(i for i, code in sorted(enumerate(codes), key=lambda item: item[1] == LOST) if code)
+            deadline = time.monotonic() + PATIENCE
+    codes = [child.poll() for child in children]
+    if failed is None or codes[failed] == LOST:
+        order = sorted(enumerate(codes), key=lambda item: item[1] == LOST)
+        failed = next((i for i, code in order if code), None)
+    return failed
+
+
+def _copy(stream: IO[bytes]) -> None:
+    for line in stream:
+        if not _NOISE.search(line):
+            sys.stdout.buffer.write(line)
+            sys.stdout.flush()
+
+
+def _keep(stream: IO[bytes], tail: list[bytes]) -> None:
+    for line in stream:
+        if not _NOISE.search(line):
+            tail.append(line)
+            del tail[:-_KEPT]
+
+
+def end_with_parent() -> None:
+    """Ends this process when the one that launched it dies, which closes this one's stdin."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os._exit(LOST)
+
+    threading.Thread(target=watch, daemon=True).start()

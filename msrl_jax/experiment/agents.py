@@ -1,0 +1,213 @@
+"""What widens a run: functions from agent to agent. Each has one state type, with the state that it widens in its field `inner`.
+
+An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built in the trace, from a
+config whose tunable fields are numbers of the member's state.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.config import with_traced
+from msrl_jax.replay import SHARD_AXIS
+
+SKIPPED = "skipped_updates"
+"""The metric that counts the dropped updates."""
+
+_ELSEWHERE = {"env", SHARD_AXIS}
+"""Logical axes of what actors, environments and buffers compute."""
+
+_BRANCHES = (
+    jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError,
+)  # fmt: skip
+"""What JAX raises if Python needs the value of an array in a trace."""
+
+
+class Member(NamedTuple):
+    """The state of a member whose config has numbers of its own.
+
+    Attributes:
+      inner: the state of the agent.
+      numbers: the numbers by field of the config. shape=() each, dtype=float32
+    """
+
+    inner: Any
+    numbers: dict[str, jax.Array]
+
+
+def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, ...]) -> Agent:
+    """An agent that finds some fields of its config in its state, a `Member`.
+
+    Args:
+      build: builds the agent for a config.
+      config: the config, with the numbers of the first member.
+      names: the fields.
+
+    Returns:
+      The agent. Its `init` takes a key and the numbers by field; those of `config` if they are left out.
+    """
+    agent = build(config)
+    note = (
+        f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "
+        "as arrays. If the algorithm branches on such a field in Python, or converts it to a number, it should be declared with "
+        "field and not with tunable: members cannot differ in it then. Else use jnp.where in place of the branch."
+    )
+
+    def of(numbers: Mapping[str, jax.Array]) -> Agent:
+        return build(with_traced(config, numbers))
+
+    def init(key: jax.Array, numbers: Mapping[str, jax.Array] | None = None) -> Member:
+        given = {name: getattr(config, name) for name in names} if numbers is None else numbers
+        own = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+        return Member(of(own).init(key), own)
+
+    def iteration(state: Member, progress: Progress) -> tuple[Member, Metrics]:
+        inner, metrics = of(state.numbers).iteration(state.inner, progress)
+        return Member(inner, state.numbers), metrics
+
+    def explained(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except _BRANCHES as error:
+                error.add_note(note)
+                raise
+
+        return call
+
+    def of_state(name: str) -> Callable[..., Any]:
+        return explained(lambda state, *args: getattr(of(state.numbers), name)(state.inner, *args))
+
+    return dataclasses.replace(
+        agent, init=explained(init), iteration=explained(iteration), axes=Member(agent.axes, P()),  # type: ignore[arg-type]
+        act=of_state("act"), probabilities=None if agent.probabilities is None else of_state("probabilities"),
+    )  # fmt: skip
+
+
+def member_axes(axes: Any) -> Any:
+    """Puts the logical axis `"member"` in front of every entry of a prefix tree of PartitionSpecs."""
+    return jax.tree.map(lambda spec: P("member", *(spec or ())), axes, is_leaf=lambda spec: spec is None or isinstance(spec, P))
+
+
+def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Agent:
+    """Independent members side by side: an agent with a leading dimension `M` in its state and metrics.
+
+    Args:
+      agent: the agent of one member.
+      numbers: the numbers of the members, if `agent` is one `with_numbers`. `[M]`
+
+    Returns:
+      The agent; its `init` takes keys `[M]`. Data have no dimension of members, because all share them. Every member computes
+      the same as a run of its own. `act` and `env` are those of one member.
+    """
+    dims, axes = 0, member_axes(agent.axes)
+    if agent.data:
+        own = innermost(agent.axes)
+        dims = with_innermost(
+            jax.tree.map(lambda _: 0, agent.axes), own._replace(**{name: None if name in agent.data else 0 for name in own._fields})
+        )
+        axes = with_innermost(axes, innermost(axes)._replace(**{name: getattr(own, name) for name in agent.data}))
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        return jax.vmap(agent.iteration, in_axes=(dims, None), out_axes=(dims, 0))(state, progress)
+
+    return dataclasses.replace(
+        agent,
+        # One member after another: an orthogonal initializer under vmap is a batched QR, which takes minutes on a CPU.
+        init=lambda keys: jax.lax.map(lambda x: agent.init(*x), (keys, numbers) if numbers else (keys,)),
+        iteration=iteration,
+        axes=axes,
+    )
+
+
+def acting_part(state: Any) -> Any:
+    """The part of a run's state that acting takes: the algorithm's own, within a `Member` if its config has numbers."""
+    while not isinstance(state, Member) and "inner" in getattr(state, "_fields", ()):
+        state = state.inner
+    return state
+
+
+def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
+    """Applies a function to the leaves of run states `Counted` that have a dimension of members: all but the count."""
+    return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
+
+
+def numbers_only(agent: Agent, name: str) -> Agent:
+    """An agent that refuses metrics that are no numbers."""
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        state, metrics = agent.iteration(state, progress)
+        for metric, value in metrics.items():
+            if isinstance(value, str | bytes) or value is None:
+                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are numbers")
+        return state, metrics
+
+    return dataclasses.replace(agent, iteration=iteration)
+
+
+def skip_nonfinite(agent: Agent) -> Agent:
+    """An agent that keeps its parameters if an iteration makes them nan or infinite.
+
+    Everything that learners compute is kept together: parameters, target parameters, states of optimizers, and copies of
+    parameters for acting. Counters and keys go on. Running statistics of the environment are kept on their own: they do not
+    depend on the learner, so actors do not wait for it. Both are plain selections between the old and the new value, so every
+    distribution policy computes the same.
+
+    Args:
+      agent: the agent of one member.
+
+    Returns:
+      The agent; its metrics have `skipped_updates`, 1 in an iteration whose update was dropped and 0 otherwise.
+    """
+
+    def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
+        after, metrics = agent.iteration(state, progress)
+        names = learned(agent, state)
+        kept, dropped = _unless_finite(*({name: getattr(s, name) for name in names} for s in (state, after)))
+        after = after._replace(**kept)
+        if state.env_state != ():
+            kept, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (state, after)))
+            after = after._replace(env_state=agent.env.with_statistics(after.env_state, kept))
+        return after, {**metrics, SKIPPED: dropped.astype(jnp.float32)}
+
+    return dataclasses.replace(agent, iteration=iteration)
+
+
+def learned(agent: Agent, state: Any) -> list[str]:
+    """The fields of an algorithm's own state that learners compute: they hold floats and no environments or buffers."""
+    own_axes, own = innermost(agent.axes), innermost(state)
+
+    def is_learned(name: str) -> bool:
+        specs = jax.tree.leaves(getattr(own_axes, name), is_leaf=lambda x: isinstance(x, P))
+        axes = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(getattr(own, name)))
+        return floats and not axes & _ELSEWHERE
+
+    skipped = {"env_state", "replay", *agent.data}
+    return [name for name in own._fields if name not in skipped and is_learned(name)]
+
+
+def _unless_finite(old: Any, new: Any) -> tuple[Any, jax.Array]:
+    """`new`, or `old` if `new` is not finite; and whether it is `old`."""
+    floats = [x for x in jax.tree.leaves(new) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    bad = jnp.array([~jnp.isfinite(x).all() for x in floats]).any() if floats else jnp.bool(False)
+    return jax.tree.map(lambda a, b: jnp.where(bad, a, b), old, new), bad
+
+
+def fold_keys(state: Any, number: int) -> Any:
+    """Folds a number into every typed key of a state, so that all randomness is another one."""
+
+    def fold(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.vmap(lambda key: jax.random.fold_in(key, number))(x.reshape(-1)).reshape(x.shape)
+
+    return jax.tree.map(fold, state)

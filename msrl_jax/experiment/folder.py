@@ -1,0 +1,229 @@
+"""A run on disk: a folder of plain files beside checkpoints.
+
+    config.json      the settings: algorithm, environment, policy, seed, every config field, versions, devices
+    metrics.jsonl    one row per chunk; metrics.csv holds the same
+    checkpoints/     the whole state of the run at several times, see `checkpoint`
+    summary.json     the outcome of the run
+    evaluation.json  every episode of the last evaluation, if there was one
+    lock             held by the process that writes to the folder
+
+Rows and checkpoints are written during the run, and the config with the first of them, so that a run that fails to compile
+leaves the folder free for the next run. The rest is written at the end.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import importlib.metadata
+import io
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax._checks import writing
+from msrl_jax.data import Dataset
+from msrl_jax.experiment.history import Row, scalars
+
+CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
+SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
+CHECKPOINTS = "checkpoints"
+_PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
+
+
+class RunFolderError(ValueError):
+    """A folder holds no run, a damaged one, another one than expected, or one that another process writes to."""
+
+
+class SaveWarning(UserWarning):
+    """Something could not be saved; the run goes on."""
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of every package that affects a run's numbers."""
+    return {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in _PACKAGES}
+
+
+def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
+    """Platform, kind and number of the devices in use, and the settings of JAX and XLA that change the last bits of numbers."""
+    first = devices[0]
+    names = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
+    precision, x64, partitionable = (getattr(jax.config, name) for name in names)
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": len(devices),
+        "processes": len({d.process_index for d in devices}),
+        "matmul_precision": precision or "default",
+        "x64": x64,
+        "threefry_partitionable": partitionable,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def to_json(value: Any) -> Any:
+    """Converts a value to plain JSON data: arrays to lists, nan and infinities to null, data sets to descriptions."""
+    if isinstance(value, Dataset):
+        value = value.describe()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return to_json(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Writes a JSON file beside `path` and renames it, so that a reader sees either the whole file or none."""
+    _replace(path, json.dumps(to_json(value), indent=indent) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with writing(path):
+        partial.write_text(text, newline="")
+        os.replace(partial, path)
+
+
+def check_free(path: Path) -> None:
+    """Raises RunFolderError if `path` is a file, or holds a run or other files; hidden ones do not count."""
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"{path} is a file; name a folder for the run")
+    if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINTS) if (path / name).exists()]:
+        raise RunFolderError(
+            f"the folder {path} already holds a run ({taken[0]}); go on with it (resume=True, or --resume), name another "
+            "folder, or delete it first"
+        )
+    if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
+        some = ", ".join(others[:3])
+        raise RunFolderError(f"the folder {path} holds other files, no run ({some}); name a new or empty folder")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Creates a run's folder, and keeps other processes from writing to it; the system ends the lock with the process."""
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"{path} is a file; name a folder for the run")
+    new = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    lock = path / LOCK
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, new)  # a run that wrote nothing leaves no trace
+        with writing(lock):
+            file = stack.enter_context(lock.open("a+"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or os.stat(lock).st_ino != os.fstat(file.fileno()).st_ino:
+                raise BlockingIOError  # its owner has just removed it, and a third process may have made another one
+        except BlockingIOError:
+            file.seek(0)
+            raise RunFolderError(
+                f"another process writes to the run in {path} ({file.read().strip() or 'unknown'}); wait for its end, stop it, "
+                "or name another folder"
+            ) from None
+        stack.callback(lock.unlink, missing_ok=True)
+        with writing(lock):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+        yield
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Appends rows of the history to `metrics.jsonl`; a file that cannot take them all keeps its size."""
+    file = path / ROWS
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with writing(file), file.open("a", newline="") as lines:
+            lines.write("".join(json.dumps(to_json(row)) + "\n" for row in rows))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(file, size)
+        raise
+
+
+def write_table(path: Path) -> None:
+    """Writes the rows of `metrics.jsonl` to `metrics.csv`."""
+    rows = [scalars(row) for row in _read_lines(path / ROWS)]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    csv.writer(text).writerow(columns)
+    for row in rows:
+        whole = {name: int(row[name]) for name in ("step", "iteration") if isinstance(row.get(name), float)}
+        cells = ({**row, **whole}.get(name, math.nan) for name in columns)
+        csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
+    _replace(path / TABLE, text.getvalue())
+
+
+def rewind_rows(path: Path, count: int) -> list[Row]:
+    """Removes the rows of a killed run that are newer than its checkpoint."""
+    rows, file = read_rows(path, count), path / ROWS
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    _replace(file, "".join(lines[:count]))
+    return rows
+
+
+def _too_few(file: Path, count: int) -> RunFolderError:
+    return RunFolderError(
+        f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
+    )
+
+
+def read_rows(path: Path, count: int) -> list[Row]:
+    """Reads the rows of `metrics.jsonl` in a run's folder."""
+    rows = _read_lines(path / ROWS, count)
+    if len(rows) < count:
+        raise _too_few(path / ROWS, count)
+    return rows
+
+
+def _read_lines(file: Path, count: int | None = None) -> list[Row]:
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []  # the last line is empty, or cut off
+    except OSError as error:
+        raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
+    rows = []
+    for number, line in enumerate(lines[:count], 1):
+        try:
+            rows.append({name: _from_json(value) for name, value in json.loads(line).items()})
+        except (ValueError, AttributeError):
+            raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run") from None
+    return rows
+
+
+def _from_json(value: Any) -> float | np.ndarray:
+    if isinstance(value, list):
+        return np.array([math.nan if x is None else x for x in value])
+    return math.nan if value is None else value
+
+
+def read_json(path: Path, *fields: str) -> dict[str, Any]:
+    """Reads a JSON file of a run's folder."""
+    if not path.exists():
+        raise RunFolderError(f"{path.parent} holds no run: {path.name} is missing")
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}); restore the file, or start a new run") from None
+    lacking = [name for name in fields if not isinstance(content, dict) or name not in content]
+    if lacking:
+        raise RunFolderError(f"{path} lacks {lacking[0]!r}: it is damaged, or another version wrote it; start a new run")
+    return content

@@ -1,0 +1,300 @@
+"""The guard of a run: notices nan and infinities within one chunk, tells where the first one came from, and may go back."""
+
+import dataclasses
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._device_memory import array_bytes
+from msrl_jax.envs.host.base import release
+from msrl_jax.experiment import failure, folder, processes, store
+from msrl_jax.experiment.agents import SKIPPED, fold_keys
+from msrl_jax.experiment.failure import Failure
+from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
+from msrl_jax.experiment.locate import locate
+from msrl_jax.experiment.run import Ending, Run
+from msrl_jax.experiment.saving import Checkpoints
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.watch import Watch
+
+KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27
+"""The guard copies the state at most this often, and only if it is not larger."""
+
+LOCATE_SECONDS = 300.0
+"""A run goes again for at most about this long to find its first nan."""
+
+MOST_SKIPPED = 100
+"""With `guard="skip"`, a run ends after this many iterations in a row whose updates were all dropped."""
+
+MOST_ROLLBACKS = 5
+"""A run goes back at most this often, and diverges after that."""
+
+CAUSES = (
+    "Usual causes: a learning rate that is too high, rewards that need normalize_rewards=True, an environment that returns nan "
+    "or an observation without a legal action"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something in a run that is not finite.
+
+    Attributes:
+      metric: the metric that is not finite, or None.
+      leaf: pytree path of the part of the state that is not finite, or None.
+      iteration: the first such iteration as far as known, counted from 1.
+      member: number of the member; None for a run of one seed, or if it is not known.
+      failure: the computation that is to blame, or None.
+      note: why there is no `failure`.
+      replay: the file for `replay_step`, or None.
+    """
+
+    metric: str | None
+    leaf: str | None
+    iteration: int
+    member: int | None
+    failure: Failure | None = None
+    note: str = ""
+    replay: Path | None = None
+
+    @property
+    def path(self) -> str | None:
+        """Pytree path of the result of the fragment, or else of the part of the state."""
+        return self.failure.origin.path if self.failure else self.leaf
+
+    def describe(self, settings: Sequence[Mapping[str, Any]]) -> str:
+        """The finding in words; `settings` are those of the members of the run."""
+        what = repr(self.metric) if self.metric else f"state{self.leaf}"
+        who = "" if self.member is None else f" of member {self.member} ({in_words(settings[self.member])})"
+        if self.failure is None:
+            return f"{what}{who} is not finite in iteration {self.iteration}. {self.note}"
+        replay = f". To reproduce this step: msrl-jax replay {self.replay}" if self.replay else ""
+        return f"{self.failure}. So {what}{who} is not finite{replay}"
+
+
+class DivergedError(FloatingPointError):
+    """A number of a run was nan or infinite.
+
+    Attributes:
+      metric: name of the metric that was not finite; None if only a part of the state was.
+      iteration: the first such iteration, counted from 1.
+      member: number of the member; None for a run of one seed, or if it is not known.
+      fragment: name of the fragment that made the first nan or infinity; None if it is not known.
+      path: pytree path of that fragment's result, or of the part of the state.
+      replay: the file for `msrl_jax.replay_step`; None if there is none.
+      finding: all that is known.
+      result: the run up to the end of that chunk.
+    """
+
+    def __init__(self, finding: Finding, result: Any):
+        super().__init__(f"{finding.describe(result.settings)}. The history so far is in the error's `result`")
+        self.finding, self.result = finding, result
+        self.metric, self.iteration, self.member = finding.metric, finding.iteration, finding.member
+        self.fragment = finding.failure.origin.fragment if finding.failure else None
+        self.path, self.replay = finding.path, finding.replay
+
+
+class Guard:
+    """A hook that notices what is not finite.
+
+    The programs of the run are those of an unwatched run. At the end of a chunk, the guard looks at the metrics and asks the
+    devices for one bool per leaf of the state. Now and then it keeps a copy of a small state. If something is not finite, the
+    run goes again from the last copy, because a run is deterministic.
+    """
+
+    def begin(self, run: Run) -> None:
+        """Looks at the first state."""
+        state = run.program.unwrap(run.run_state)
+        self._watch = Watch(run.experiment.agent, state)
+        self._can_read = processes.count() == 1
+        self._small = self._can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
+        self._first_bad = self._watch.bad(state)
+        self._kept: tuple[Any, int] | None = None
+        self._kept_at = time.monotonic()
+        self._begin = run.iteration
+        self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
+
+    def after(self, run: Run) -> None:
+        """Looks at the metrics of the chunk and at the state."""
+        if run.experiment.guard == "skip":
+            run.finding = self._check_skipped(run, np.asarray(run.metrics[SKIPPED]))
+        else:
+            run.finding = self._check(run, run.metrics)
+            if run.finding is None:
+                self._keep(run)
+
+    def _check(self, run: Run, metrics: HostMetrics) -> Finding | None:
+        length = len(jax.tree.leaves(metrics)[0]) if jax.tree.leaves(metrics) else 1
+        if self._first_bad:
+            return Finding(None, self._first_bad[0], self._begin + 1, None)
+        if found := first_non_finite(metrics):
+            metric, within, member = found
+            return Finding(metric, None, run.iteration - length + within + 1, member)
+        bad = self._watch.bad(run.program.unwrap(run.run_state))
+        return Finding(None, bad[0], run.iteration, None) if bad else None
+
+    def _check_skipped(self, run: Run, skipped: np.ndarray) -> Finding | None:
+        """What dropped updates cannot repair."""
+        rows = skipped.reshape(len(skipped), -1) > 0
+        for member in range(rows.shape[1]):
+            fine = np.flatnonzero(~rows[:, member])
+            self._streak[member] = len(rows) - 1 - fine[-1] if len(fine) else self._streak[member] + len(rows)
+        worst = int(self._streak.argmax())
+        if self._streak[worst] < MOST_SKIPPED:
+            if not rows.any():
+                self._keep(run)
+            return None
+        first = run.iteration - int(self._streak[worst]) + 1
+        return Finding(SKIPPED, None, first, worst if run.experiment.has_members else None)
+
+    def _keep(self, run: Run) -> None:
+        """Copies the state if the last copy is old."""
+        if not self._small or time.monotonic() - self._kept_at < KEEP_SECONDS:
+            return
+        self._kept_at = time.monotonic()
+        if self._watch.is_whole(run.program.unwrap(run.run_state)):
+            self._kept = run.program.place(run.run_state), run.iteration
+
+    def changed(self, run: Run) -> None:
+        """Notes that the host has changed the state, so that the run cannot go again from an earlier one."""
+        self._kept, self._kept_at = None, -math.inf
+        self._keep(run)
+
+    def earlier(self, run: Run) -> tuple[Any, int]:
+        """The last good state, and its iteration: the copy, a newer checkpoint that is finite, or the initial state.
+
+        A checkpoint may hold a nan in its replay buffer that no update has used yet.
+        """
+        for state, iteration in store.saved_states(run.path, run):
+            if self._kept is not None and iteration <= self._kept[1]:
+                break
+            if self._watch.is_whole(run.program.unwrap(state)):
+                return state, iteration
+        return self._kept or (run.experiment.start(run.program), 0)
+
+    def locate(self, run: Run) -> Finding:
+        """Finds where the first nan or infinity came from, and writes the file for `replay_step`."""
+        finding: Finding = run.finding
+        if self._kept is None and self._begin == 0 and self._first_bad:
+            leaf = self._first_bad[0]
+            who = "The environment's `reset` returned" if leaf.startswith(".obs") else "The run started with"
+            note = f"{who} numbers that are not finite: state{leaf} of the initial state"
+            return dataclasses.replace(finding, leaf=leaf, note=note)
+        found = self._search(run)
+        if isinstance(found, str):
+            return dataclasses.replace(finding, note=f"{found} {CAUSES}")
+        blamed, begin = found
+        finding = dataclasses.replace(finding, iteration=begin, failure=blamed, member=blamed.member)
+        if blamed.origin.fragment is None:
+            return finding
+        path = (Path(tempfile.mkdtemp(prefix="msrl-jax-")) if run.path is None else run.path) / failure.FILE
+        try:
+            saved = failure.save(path, blamed, run.description, run.experiment.recorded_steps)
+        except OSError as error:
+            return dataclasses.replace(finding, note=f"The step could not be written: {error}")
+        return dataclasses.replace(finding, replay=saved)
+
+    def _search(self, run: Run) -> tuple[Failure, int] | str:
+        """What is to blame, and its iteration; or why that is not known."""
+        if not self._can_read:
+            return "The state is on several processes, so the cause was not looked for."
+        state, begin = self.earlier(run)
+        iterations = run.finding.iteration - begin
+        if begin < run.changed_at:
+            when = f"after iteration {run.changed_at}, which is later than the last kept state"
+            return f"A callback changed parameters of the environments {when}."
+        if iterations < 1:
+            return "There is no finite state from before that iteration."
+        if run.program.traced.jaxpr.effects:
+            return "The loop calls the host, so it was not run again to find the cause."
+        if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
+            return (
+                f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so the "
+                "cause was not looked for."
+            )
+        try:
+            found = locate(run.program, run.again, state, iterations, self._watch)
+        except (RuntimeError, MemoryError) as error:  # of the devices, such as a lack of memory
+            return f"The search for the cause failed: {' '.join(str(error).split())[:300]}."
+        if found is None:
+            return "The iterations were finite when they ran again."
+        before, origin = found
+        if origin is None:
+            return "Outside of the compiled programs, that iteration is finite."
+        if isinstance(origin, int):
+            where = f"state{self._watch.paths[origin]}" if origin < len(self._watch.paths) else "a delayed parameter"
+            return f"Before that iteration, {where} was not finite."
+        number = begin + before + 1
+        return Failure.of(origin, number, run.experiment.has_members, run.experiment.behavior.agent.env), number
+
+
+class Divergence:
+    """A hook that ends a run in which something is not finite, or takes it back to its last good state."""
+
+    def __init__(self, guard: Guard, saver: Checkpoints | None):
+        self._guard, self._saver = guard, saver
+
+    def after(self, run: Run) -> Ending | None:
+        """Ends the run if it diverged and does not go back."""
+        if run.finding is None:
+            if run.changed_at == run.iteration:
+                self._guard.changed(run)
+            return None
+        if run.experiment.guard != "rollback" or len(run.deployment["rollbacks"]) >= MOST_ROLLBACKS:
+            return Ending("diverged")
+        if self._saver is not None:
+            self._saver.wait()
+        self._roll_back(run)
+        if self._saver is not None:
+            self._saver.goes_on_from(run)
+        return None
+
+    def _roll_back(self, run: Run) -> None:
+        """Takes a run back in place; rows after that state are dropped, and the program is compiled again."""
+        rollbacks = run.deployment["rollbacks"]
+        state, iteration = self._guard.earlier(run)
+        state = jax.tree.map(lambda x: jnp.copy(x), again(state, len(rollbacks) + 1, run.experiment))
+        release(run.experiment.agent.env)
+        run.experiment = run.experiment.slower()
+        run.compiled_before += run.program.compile_seconds
+        run.program = run.experiment.compile(run.policy, run.devices)
+        run.run_state = run.program.place(state)
+        rollback = {
+            "from": run.finding.iteration, "to": iteration, "because": run.finding.metric or f"state{run.finding.leaf}",
+            "learning_rate": getattr(run.experiment.algorithm, "learning_rate", None),
+        }  # fmt: skip
+        run.deployment["rollbacks"] = [*rollbacks, rollback]
+        run.iteration, run.finding = iteration, None
+        run.last_episodes = run.last_episodes.until(iteration)
+        run.rows = [row for row in run.rows if row["iteration"] <= iteration]
+        self._guard.begin(run)
+        if run.path is not None:
+            folder.rewind_rows(run.path, len(run.rows))
+            folder.write_json(run.path / folder.CONFIG, run.description)
+        run.compile()
+
+
+def again(state: Any, number: int, experiment: Experiment) -> Any:
+    """The state with which a run begins again after it went back for the `number`-th time.
+
+    Its keys are other ones, and the learning rates in which its members differ are halved: as often, or once if they evolve.
+    """
+    state = fold_keys(state, number)
+    if not experiment.settings:
+        return state
+    counted = state.state if hasattr(state, "registers") else state
+    evolving = counted.inner
+    member = evolving.inner if experiment.pbt is not None else evolving
+    slow = {name: x / 2 for name, x in member.numbers.items()}
+    if experiment.pbt is None:
+        slow = {name: jnp.asarray(x / 2**number) for name, x in experiment.numbers.items()}
+    member = member._replace(numbers=member.numbers | {n: x for n, x in slow.items() if n.endswith("learning_rate")})
+    counted = counted._replace(inner=evolving._replace(inner=member) if experiment.pbt is not None else member)
+    return state._replace(state=counted) if hasattr(state, "registers") else counted

@@ -1,0 +1,165 @@
+"""Metrics on the host: one row per chunk of iterations, and the check for divergence.
+
+In the shape descriptions of this package, `N` denotes the number of iterations of a chunk, `C` the number of chunks of a run
+and `M` the number of members (seeds) of a run; a run of one seed has no member dimension.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from msrl_jax.experiment.agents import SKIPPED
+from msrl_jax.metrics import Mean
+
+Row: TypeAlias = dict[str, float | np.ndarray]
+HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]
+
+
+def _as_cell(value: np.ndarray) -> float | np.ndarray:
+    return value if np.ndim(value) else float(value)
+
+
+def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
+    """Reduces the metrics of a chunk of iterations to one value each.
+
+    Args:
+      metrics: host arrays `[N]` or `[N, M]`, or a `Mean` of two such arrays.
+      finite: whether to leave out the iterations in which a metric is not finite, and to sum up those whose updates were
+        dropped (`guard="skip"`).
+
+    Returns:
+      The mean over the iterations, in float64. For a `Mean`, the sum of the totals is divided by the sum of the counts, so
+      that the weight of an iteration is its number of samples; nan if there are no samples.
+    """
+    row = {}
+    for name, value in metrics.items():
+        if finite and name == SKIPPED:
+            row[name] = _as_cell(np.sum(np.asarray(value, np.float64), axis=0))
+            continue
+        if finite and not isinstance(value, Mean):
+            value = Mean(value, np.ones_like(value))
+        if isinstance(value, Mean):
+            fine = np.isfinite(value.total) if finite else True
+            row[name] = Mean(np.where(fine, value.total, 0.0), np.where(fine, value.count, 0.0)).mean(axis=0)
+        else:
+            row[name] = _as_cell(np.mean(np.asarray(value, np.float64), axis=0))
+    return row
+
+
+_EPISODES = 100
+"""How many of the last episodes of each member tell its success during training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LastEpisodes:
+    """The returns of the last episodes of each member, by the iteration in which they ended, however chunks were cut.
+
+    Attributes:
+      iterations: the iterations. `[K]`
+      total: sums of returns; 0 where the member has enough later episodes. `[K]` or `[K, M]`
+      count: numbers of episodes.
+    """
+
+    iterations: np.ndarray
+    total: np.ndarray
+    count: np.ndarray
+
+    def add(self, first: int, returns: Mean | np.ndarray, *, finite: bool = False) -> "LastEpisodes":
+        """Adds the metric of a chunk, `[N]` or `[N, M]`, after `first` iterations; `finite` as in `reduce_chunk`."""
+        given = returns if isinstance(returns, Mean) else Mean(returns, np.ones_like(returns))
+        total, count = (np.asarray(x, np.float64) for x in (given.total, given.count))
+        fine = np.isfinite(total) if finite else True
+        iterations = np.append(self.iterations, first + 1 + np.arange(len(total)))
+        total = np.concatenate([self.total.reshape(-1, *total.shape[1:]), np.where(fine, total, 0.0)])
+        count = np.concatenate([self.count.reshape(-1, *count.shape[1:]), np.where(fine, count, 0.0)])
+        later = np.cumsum(count[::-1], axis=0)[::-1] - count
+        needed = (count > 0) & (later < _EPISODES)
+        kept = needed.any(axis=tuple(range(1, needed.ndim)))
+        return LastEpisodes(iterations[kept], np.where(needed, total, 0.0)[kept], np.where(needed, count, 0.0)[kept])
+
+    def until(self, iteration: int) -> "LastEpisodes":
+        """Those that had ended after an iteration."""
+        kept = self.iterations <= iteration
+        return LastEpisodes(self.iterations[kept], self.total[kept], self.count[kept])
+
+    def mean(self) -> float | np.ndarray:
+        """The mean return of each member; nan if none of its episodes has ended."""
+        return Mean(self.total, self.count).mean(axis=0)
+
+
+NO_EPISODES = LastEpisodes(*(np.zeros(0) for _ in range(3)))
+
+
+def first_non_finite(metrics: HostMetrics) -> tuple[str, int, int | None] | None:
+    """Finds the earliest iteration of a chunk in which a metric is nan or infinite."""
+    found = []
+    for name, value in metrics.items():
+        bad = ~np.isfinite(np.asarray(value.total if isinstance(value, Mean) else value))
+        if bad.any():
+            iteration, *member = np.argwhere(bad)[0]
+            found.append((int(iteration), name, int(member[0]) if member else None))
+    if not found:
+        return None
+    iteration, name, member = min(found, key=lambda f: f[0])
+    return name, iteration, member
+
+
+def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Turns rows into columns."""
+    unknown: dict[str, np.ndarray] = {}
+    for row in rows:
+        unknown |= {name: np.full(np.shape(value), np.nan) for name, value in row.items() if name not in unknown}
+    return {name: np.stack([np.asarray(row.get(name, nan)) for row in rows]) for name, nan in unknown.items()}
+
+
+def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
+    """The mean of a history column over the last part of the run, without nan entries; the last known value if all are nan.
+
+    Args:
+      column: array `[C]` or `[C, M]`.
+      fraction: share of the run, rounded to at least one chunk.
+
+    Returns:
+      Array `[]` or `[M]`; nan if all entries of the whole run are nan.
+    """
+    column = np.asarray(column, np.float64)
+    tail = column[-max(1, round(len(column) * fraction)) :]
+    known = ~np.isnan(tail)
+    mean = np.asarray(Mean(np.where(known, tail, 0.0), known).mean(axis=0))
+    return np.where(np.isnan(mean), last_known(column)[-1], mean)
+
+
+def last_known(column: np.ndarray) -> np.ndarray:
+    """A history column `[C]` or `[C, M]` with the value before in place of each nan, if there is one."""
+    rows = np.arange(len(column)).reshape(-1, *[1] * (column.ndim - 1))
+    latest = np.maximum.accumulate(np.where(np.isnan(column), 0, rows), axis=0)
+    return np.take_along_axis(column, latest, axis=0)
+
+
+def decimals(mean: float | np.ndarray, spread: float | np.ndarray = 0.0) -> int:
+    """The number of useful decimals: they show two digits of the spread, but at most four digits of the mean."""
+    size = max(float(np.max(np.abs(spread))), float(np.max(np.abs(mean))) / 100)
+    return max(0, 1 - math.floor(math.log10(size))) if 0 < size < math.inf else 1
+
+
+def in_words(setting: Mapping[str, float]) -> str:
+    """A setting as text, such as `seed 3, learning_rate=0.001`."""
+    return ", ".join(f"seed {value}" if name == "seed" else f"{name}={value:.6g}" for name, value in setting.items())
+
+
+def team_of(column: str, name: str) -> str:
+    """The team of a column `NAME/TEAM` of a metric; empty if it is another column."""
+    return column.removeprefix(f"{name}/") if column.startswith(f"{name}/") else ""
+
+
+def scalars(metrics: Mapping[str, float | np.ndarray]) -> dict[str, float]:
+    """Flattens a row to floats: an array `[M]` gives its mean under its name, and one entry `name/i` per member."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        flat[name] = float(np.mean(value))
+        if np.ndim(value):
+            flat |= {f"{name}/{i}": float(x) for i, x in enumerate(np.asarray(value))}
+    return flat

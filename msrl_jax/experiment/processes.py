@@ -1,0 +1,118 @@
+"""A run on several processes (`jax.distributed`): who writes, what is agreed, and what happens if a process dies.
+
+Every process runs the same program with the same arguments. Process 0 alone shows progress and writes files. What depends on a
+clock or a signal is agreed between chunks. In a single process every function here is the identity, or a constant.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from msrl_jax.fragments import processes
+
+Tree = TypeVar("Tree")
+
+HEARTBEAT = 15
+"""Seconds without a sign of life after which a process counts as dead."""
+
+_LOST = re.compile(r"gloo|nccl|rccl|coordination|heartbeat|connection (reset|closed|refused)|distributed service", re.I)
+_TEXT = 64
+
+
+class ProcessError(RuntimeError):
+    """Another process of the run failed or ended."""
+
+
+def count() -> int:
+    """The number of processes."""
+    return jax.process_count()
+
+
+def is_first() -> bool:
+    """Whether this process shows progress and writes files."""
+    return jax.process_index() == 0
+
+
+def gathered(text: str) -> list[str]:
+    """A short text of every process, by number; all processes call it."""
+    if count() == 1:
+        return [text]
+    data = text.encode()
+    if len(data) > _TEXT:
+        raise ValueError(f"{text!r} has more than {_TEXT} bytes")
+    rows = multihost_utils.process_allgather(np.frombuffer(data.ljust(_TEXT, b"\0"), np.uint8))
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(rows)]
+
+
+def agreed(value: float) -> float:
+    """The number that process 0 has; all processes call it."""
+    return float(gathered(repr(float(value)))[0])
+
+
+def any_of(flag: bool) -> bool:
+    """Whether the flag is set on any process; all processes call it."""
+    return any(gathered("x" if flag else ""))
+
+
+def to_hosts(tree: Tree) -> Tree:
+    """A state that every process can use alone; all processes call it."""
+    if count() == 1:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, processes.read(leaves))
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """Ends a step on all processes if it fails on one. Collectives inside must be in the same order on all."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_loss(error):
+            gathered(type(error).__name__[:_TEXT])
+        raise
+    failed = [(i, name) for i, name in enumerate(gathered("")) if name]
+    if failed:
+        number, name = failed[0]
+        raise ProcessError(f"{what} failed on process {number} of {count()} ({name}); see its message")
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that a collective failed, which is how a dead process shows first."""
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    return count() > 1 and is_of_jax and _LOST.search(str(error)) is not None
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """Turns an error of a collective into a ProcessError."""
+    try:
+        yield
+    except Exception as error:
+        if not is_loss(error):
+            raise
+        reason = " ".join(str(error).split())[:160]
+        raise ProcessError(
+            f"another process of this run ended, so process {jax.process_index()} of {count()} stops too. Start all of them "
+            f"again, with --resume to go on from the newest checkpoint ({reason})"
+        ) from error
+
+
+def start(address: str | None = None, number: int | None = None, index: int | None = None) -> None:
+    """Joins the processes of a run; before anything of JAX starts."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            address, number, index, heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=60
+        )
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"the processes of the run cannot be joined: {reason}. --distributed needs a cluster that JAX knows (SLURM, Open "
+            "MPI, GKE, a TPU pod); on one machine use --processes"
+        ) from error

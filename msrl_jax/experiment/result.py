@@ -1,0 +1,433 @@
+"""`Result`: the history and state of a run, with methods to act, evaluate, plot, save and load."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from msrl_jax._checks import check_seed
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.envs import Environment
+from msrl_jax.envs.host.base import release
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment import store
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.agents import acting_part
+from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
+from msrl_jax.experiment.history import in_words, last_mean
+from msrl_jax.experiment.lineage import plot_lineage
+from msrl_jax.experiment.plot import plot_history
+from msrl_jax.experiment.run import Status
+from msrl_jax.experiment.selection import select_member, select_settings
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.summary import describe, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Result:
+    """The result of a run. `C` denotes the number of chunks, `M` of members: seeds, settings of the config, or both. A run
+    without members has no dimension `M`.
+
+    Attributes:
+      experiment: what the run computed.
+      description: the same, and where it ran, as plain data: the content of `config.json`.
+      history: columns with one value per chunk: `step` and `iteration` (of one member), `seconds` since the start,
+        `steps_per_second` (of all members, without compilation), every metric of the algorithm, and `eval_return`,
+        `eval_length` and, of several teams, `eval_return/TEAM` (nan for chunks without evaluation). A population that is
+        trained has `pbt/parent`, the member that each one copied at the last exploit before the chunk (its own number if
+        nobody), and `pbt/FIELD`, the hyper-parameters in the chunk. shape=[C] or [C, M]
+      run_state: the whole state at the end: `state` within what widens the run, such as its count of iterations. A program
+        continues from it, or from `msrl.Delayed(result.run_state, result.registers)` if the policy has staleness.
+      status: "finished"; "stopped" by a callback; "interrupted" by a signal or the time limit; "diverged" if a metric was not
+        finite; "unfinished" for the folder of a run that is in progress or was killed.
+      compile_seconds: time for tracing and compiling the training program.
+      wall_seconds: total time of the run, without saving.
+      evaluation: the last evaluation, if there was one.
+      registers: the parameters on their way to the actors at the end, if the policy has staleness.
+      folder: the run's folder, if it has one.
+      stop_reason: why the run was interrupted: "SIGINT" (Ctrl-C), "SIGTERM", "SIGHUP" or "time limit"; else empty.
+      timings: other parts of `wall_seconds`: `setup_seconds` (building the agent, planning, the initial state),
+        `train_seconds`, and `evaluation_seconds` (with the compilation of the evaluation). The remaining time is for
+        callbacks and metrics.
+    """
+
+    experiment: Experiment
+    description: Mapping[str, Any]
+    history: Mapping[str, np.ndarray]
+    run_state: Any
+    status: Status
+    compile_seconds: float
+    wall_seconds: float
+    evaluation: Evaluation | None
+    registers: tuple[jax.Array, ...] = ()
+    folder: Path | None = None
+    timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    stop_reason: str = ""
+
+    @property
+    def state(self) -> Any:
+        """The algorithm's state at the end; leaves have a leading dimension `M` if there are members."""
+        return innermost(self.run_state)
+
+    @property
+    def config(self) -> Any:
+        """The algorithm: its config, that of the first member if members differ."""
+        return self.experiment.algorithm
+
+    @property
+    def behavior(self) -> Behavior:
+        """The behavior of one member."""
+        return self.experiment.behavior
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal (such as Ctrl-C) or the time limit ended the run."""
+        return self.status == "interrupted"
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds, with each of which every setting of the config has a member."""
+        return self.experiment.seeds
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The seed of every member, and its values of the fields of the config in which members differ; of a population that is
+        trained, the initial ones."""
+        return self.experiment.each_member
+
+    @property
+    def members(self) -> int:
+        """The number of members."""
+        return self.experiment.members
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the state has a member axis: the run has several seeds, or fields of its config several values."""
+        return self.experiment.has_members
+
+    @property
+    def steps_per_second(self) -> float:
+        """Environment steps per second of all members: the median over all chunks but the first, if there are several."""
+        rates = self.history.get("steps_per_second", ())
+        return float(np.median(rates[1:] if len(rates) > 1 else rates)) if len(rates) else float("nan")
+
+    @property
+    def best(self) -> int:
+        """The member with the highest mean return in the last evaluation, or over the last tenth of training without one.
+
+        In a run that learns from data alone, the best member has the smallest mean `validation_loss` over the last tenth of
+        training instead.
+
+        Raises:
+          ValueError: if a run of several members learns from data alone and has no validation episodes, or if teams oppose
+            each other, so that returns do not tell which member is better.
+        """
+        if self.members == 1:
+            return 0
+        last = self.evaluation
+        if not self.behavior.agent.ranked:
+            raise ValueError(
+                "the return is the sum over teams or players that oppose each other, and does not tell which member of this "
+                "run is the best; name one, member=0"
+            )
+        if self.behavior.agent.unit == "updates":
+            if "validation_loss" not in self.history:
+                raise ValueError(
+                    "no data were held out to compare the members of this run; name one, member=0, or train with a "
+                    "validation_fraction above 0"
+                )
+            scores = -np.atleast_1d(self.final("validation_loss"))
+        else:
+            scores = np.atleast_1d(self.final("episode_return") if last is None else last.mean_return)
+        return 0 if np.isnan(scores).all() else int(np.nanargmax(scores))
+
+    def final(self, name: str) -> np.ndarray:
+        """The mean of a column of the history over the last tenth of training; nan if there is no such column."""
+        return last_mean(self.history[name]) if name in self.history else np.array(np.nan)
+
+    def summary(self) -> dict[str, Any]:
+        """Summarizes the run as plain data: the content of `summary.json`.
+
+        Returns:
+          The summary. `episode_return` is the mean over the last tenth of training, and `eval_return` the mean over the last
+          evaluation, both averaged over the members; `*_per_seed` lists the values of the members. Of several teams, there
+          is also `episode_return/TEAM` and `eval_return/TEAM`.
+        """
+        return summarize(self)
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+    def member(self, member: int | None = None) -> int:
+        """The number of a member.
+
+        Args:
+          member: the number, from 0 to `members - 1`; None for the best one.
+
+        Returns:
+          The number.
+
+        Raises:
+          ValueError: if the run has no such member.
+        """
+        if member is None:
+            return self.best
+        if isinstance(member, bool) or not isinstance(member, int | np.integer) or not 0 <= member < self.members:
+            which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
+            raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
+        return int(member)
+
+    def member_state(self, member: int | None = None) -> Any:
+        """The state of one member; of the best one if None.
+
+        Raises:
+          ValueError: if the run has no such member.
+        """
+        return innermost(self._of_member(member))
+
+    def _of_member(self, member: int | None) -> Any:
+        """The state of a member, as `behavior` takes it."""
+        number, state = self.member(member), acting_part(self.run_state)
+        if not self.has_members:
+            return state
+        agent = self.behavior.agent
+        return agent.with_data(jax.tree.map(lambda x: x[number], agent.without_data(state)))
+
+    def select(self, settings: Sequence[int] | None = None, *, member: int | None = None) -> "Result":
+        """Some members as the result of a run of their own; saved, it can go on: `train(resume=...)`.
+
+        Args:
+          settings: numbers of settings of the config, which keep all their seeds; None for one member.
+          member: the number of that member; the best one if None.
+
+        Returns:
+          The result. One member of a run whose config has constants only is a run of one seed, without a member axis.
+
+        Raises:
+          ValueError: if the run has no such settings or member, or if both are given.
+        """
+        if settings is not None and member is not None:
+            raise ValueError(f"settings={settings!r} and member={member!r} are both given; give one")
+        return select_member(self, member) if settings is None else select_settings(self, settings)
+
+    @functools.cached_property
+    def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
+        behavior, many = self.behavior, self.has_members
+
+        def act(leaves, member, obs, carry, key):
+            leaves = [x[member] for x in leaves] if many else leaves
+            return behavior.act_with_carry(behavior.restore(leaves), obs, carry, key)
+
+        compiled, leaves = jax.jit(act), behavior.take(acting_part(self.run_state))
+        return lambda member, obs, carry, key: compiled(leaves, member, obs, carry, key)
+
+    @functools.cached_property
+    def _probabilities(self) -> Callable[..., jax.Array]:
+        behavior, many = self.behavior, self.has_members
+
+        def probabilities(leaves, member, obs):
+            return behavior.probabilities(behavior.restore([x[member] for x in leaves] if many else leaves), obs)
+
+        return functools.partial(jax.jit(probabilities), behavior.take(acting_part(self.run_state)))
+
+    def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
+        """Chooses actions for raw observations of the environment.
+
+        Args:
+          obs: one observation, or a batch with a leading dimension `B`. It is normalized with the statistics of training if
+            training normalizes. A `MaskedObservation` if the environment names its legal actions.
+          key: key for sampling the action; None takes the most probable one.
+          member: number of the member that acts; the best one if None.
+
+        Returns:
+          The action, or the actions `[B, ...]`.
+
+        Raises:
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
+            run has no such member, or if the agent is recurrent; use `act_with_carry` then.
+        """
+        if self.behavior.agent.initial_carry is not None:
+            raise ValueError(
+                f"an agent of {self.experiment.name!r} remembers earlier observations, so one is not enough; "
+                "use action, carry = result.act_with_carry(obs, carry), with carry=None at the start of an episode"
+            )
+        return self.act_with_carry(obs, None, key, member=member)[0]
+
+    def act_with_carry(
+        self, obs: Any, carry: Any = None, key: jax.Array | None = None, *, member: int | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Chooses actions for raw observations with the carry of a recurrent agent; other agents have an empty carry.
+
+        Args:
+          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
+          carry: None at the start of an episode, later the carry that the last call returned.
+          key: key for sampling the action; None takes the most probable one.
+          member: number of the member that acts; the best one if None.
+
+        Returns:
+          The action, or the actions `[B, ...]`, and the carry for the next step.
+
+        Raises:
+          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
+            carry does not fit the number of observations, or if the run has no such member.
+        """
+        obs, single = self.behavior.batched(obs)
+        count = jax.tree.leaves(obs)[0].shape[0]
+        carry = self.behavior.checked_carry(carry, count)
+        actions, carry = self._act(self.member(member), obs, carry, key)
+        return (actions[0] if single else actions), carry
+
+    def probabilities(self, obs: Any, *, member: int | None = None) -> jax.Array:
+        """The probabilities with which `act` chooses discrete actions if it has a key.
+
+        Args:
+          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
+          member: number of the member that acts; the best one if None.
+
+        Returns:
+          The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
+          If an action is `K` integers of at most `N` values, the last dimensions are `[K, N]`; they are independent.
+
+        Raises:
+          ValueError: if the agent has no categorical policy (PPO, A2C, A3C and IMPALA have one for discrete actions, alone or
+            for several agents) or is recurrent, or as in `act`.
+        """
+        obs, single = self.behavior.batched(obs)
+        probabilities = self._probabilities(self.member(member), obs)
+        return probabilities[0] if single else probabilities
+
+    def evaluate(
+        self,
+        episodes: int = 128,
+        seed: int = 0,
+        *,
+        member: int | None = None,
+        max_steps: int = MAX_STEPS,
+        env_params: GivenParams | None = None,
+    ) -> Evaluation:
+        """Plays greedy episodes in parallel.
+
+        Args:
+          episodes: number of episodes.
+          seed: seed of the environments' randomness.
+          member: number of the member that plays; the best one if None.
+          max_steps: maximum length of an episode, in steps.
+          env_params: what parameters of the environment are drawn from, as in `train`. None draws those of the run from what
+            it drew them from at its end; `{}` leaves all constant.
+
+        Returns:
+          The returns and lengths of the episodes.
+
+        Raises:
+          ValueError: if a number is out of range, or the run has no such member.
+        """
+        behavior = self.behavior if env_params is None else self.behavior.elsewhere(env_params)
+        evaluator = make_evaluator(behavior, episodes, max_steps=max_steps)
+        try:
+            return evaluator(self._of_member(member), jax.random.key(check_seed(seed)))
+        finally:
+            release(evaluator.env)
+
+    @property
+    def _settings_that_stay(self) -> list[dict[str, Any]]:
+        """The settings of the members, unless they have none of their own, or evolve."""
+        return self.settings if self.description.get("settings") and not self.description.get("pbt") else []
+
+    def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
+        """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
+
+        Up to ten settings of the config have a line each, over their seeds.
+
+        Args:
+          path: file for the figure, in the format of its suffix; None writes no file.
+          metrics: names of the columns; panels of an `episode_return` show the evaluations too, and the returns of the teams.
+
+        Returns:
+          The figure; a notebook shows it if it is the value of a cell.
+
+        Raises:
+          ValueError: on a column that the history does not have.
+        """
+        groups: dict[str, list[int]] = {}
+        for member, setting in enumerate(self._settings_that_stay):
+            groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
+        figure = plot_history(
+            self.history, metrics, unit=self.behavior.agent.unit, groups=groups,
+            title=f"{self.description['algorithm']} on {self.description['env']}",
+        )  # fmt: skip
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
+        """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
+
+        Args:
+          path: file for the figure, in the format of its suffix; None writes no file.
+
+        Returns:
+          The figure; a notebook shows it if it is the value of a cell.
+
+        Raises:
+          ValueError: if the members of the run are independent, or the run has no chunk yet.
+        """
+        pbt = self.description.get("pbt")
+        if not pbt or not len(self.history.get("step", ())):
+            raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
+        figure = plot_lineage(
+            self.history, pbt, unit=self.behavior.agent.unit,
+            title=f"{self.description['algorithm']} on {self.description['env']}",
+        )  # fmt: skip
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Writes the run to a new folder, for `Result.load`.
+
+        Args:
+          path: a folder that does not exist or is empty.
+
+        Returns:
+          The folder.
+
+        Raises:
+          ValueError: if `path` exists and is not an empty folder.
+        """
+        return store.save(self, Path(path))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike,
+        *,
+        env: Environment | None = None,
+        env_params: GivenParams | None = None,
+        checkpoint: Literal["newest", "best"] | int = "newest",
+    ) -> "Result":
+        """Reads a run from its folder, also while it is in progress or after it was killed.
+
+        Args:
+          path: a folder that `save`, `train(out=...)` or the command line wrote.
+          env: the environment, if `train` got an environment object.
+          env_params: what its parameters are drawn from, if `train` got a function or a `Curriculum`.
+          checkpoint: which one to read: the newest that is whole, the one with the best score, or the one after this number
+            of iterations.
+
+        Returns:
+          The result of the run up to the checkpoint, with its state on the default device. A run that learned from data is
+          loaded without the data (`config.data` is None; `description["config"]` describes them); it can act and be evaluated
+          as before.
+
+        Raises:
+          RunFolderError: a ValueError, if the folder holds no run, a damaged one, or one that this version cannot read.
+        """
+        return cls(**store.load(Path(path), env, env_params, checkpoint))

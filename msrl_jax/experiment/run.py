@@ -1,0 +1,229 @@
+"""A run in progress: a loop of chunks of iterations on the devices, after each of which the hooks do the host's work.
+
+A hook has any of these, which are called in the order of the hooks:
+
+    every            steps at whose multiples chunks end, unless the user chose the length of chunks
+    begin(run)       the state is there, and nothing has run
+    before(run)      before each chunk; an `Ending` ends the run, and the hooks after that one are not called
+    after(run)       after each chunk; an `Ending` ends the run
+    end(run)         the run is over: the last hook first
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.data.experience import without_experience
+from msrl_jax.experiment import processes
+from msrl_jax.experiment.agents import acting_part
+from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.history import NO_EPISODES, HostMetrics, LastEpisodes, Row, reduce_chunk
+from msrl_jax.experiment.pace import Pace
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Delayed, Program
+
+Status: TypeAlias = Literal["finished", "stopped", "interrupted", "diverged", "unfinished"]
+
+TIMINGS = ("setup_seconds", "train_seconds", "evaluation_seconds")
+"""Parts of a run's time, besides compiling."""
+
+_METRICS_BYTES, _HOST_DRIVEN, _FUSED = 2**22, 256, 2**16
+"""Limits of one dispatched part of a chunk: bytes of its metrics, and its iterations in plans of both kinds."""
+
+_FIRST = ("diverged", "interrupted", "finished", "stopped")
+"""If a run ends for several reasons, the first one of these counts."""
+
+
+class Ending(NamedTuple):
+    """Why a run ends; `reason` says what interrupted it."""
+
+    status: Status
+    reason: str = ""
+
+
+_NOT_YET = Ending("unfinished")
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in progress.
+
+    Attributes:
+      experiment: what it computes.
+      policy: the distribution policy.
+      devices: the devices that it may use; all if None.
+      path: its folder, or None.
+      deployment: where it runs and what watches it, as plain data: the rest of `config.json`.
+      program: the compiled iteration.
+      run_state: the state, as `Program.run` takes and returns it.
+      pace: chooses the lengths of chunks.
+      boundaries: numbers of steps at whose multiples a chunk has to end.
+      started: time of `time.perf_counter` at which the run would have started if it had never been interrupted.
+      iteration: iterations done.
+      resumed_from: iterations that were done when the run went on; 0 for a new run.
+      metrics: the metrics of the last chunk. `[N]` or `[N, M]`
+      rows: the history.
+      last_episodes: the returns of the last episodes.
+      evaluation: the last evaluation.
+      finding: what is not finite and ends the run.
+      changed_at: the iteration at which the host last changed the state; 0 if it never did.
+      ending: why it ended; "unfinished" while it runs.
+      seconds: time spent on setting up, training and evaluating, by part.
+      compiled_before: time that earlier processes and programs spent on compiling.
+      last_seconds: time of the last chunk.
+      saving_seconds: time that saving takes.
+    """
+
+    experiment: Experiment
+    policy: DistributionPolicy
+    devices: Sequence[Device] | None
+    path: Path | None
+    deployment: dict[str, Any]
+    program: Program
+    run_state: Any
+    pace: Pace
+    boundaries: tuple[int, ...]
+    started: float
+    iteration: int = 0
+    resumed_from: int = 0
+    metrics: HostMetrics = dataclasses.field(default_factory=dict)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    last_episodes: LastEpisodes = NO_EPISODES
+    evaluation: Evaluation | None = None
+    finding: Any = None
+    changed_at: int = 0
+    ending: Ending = _NOT_YET
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
+    compiled_before: float = 0.0
+    last_seconds: float = 0.0
+    saving_seconds: float = 0.0
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.iteration * self.experiment.steps_per_iteration
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the whole run."""
+        return self.experiment.iterations
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time spent on tracing the training program, and on waiting until it was compiled."""
+        return self.compiled_before + self.program.compile_seconds
+
+    @property
+    def registers(self) -> tuple[jax.Array, ...]:
+        """The parameters on their way to the actors, if the policy has staleness."""
+        return self.run_state.registers if isinstance(self.run_state, Delayed) else ()
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The content of `config.json`."""
+        return self.experiment.to_json() | self.deployment
+
+    def whole_state(self) -> Any:
+        """The state of the run without registers and recorded steps."""
+        return without_experience(self.program.unwrap(self.run_state))
+
+    def acting_state(self) -> Any:
+        """The state as the run's behavior takes it."""
+        return acting_part(self.whole_state())
+
+    def state(self) -> Any:
+        """The algorithm's own state."""
+        return innermost(self.whole_state())
+
+    def advance(self) -> None:
+        """Runs a chunk and adds a row to the history."""
+        first, compiling, start = self.iteration, self.program.compile_seconds, time.perf_counter()
+        parts = [] if self.pace.is_known else [self._iterate(1)]
+        if rest := min(self.pace.length(first), self._to_boundary(first)) - (self.iteration - first):
+            parts.append(self._iterate(rest))
+        self.metrics = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        self.last_seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
+        self.seconds["train_seconds"] += self.last_seconds
+        steps = (self.iteration - first) * self.experiment.steps_per_iteration * self.experiment.members
+        self.rows.append({
+            "step": self.step,
+            "iteration": self.iteration,
+            "seconds": time.perf_counter() - self.started,
+            "steps_per_second": steps / self.last_seconds,
+            **reduce_chunk(self.metrics, finite=self.experiment.guard == "skip"),
+        })  # fmt: skip
+        if (returns := self.metrics.get("episode_return")) is not None:
+            self.last_episodes = self.last_episodes.add(first, returns, finite=self.experiment.guard == "skip")
+
+    def compile(self) -> None:
+        """Compiles the training program, unless it is compiled."""
+        self.program.warm_up(most_at_once(self.program, self.pace.most))
+
+    def again(self, state: Any, count: int) -> tuple[Any, Any]:
+        """Runs iterations from another state, which stays valid."""
+        return self.program.run(state, count, chunk=most_at_once(self.program, self.pace.most))
+
+    def _iterate(self, count: int) -> Any:
+        compiling, start = self.program.compile_seconds, time.perf_counter()
+        most = most_at_once(self.program, self.pace.most)
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=most, donate=True)
+        jax.block_until_ready(self.run_state)
+        self.iteration += count
+        seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
+        self.pace.measured(count, processes.agreed(seconds))
+        return metrics
+
+    def _to_boundary(self, iteration: int) -> int:
+        """Iterations until the chunk has to end."""
+        each, ends = self.experiment.steps_per_iteration, [self.iterations]
+        for every in self.boundaries:
+            multiple = (iteration * each // every + 1) * every
+            ends.append(-(-multiple // each))
+        return min(ends) - iteration
+
+
+def most_at_once(program: Program, most: int) -> int:
+    """The largest number of iterations between two readings of the metrics, if a chunk has at most `most`."""
+    limit = _FUSED if program.is_fused else _HOST_DRIVEN
+    return min(limit, most, max(1, _METRICS_BYTES // max(program.metrics_bytes, 1)))
+
+
+def _call(hooks: Iterable[Any], phase: str, run: Run) -> Iterator[Ending]:
+    """Calls a phase of the hooks that have it; gives the endings that they ask for."""
+    for hook in hooks:
+        answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
+        if isinstance(answer, Ending):
+            yield answer
+
+
+def loop(run: Run, hooks: Sequence[Any]) -> None:
+    """Runs chunk after chunk, until all iterations are done or a hook ends the run.
+
+    Args:
+      run: the run, which has its `ending` then.
+      hooks: the hooks, in the order in which they are called.
+    """
+    list(_call(hooks, "begin", run))
+    while True:
+        if ending := next(_call(hooks, "before", run), None):
+            run.ending = ending
+            return
+        run.advance()
+        endings = list(_call(hooks, "after", run))
+        if run.iteration == run.iterations and run.finding is None:
+            endings.append(Ending("finished"))
+        if endings:
+            run.ending = min(endings, key=lambda ending: _FIRST.index(ending.status))
+            return
+
+
+def finish(run: Run, hooks: Sequence[Any]) -> None:
+    """Has all hooks finish what they do, the last one first."""
+    list(_call(reversed(hooks), "end", run))

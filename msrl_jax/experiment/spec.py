@@ -1,0 +1,487 @@
+"""`Experiment`: all that decides what a run computes, as one value; where it runs and what watches it are not part of it."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import algorithms, data, envs, policies
+from msrl_jax._checks import check_seed, whole
+from msrl_jax._spec import parse_spec
+from msrl_jax._spelling import suggestion
+from msrl_jax.algorithms.agent import Agent, check_env, counted
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.data.experience import RecordedEnvironment
+from msrl_jax.data.spaces import agents_of, check_rows_fit
+from msrl_jax.envs import Environment
+from msrl_jax.envs.base import env_name
+from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
+from msrl_jax.experiment.evolve import evolve
+from msrl_jax.experiment.folder import RunFolderError, to_json
+from msrl_jax.experiment.history import in_words
+from msrl_jax.experiment.pbt import PBT, GivenPBT, read
+from msrl_jax.fragments.compiler import compile as compile_program
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Program
+
+GuardPolicy: TypeAlias = Literal["halt", "skip", "rollback", "ignore"]
+"""What a run does about numbers that are not finite."""
+
+Settings: TypeAlias = Mapping[str, tuple[float, ...]]
+"""The values of every setting, by field of the config; empty if the config has constants only."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """All that decides what a run computes.
+
+    Attributes:
+      algorithm: the algorithm: its config, that of the first member if members differ.
+      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
+      env_params: what parameters of the environment are drawn from, as in `envs.RandomizeParams`; None if all are constants.
+      total_steps: steps of each member.
+      seed: the first seed.
+      seeds: the number of members of each setting.
+      settings: the fields of the config in which members differ, with the values of every setting.
+      pbt: how the population is trained; None if its members are independent. Every setting has then a seed of its own.
+      guard: what happens on nan and infinities; "skip" changes what is computed.
+      recorded_steps: steps that the environments keep, if the run is recorded; not a part of the value.
+    """
+
+    algorithm: Any
+    env: str | Environment = "CartPole-v1"
+    env_params: GivenParams | None = None
+    total_steps: int = 500_000
+    seed: int = 0
+    seeds: int = 1
+    settings: Settings = dataclasses.field(default_factory=dict, hash=False)
+    pbt: PBT | None = None
+    guard: GuardPolicy = "halt"
+    recorded_steps: int | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    # --- what it is -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the algorithm."""
+        return self.algorithm.name
+
+    @property
+    def env_name(self) -> str:
+        """The name of the environment in messages and files."""
+        return self.env if isinstance(self.env, str) else env_name(self.env)
+
+    @property
+    def members(self) -> int:
+        """The number of members: every setting with every seed."""
+        return self.seeds * (len(next(iter(self.settings.values()))) if self.settings else 1)
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the state has a member axis."""
+        return self.seeds > 1 or bool(self.settings)
+
+    @property
+    def each_member(self) -> list[dict[str, Any]]:
+        """The seed of every member and its values of the fields in which members differ; initial ones if they evolve."""
+        each = [dict(zip(self.settings, x, strict=True)) for x in zip(*self.settings.values(), strict=True)] or [{}]
+        if self.pbt:
+            return [{"seed": self.seed + i} | setting for i, setting in enumerate(each)]
+        return [{"seed": self.seed + i} | setting for setting in each for i in range(self.seeds)]
+
+    @property
+    def key(self) -> jax.Array:
+        """The initial key, or keys `[M]`: a member with the seed `s` has the key `jax.random.key(s)`."""
+        seeds = [jax.random.key(member["seed"]) for member in self.each_member]
+        return jnp.stack(seeds) if self.has_members else seeds[0]
+
+    @property
+    def numbers(self) -> dict[str, np.ndarray]:
+        """The values of every member: each setting has one member for each seed, side by side. `[M]` float32"""
+        return {name: np.repeat(np.asarray(values, np.float32), self.seeds) for name, values in self.settings.items()}
+
+    # --- what it builds -------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def environment(self) -> Environment:
+        """The environment, with the parameters that are drawn."""
+        env = envs.make(self.env) if isinstance(self.env, str) else self.env
+        check_env(self.algorithm, env)
+        if self.has_members and is_on_host(env):
+            fields = ", ".join(f"{name}={list(x)}" for name, x in self.settings.items())
+            given = f"seeds={self.seeds}" if self.seeds > 1 else f"pbt with members={self.members}" if self.pbt else fields
+            raise ValueError(
+                f"{given}: members share a program, but {env_name(env)} is simulated on the host; run one after another"
+            )
+        return randomized(env, self.env_params)
+
+    @property
+    def usual_policy(self) -> str:
+        """The distribution policy of a run for which none is given."""
+        return "MultiLearner" if is_on_host(self.environment) else "GPUOnly"
+
+    @functools.cached_property
+    def dataset(self) -> data.Dataset | None:
+        """The data set of the run, if it has one."""
+        given = getattr(self.algorithm, "data", None)
+        return None if given is None else data.load(given)
+
+    def _of_one(self, env: Any, *, skips: bool) -> Agent:
+        """The agent of one member."""
+
+        def build(config: Any) -> Agent:
+            agent = numbers_only(config.build(env), self.name)
+            return skip_nonfinite(agent) if skips else agent
+
+        config = self.algorithm if self.dataset is None else dataclasses.replace(self.algorithm, data=self.dataset)
+        return with_numbers(build, config, tuple(self.settings)) if self.settings else build(config)
+
+    @functools.cached_property
+    def behavior(self) -> Behavior:
+        """The behavior of one member, with its agent."""
+        return Behavior(self._of_one(self.environment, skips=False), self.environment)
+
+    @functools.cached_property
+    def agent(self) -> Agent:
+        """The agent of the whole run, whose iteration is compiled; its state is `Counted`."""
+        steps, one = self.recorded_steps, self.behavior.agent
+        if steps is not None or self.guard == "skip":
+            env: Any = self.environment if steps is None else RecordedEnvironment(self.environment, steps)
+            one = self._of_one(env, skips=self.guard == "skip")
+        agent = members(one, self.numbers) if self.has_members else one
+        agent = agent if self.pbt is None else evolve(agent, self.pbt)
+        return counted(agent, self.iterations or None)
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Steps of each member in an iteration."""
+        return self.behavior.agent.steps_per_iteration
+
+    @property
+    def iterations(self) -> int:
+        """The number of whole iterations."""
+        return self.total_steps // self.steps_per_iteration
+
+    @property
+    def exploit_steps(self) -> int | None:
+        """Steps between two exploits of a population that is trained."""
+        return None if self.pbt is None else self.pbt.every * self.steps_per_iteration
+
+    def check_length(self) -> None:
+        """Raises ValueError if the run has no whole iteration, or a population that never evolves."""
+        each, iterations = self.steps_per_iteration, self.iterations
+        if not iterations:
+            raise ValueError(
+                f"total_steps={self.total_steps} is less than the {each} steps of one iteration; use at least {each}, or fewer "
+                "environments or shorter unrolls"
+            )
+        if self.pbt is not None and iterations < self.pbt.every:
+            raise ValueError(
+                f"PBT.every={self.pbt.every}: the run has {iterations} iterations, so nobody would ever copy; use fewer, or a "
+                f"larger total_steps (an iteration has {each})"
+            )
+
+    def initial_state(self) -> Any:
+        """The initial state of the run."""
+        return self.agent.with_data(jax.jit(self.agent.init)(self.key))
+
+    def start(self, program: Program) -> Any:
+        """The initial state of the run, placed for a program."""
+        agent = self.agent
+        return program.initialize(lambda key: agent.with_data(agent.init(key)), self.key)
+
+    def compile(self, policy: DistributionPolicy, devices: Sequence[Device] | None = None) -> Program:
+        """Plans the run for a distribution policy, from shapes alone; XLA compiles at the first use."""
+        agent, state = self.agent, jax.eval_shape(self.initial_state)
+        program = compile_program(
+            agent.iteration, state, policy=policy, axes=agent.axes, groups={"env": agent.env_group}, devices=devices
+        )
+        program.check_memory()
+        return program
+
+    def record(self, steps: int) -> "Experiment":
+        """The same run with environments that keep their last `steps` steps."""
+        check_rows_fit(self.environment, self.total_steps * self.members, "Record a shorter run, or fewer seeds")
+        return self.replaced(recorded_steps=steps)
+
+    def slower(self) -> "Experiment":
+        """The same run with half of every learning rate that is a constant."""
+        names = [f.name for f in dataclasses.fields(self.algorithm) if f.name.endswith("learning_rate")]
+        rates = {name: rate / 2 for name in names if isinstance(rate := getattr(self.algorithm, name), float)}
+        return self.replaced(algorithm=dataclasses.replace(self.algorithm, **rates))
+
+    def replaced(self, **changes: Any) -> "Experiment":
+        """The same run on the same environment and data, which are not made again."""
+        new = dataclasses.replace(self, **changes)
+        vars(new).update({name: vars(self)[name] for name in ("environment", "dataset") if name in vars(self)})
+        return new
+
+    # --- what is written of it ------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The experiment as plain data: the part of `config.json` that decides what is computed."""
+        return self._plain() | {"data": self._data_source}
+
+    def _plain(self) -> dict[str, Any]:
+        kind = type(self.algorithm)
+        return {
+            "algorithm": self.name,
+            "class": f"{kind.__module__}:{kind.__qualname__}",
+            "env": self.env_name,
+            "env_spec": self.env if isinstance(self.env, str) else None,
+            "env_object": None if isinstance(self.env, str) else describe_env(self.env),
+            "env_params": describe(self.env_params or None),
+            "total_steps": self.total_steps,
+            "seed": self.seed,
+            "seeds": self.seeds,
+            "settings": {name: list(values) for name, values in self.settings.items()} or None,
+            "pbt": None if self.pbt is None else self.pbt.to_json(),
+            "guard": self.guard,
+            "config": to_json(self.algorithm),
+        }
+
+    @property
+    def _data_source(self) -> dict[str, Any] | None:
+        """Absolute path and SHA-256 of the data set, if there is one; no path if it was given as an object."""
+        if self.dataset is None:
+            return None
+        path = self.algorithm.data
+        if isinstance(path, data.Dataset):
+            return {"path": None, "sha256": self.dataset.fingerprint()}
+        known = os.path.exists(path)  # else the id of a data set in the library of its format
+        return {"path": os.path.abspath(path) if known else os.fspath(path), "sha256": self.dataset.fingerprint()}
+
+    @classmethod
+    def from_json(
+        cls,
+        given: Mapping[str, Any],
+        *,
+        env: Environment | str | None = None,
+        env_params: GivenParams | None = None,
+        data: Any = None,
+        where: str = "the run",
+    ) -> "Experiment":
+        """Reads an experiment.
+
+        Args:
+          given: what `to_json` returned.
+          env: the environment, if it was an object.
+          env_params: what its parameters are drawn from, if that was a function or a `Curriculum`.
+          data: the data set; without it, the config has none.
+          where: the run in messages.
+
+        Returns:
+          The experiment.
+
+        Raises:
+          RunFolderError: if the environment or its parameters have to be given, or if this version cannot read it.
+        """
+        if given["env_spec"] is None and env is None:
+            raise RunFolderError(f"{where} has an environment object ({given['env']}); give it again: env=...")
+        was = given["env_params"]
+        if isinstance(was, str) and env_params is None:
+            raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
+        if fields.get("data") is not None or data is not None:
+            fields["data"] = data
+            if data is None:  # the rest of the config is checked without a data set
+                fields.pop("data")
+                fields.pop("data_fraction", None)
+        try:
+            known = given["algorithm"] in algorithms.names()
+            algorithm = algorithms.get(given["algorithm"] if known else given["class"])(**fields)
+            settings = {name: tuple(values) for name, values in (given["settings"] or {}).items()}
+            return cls(
+                algorithm=algorithm, env=given["env_spec"] if env is None else env, seed=given["seed"], seeds=given["seeds"],
+                env_params=was if env_params is None else env_params, total_steps=given["total_steps"], settings=settings,
+                pbt=None if given["pbt"] is None else read(given["pbt"]), guard=given["guard"],
+            )  # fmt: skip
+        except (TypeError, ValueError, KeyError) as error:
+            raise RunFolderError(f"this version cannot read the config of {where}: {error}") from error
+
+    def difference(self, other: "Experiment") -> tuple[str, Any, Any] | None:
+        """The first fact in which another experiment differs, with both values; None if they compute the same.
+
+        Lengths are left out, because a run may be extended, and so are guards and data sets.
+        """
+        return difference(self._plain(), other._plain())
+
+    def fingerprint(self, rollbacks: Sequence[Any] = ()) -> str:
+        """The SHA-256 of what `difference` compares, and of what changed it during the run."""
+        return fingerprint(self._plain(), rollbacks)
+
+    def about(self) -> dict[str, Any]:
+        """A description of the run for its data sets."""
+        return {
+            "env": self.env_name,
+            "observation_space": str(self.environment.observation_space),
+            "action_space": str(self.environment.action_space),
+            **agents_of(self.environment),
+            "made_by": f"training {self.name}",
+            "seed": self.seed,
+            "seeds": self.seeds,
+            **({"settings": self.settings} if self.settings else {}),
+            **({"pbt": self.pbt.to_json()} if self.pbt else {}),
+        }
+
+
+def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides what is computed, besides the length and the data set, by argument of `train`."""
+    fields = about["config"] | (about["settings"] or {})
+    names = ("env", "env_object", "seed", "seeds", "env_params", "pbt")
+    return {"algo": about["algorithm"]} | {n: about[n] for n in names} | {n: x for n, x in fields.items() if n != "data"}
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first fact in which the contents of two `config.json` differ, with both values."""
+    pairs = ((name, x, _facts(theirs).get(name)) for name, x in _facts(mine).items())
+    return next((pair for pair in pairs if pair[1] != pair[2]), None)
+
+
+def fingerprint(about: Mapping[str, Any], rollbacks: Sequence[Any] = ()) -> str:
+    """The SHA-256 of the facts in the content of `config.json`, and of what changed them during the run."""
+    return hashlib.sha256(json.dumps(to_json([_facts(about), list(rollbacks)]), sort_keys=True).encode()).hexdigest()
+
+
+def describe_env(env: Any) -> str | None:
+    """An environment object as text with its parameters, if it has such a text (as dataclasses have)."""
+    text = repr(env.env if isinstance(env, RandomizeParams) else env)
+    return None if " at 0x" in text else text
+
+
+def check_guard(guard: str) -> GuardPolicy:
+    """Checks what a run does about numbers that are not finite."""
+    if guard not in get_args(GuardPolicy):
+        words = get_args(GuardPolicy)
+        raise ValueError(f"guard={guard!r}{suggestion(guard, words)}; use one of {', '.join(words)}")
+    return cast(GuardPolicy, guard)
+
+
+def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
+    """Looks up a distribution policy: `NAME`, `NAME:param=value,...`, or a policy."""
+    if not isinstance(policy, str):
+        return policies.get(policy)
+    name, params = parse_spec(policy)
+    return policies.get(name, **params)
+
+
+def make_experiment(
+    algo: Any = "ppo",
+    env: str | Environment = "CartPole-v1",
+    *,
+    total_steps: Any = 500_000,
+    seed: Any = 0,
+    seeds: Any = 1,
+    env_params: GivenParams | None = None,
+    pbt: GivenPBT | None = None,
+    guard: str = "halt",
+    overrides: Mapping[str, Any] | None = None,
+) -> Experiment:
+    """Looks everything up, checks it, and builds the agent of one member.
+
+    Args:
+      algo: name of an algorithm, its config, or the class of its config.
+      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
+      total_steps: steps of each member.
+      seed: the first seed.
+      seeds: the number of members of each setting.
+      env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
+      pbt: how the population is trained; None if its members are independent.
+      guard: what happens on nan and infinities.
+      overrides: fields of the config to replace; those that are tunable may have a sequence of values.
+
+    Returns:
+      The experiment.
+
+    Raises:
+      ValueError: on an unknown name or field, or an invalid value.
+    """
+    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
+    pbt = None if pbt is None else read(pbt)
+    if pbt is not None and seeds > 1:
+        raise ValueError(f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}")
+    seed = check_seed(seed, seeds if pbt is None else pbt.members)
+    base, overrides = algorithms.make(algo, {}), dict(overrides or {})
+    if pbt is not None:
+        pbt.check(base, overrides)
+        overrides = pbt.initial(seed) | overrides
+    overrides, settings = _split(base, overrides, seeds)
+    experiment = Experiment(
+        algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
+        seeds=seeds, settings=settings, pbt=pbt, guard=check_guard(guard),
+    )  # fmt: skip
+    _ = experiment.behavior if pbt is None else experiment.agent
+    return experiment
+
+
+def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
+    """Separates the fields that have several values from the others, which get the values of the first setting."""
+    kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
+    overrides = {name: x.item() if _is_scalar(x) else x for name, x in overrides.items()}
+    several: dict[str, tuple[float, ...]] = {}
+    for name, value in overrides.items():
+        values = _values(value)
+        if values is None or name not in fields or _holds_sequences(fields[name]):
+            continue
+        if name not in tunable_fields(kind):
+            others = ", ".join(tunable_fields(kind)) or "none of its fields"
+            raise ValueError(
+                f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the members of "
+                f"a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+            )
+        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
+    if not several:
+        return dict(overrides), {}
+    lengths = {name: len(values) for name, values in several.items()}
+    if 0 in lengths.values() or len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the "
+            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
+        )
+    for i in range(next(iter(lengths.values()))):
+        setting = {name: values[i] for name, values in several.items()}
+        try:
+            algorithms.make(base, {**overrides, **setting})
+        except ValueError as error:
+            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
+    return {**overrides, **{name: values[0] for name, values in several.items()}}, several
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
+
+
+def _values(value: Any) -> Sequence[Any] | None:
+    """The values of a field that has several."""
+    if isinstance(value, list | tuple | range):
+        return value
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) and value.ndim else None
+
+
+def _holds_sequences(field: dataclasses.Field) -> bool:
+    """Whether a single value of the field may be a sequence."""
+    return not isinstance(field.default, str | numbers.Number | None | type(dataclasses.MISSING))
+
+
+def _number(kind: type, name: str, i: int, value: Any) -> float:
+    value, where = value.item() if _is_scalar(value) else value, f"{kind.__name__}.{name}[{i}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
+        raise ValueError(f"{where}={value!r}: use a number for each member")
+    number: Any = value
+    with np.errstate(over="ignore", under="ignore"):
+        data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
+    if (data == 0) != (number == 0) or np.isinf(data):
+        raise ValueError(f"{where}={value!r} is {data} in float32, in which members have it; use a number from 1e-38 to 3e38")
+    return float(number)

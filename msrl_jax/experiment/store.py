@@ -1,0 +1,440 @@
+"""Runs as folders: what a folder says, how a run goes on from it, and what `Result.save` writes and `Result.load` reads."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from msrl_jax import algorithms, data
+from msrl_jax.data.experience import at_rest, awake, without_experience
+from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment import checkpoint, folder, processes
+from msrl_jax.experiment.checkpoint import Checkpoint, CheckpointError
+from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.folder import RunFolderError, SaveWarning
+from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
+from msrl_jax.experiment.run import TIMINGS
+from msrl_jax.experiment.spec import Experiment, difference, fingerprint, make_experiment
+from msrl_jax.fragments.program import Delayed, Program
+
+Result: TypeAlias = Any
+"""A `msrl_jax.Result`, whose methods call this module."""
+
+FORMAT = 2
+"""The version of the format of run folders, which `config.json` has."""
+
+_TRIES = 10
+"""How often a checkpoint is read that a running process deletes at the same time."""
+
+_FIELDS = (
+    "algorithm", "env", "env_spec", "class", "env_object", "env_params", "policy", "seed", "seeds", "total_steps", "config",
+    "settings", "pbt", "guard", "rollbacks",
+)  # fmt: skip
+
+
+class ResumeWarning(UserWarning):
+    """A run goes on, but not from its newest checkpoint, or not exactly as before."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A run in a folder.
+
+    Attributes:
+      path: the folder.
+      description: the content of `config.json`.
+      checkpoint: the newest checkpoint that is whole; None if the run was killed before its first one.
+    """
+
+    path: Path
+    description: dict[str, Any]
+    checkpoint: Checkpoint | None
+
+    @property
+    def iteration(self) -> int:
+        """Iterations of the checkpoint."""
+        return 0 if self.checkpoint is None else self.checkpoint.iteration
+
+
+def _note(text: str) -> None:
+    warnings.warn(text, ResumeWarning, stacklevel=3)
+
+
+# --- what a folder says ---------------------------------------------------------------------------------------------------------
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds a run that was started."""
+    return (path / folder.CONFIG).exists() or bool(checkpoint.complete(path))
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Reads `config.json`; raises RunFolderError if the folder holds no run, a damaged one, or one of another version."""
+    if not path.is_dir():
+        raise RunFolderError(f"there is no folder {path}; name the folder of a run")
+    content = folder.read_json(path / folder.CONFIG)
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT and isinstance(content, dict) and "versions" in content:
+        by = "version 0.1" if found is None else "a newer version"
+        raise RunFolderError(f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run")
+    return folder.read_json(path / folder.CONFIG, *_FIELDS)
+
+
+def choose(path: Path, which: Any) -> Checkpoint:
+    """Finds a checkpoint of a run that is whole: "newest", "best", or the one after a number of iterations."""
+    found = [c for c in checkpoint.complete(path) if c.is_readable]
+    if which == "newest":
+        chosen = checkpoint.newest(path, _note)
+    elif which == "best":
+        chosen = max((c for c in found if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
+    else:
+        chosen = next((c for c in found if c.iteration == which), None)
+    if chosen is None:
+        has = ", ".join(str(c.iteration) for c in reversed(found))
+        why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
+        if found and which == "best":
+            why = (
+                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had ended "
+                "in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
+            )
+        elif found:
+            why = f"those after iterations {has} are complete"
+        raise CheckpointError(f"{path} has no checkpoint {which!r}: {why}")
+    if which != "newest":
+        checkpoint.verify(chosen)
+    return chosen
+
+
+def open_run(path: Path) -> Saved:
+    """Reads the settings of a run, and finds its newest whole checkpoint; raises RunFolderError if there is no such run."""
+    description, found = read_description(path), checkpoint.newest(path, _note)
+    if found is None and (path / folder.SUMMARY).exists():
+        raise CheckpointError(
+            f"the run in {path} has ended, but its checkpoints are gone; restore {folder.CHECKPOINTS}, or start a new run in "
+            "another folder"
+        )
+    if found is None and (path / folder.ROWS).exists():
+        _note(f"the run in {path} has no checkpoint yet, and starts again from its seed")
+    if found is not None:
+        _check_settings(path, description, found)
+    return Saved(path, description, found)
+
+
+def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoint) -> None:
+    """Raises RunFolderError if `config.json` is not what the run was saved with."""
+    written, rollbacks = saved.progress.get("settings"), description["rollbacks"]
+    if written != fingerprint(description, rollbacks) and saved.progress.get("rollbacks") == len(rollbacks):
+        raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
+
+
+# --- how a run goes on ----------------------------------------------------------------------------------------------------------
+
+
+def resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
+    """The experiment of a run that goes on.
+
+    Args:
+      saved: the run.
+      given: arguments of `make_experiment`; None is not given.
+      overrides: fields of the config that were given.
+
+    Returns:
+      The experiment, which may have another length and another guard.
+
+    Raises:
+      RunFolderError: if something that was given decides what the run computes, and differs.
+    """
+    was, where = saved.description, f"the run in {saved.path}"
+    algo, env = given["algo"], given["env"]
+    own = getattr(algo, "data", None) if not isinstance(algo, str | type) else None
+    dataset = _find_dataset(saved, overrides.get("data", own))
+    env_object = None if env is None or isinstance(env, str) else env
+    before = Experiment.from_json(was, env=env_object, env_params=given["env_params"], data=dataset, where=where)
+    settings = dict(before.settings) | dict(overrides) | ({} if dataset is None else {"data": dataset})
+    is_same = isinstance(algo, str | type) and algorithms.get(algo) is type(before.algorithm)
+    chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
+    defaults = {name: getattr(before, name) for name in ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "guard")}
+    algo = before.algorithm if algo is None or is_same else algo
+    kind = algorithms.get(algo) if isinstance(algo, str | type) else type(algo)
+    if kind is not type(before.algorithm):
+        raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
+    experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
+    check_same(saved, experiment)
+    return experiment
+
+
+def check_same(saved: Saved, experiment: Experiment) -> None:
+    """Raises RunFolderError unless an experiment computes what a run in a folder computes."""
+    if differs := difference(saved.description, experiment.to_json()):
+        raise _differs(saved, *differs)
+
+
+def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
+    if name == "env_object":
+        return RunFolderError(
+            f"the run in {saved.path} has the environment {before}, and cannot go on with {now}; give the same one, or start a "
+            "new run in another folder"
+        )
+    return RunFolderError(
+        f"the run in {saved.path} has {name}={before!r}, and cannot go on with {name}={now!r}; leave {name} out, or start a new "
+        "run in another folder"
+    )
+
+
+def _find_dataset(saved: Saved, given: Any) -> Any:
+    """What a config takes to find the data set of a run again; None if the run has none."""
+    was = saved.description.get("data")
+    if was is None:
+        if given is not None:
+            raise RunFolderError(f"the run in {saved.path} has no data set, and cannot take one; leave data out")
+        return None
+    source = was["path"] if given is None else given
+    if source is None:
+        raise RunFolderError(f"the data set of the run in {saved.path} was an object; give it again: data=...")
+    try:
+        found = data.load(source)
+    except (ValueError, OSError) as error:
+        raise RunFolderError(
+            f"the data set of the run in {saved.path} cannot be read: {error}. Give it again: data=..."
+        ) from error
+    if found.fingerprint() != was["sha256"]:
+        raise RunFolderError(
+            f"{source if isinstance(source, str) else 'the given data set'} is not the data set of the run in {saved.path}: "
+            f"its content differs. Give the one with the SHA-256 {was['sha256'][:12]}...: data=..."
+        )
+    return source
+
+
+def _registers(saved: Checkpoint, state: Any) -> list[tuple[str, Any]]:
+    """The leaves of a state that the registers of a checkpoint hold, with their paths, in the order of the registers."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    depths = saved.progress["registers"]
+    if unknown := [name for name in depths if name not in leaves]:
+        raise CheckpointError(
+            f"the checkpoint {saved.path} holds registers of state{unknown[0]}, which this version does not have"
+        )
+    return [(name, leaves[name]) for name, depth in depths.items() for _ in range(depth)]
+
+
+def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -> Any:
+    """Reads the state of a run onto the devices of a program, of any policy; it is as `Program.run` takes it."""
+    agent = experiment.agent
+    full = jax.eval_shape(experiment.initial_state)
+    places, register_places = program.shardings
+    like = agent.without_data(at_rest(full))
+    flat = jax.tree.leaves(agent.without_data(at_rest(places)))
+    at = dict(zip((jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(like)), flat, strict=True))
+    held = _registers(saved, like)
+    depths = saved.progress["registers"]
+    same = depths == program.registers
+    if not same:
+        old, new = (max(each.values(), default=0) for each in (depths, program.registers))
+        _note(f"the parameters of the actors were {old} iterations old, and are now {new}: the run goes on from its newest ones")
+    to = [*flat, *(register_places if same else [at[name] for name, _ in held])]
+    if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
+        to = None
+    state, registers = checkpoint.load(saved, like, [leaf for _, leaf in held], to)
+    state = agent.with_data(awake(state, agent.without_data(full)))
+    return Delayed(state, registers) if same and registers else state
+
+
+def saved_states(path: Path | None, run: Any) -> Iterator[tuple[Any, int]]:
+    """The states and iterations of the checkpoints of a run in progress, the newest first."""
+    for found in [] if path is None else checkpoint.undamaged(path):
+        yield restore_state(found, run.experiment, run.program), found.iteration
+
+
+def take_over(saved: Saved, run: Any) -> None:
+    """Takes over the host's part of a run's state, and removes what is newer than its checkpoint."""
+    progress = {} if saved.checkpoint is None else saved.checkpoint.progress
+    count = progress.get("rows", 0)
+    with processes.together("reading the history"):
+        run.rows = folder.read_rows(saved.path, count)
+    with processes.together("removing what is newer than the checkpoint"):
+        if processes.is_first():
+            for name in (folder.SUMMARY, folder.EVALUATION, folder.TABLE):
+                (saved.path / name).unlink(missing_ok=True)
+            folder.rewind_rows(saved.path, count)
+    if saved.checkpoint is None:
+        return
+    run.iteration = run.resumed_from = saved.checkpoint.iteration
+    run.evaluation = read_evaluation(progress["evaluation"])
+    run.last_episodes = LastEpisodes(**{name: np.array(x, np.float64) for name, x in progress["last_episodes"].items()})
+    run.started -= progress["wall_seconds"]
+    run.compiled_before = progress["compile_seconds"]
+    for name in run.seconds:
+        run.seconds[name] += progress[name]
+
+
+def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
+    """Says what happens to schedules over `total_steps` if these change."""
+    config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
+    if was == now:
+        return
+    falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
+    rises = getattr(config, "beta", None) is not None
+    if not (falls or rises):
+        return
+    what = " and ".join(["the learning rate"] * bool(falls) + ["beta of the replay"] * bool(rises))
+    rate = getattr(config, "learning_rate", None)
+    text = (
+        f": it goes on from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
+        if falls and rate is not None
+        else ""
+    )
+    _note(
+        f"total_steps changes from {was:,} to {now:,}, over which {what} changes: the schedule now spans the new number{text}. "
+        f"A run of {now:,} steps from the start would differ"
+    )
+
+
+# --- results as folders ---------------------------------------------------------------------------------------------------------
+
+
+def save(result: Result, path: Path) -> Path:
+    """Writes a result to a new folder, at once as a whole; raises ValueError if it exists and is not empty."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} exists and is not an empty folder; name another one, or delete it first")
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    folder.write_json(partial / folder.CONFIG, result.description)
+    count = len(result.history.get("step", ()))
+    folder.append_rows(partial, [{name: column[i] for name, column in result.history.items()} for i in range(count)])
+    rollbacks = result.description["rollbacks"]
+    progress = {
+        "settings": fingerprint(result.description, rollbacks), "rollbacks": len(rollbacks),
+        "rows": count, "last_episodes": dataclasses.asdict(NO_EPISODES), "evaluation": result.evaluation, "registers": result.description["registers"], "recorded": None,
+        "wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds,
+        **{name: result.timings.get(name, 0.0) for name in TIMINGS},
+    }  # fmt: skip
+    writer = checkpoint.CheckpointWriter(partial, keep=1)
+    try:
+        iteration = int(result.history["iteration"][-1]) if count else 0
+        writer.save(iteration, result.behavior.agent.without_data(result.run_state), result.registers, progress, None)
+        writer.wait()
+    finally:
+        writer.close()
+    finish(result, partial)
+    os.replace(partial, path)
+    return path
+
+
+def finish(result: Result, path: Path) -> None:
+    """Adds the table, the evaluation and the summary to the folder of a run."""
+    folder.write_table(path)
+    if result.evaluation is not None:
+        folder.write_json(path / folder.EVALUATION, result.evaluation, indent=None)
+    folder.write_json(path / folder.SUMMARY, result.summary())
+
+
+def complete(result: Result, path: Path, error: OSError | None) -> Result:
+    """Completes the folder of a run; if that fails, saves the run to another folder, and says so."""
+    if error is None and not (path / folder.CONFIG).exists():
+        error = FileNotFoundError(f"its {folder.CONFIG} is gone")
+    if error is None:
+        try:
+            finish(result, path)
+            return result
+        except OSError as problem:
+            error = problem
+    other = Path(tempfile.mkdtemp(prefix=f"msrl-jax-{path.name}-")) / path.name
+    try:
+        result.save(other)
+    except OSError as problem:
+        warnings.warn(
+            f"the run could be saved neither in {path} ({error}) nor in {other} ({problem}); only the result in memory has it",
+            SaveWarning, stacklevel=3,
+        )  # fmt: skip
+        return dataclasses.replace(result, folder=None)
+    warnings.warn(f"the run could not be saved in {path} ({error}); it is saved in {other}", SaveWarning, stacklevel=3)
+    return dataclasses.replace(result, folder=other)
+
+
+@contextlib.contextmanager
+def _not_needed(what: str) -> Iterator[None]:
+    """Warns of a damaged file without which an agent can act."""
+    try:
+        yield
+    except RunFolderError as error:
+        warnings.warn(f"{str(error).partition(';')[0]}; {what} is left out", ResumeWarning, stacklevel=3)
+
+
+def load(
+    path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
+) -> dict[str, Any]:
+    """Reads a run from its folder, to which another process may be writing.
+
+    Args:
+      path: the folder.
+      env: the environment, if the run got an environment object.
+      env_params: what its parameters are drawn from, if the run got a function or a `Curriculum`.
+      which: the checkpoint.
+
+    Returns:
+      The fields of the result; its state is on one device, without recorded steps and data.
+    """
+    description = read_description(path)
+    experiment = Experiment.from_json(description, env=env, env_params=env_params, where=f"the run in {path}")
+    saved, state, registers = _load_agent(path, which, experiment)
+    _check_settings(path, description, saved)
+    progress = saved.progress
+    summary: dict[str, Any] = {}
+    if (path / folder.SUMMARY).exists() and which == "newest":
+        with _not_needed("the outcome of the run"):
+            summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
+    if summary and summary["status"] != "diverged" and summary["total_steps"] != saved.iteration * experiment.steps_per_iteration:
+        summary = {}  # of a later checkpoint, which is damaged
+    rows: list[Row] = []
+    with _not_needed("the history of the run"):
+        rows = folder.read_rows(path, progress["rows"])
+    return {
+        "experiment": experiment,
+        "description": description,
+        "history": stack_rows(rows),
+        "run_state": state,
+        "registers": registers,
+        "status": summary.get("status", "unfinished"),
+        "stop_reason": summary.get("stop_reason", ""),
+        "compile_seconds": summary.get("compile_seconds", progress["compile_seconds"]),
+        "wall_seconds": summary.get("wall_seconds", progress["wall_seconds"]),
+        "timings": {name: value for name in TIMINGS if (value := summary.get(name, progress.get(name))) is not None},
+        "evaluation": read_evaluation(progress["evaluation"]),
+        "folder": path,
+    }
+
+
+def _load_agent(path: Path, which: Any, experiment: Experiment) -> tuple[Checkpoint, Any, tuple[jax.Array, ...]]:
+    for _ in range(_TRIES):
+        before = checkpoint.complete(path)
+        try:
+            saved = choose(path, which)
+            if saved.progress["recorded"] is not None and experiment.recorded_steps is None:
+                experiment = experiment.record(1)
+            like = experiment.agent.without_data(at_rest(jax.eval_shape(experiment.initial_state)))
+            state, registers = checkpoint.load(saved, like, [leaf for _, leaf in _registers(saved, like)])
+            return saved, without_experience(state), registers
+        except CheckpointError:
+            if checkpoint.complete(path) == before:
+                raise
+    raise CheckpointError(f"the checkpoints of the run in {path} are replaced faster than they can be read; try again later")
+
+
+def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
+    """Rebuilds an evaluation from plain data."""
+    if episodes is None:
+        return None
+    dtypes: dict[str, Callable[..., Any]] = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
+    if episodes.get("agent_returns") is not None:
+        dtypes["agent_returns"] = np.float32
+    teams = {team: np.asarray(returns, np.float32) for team, returns in episodes.get("team_returns", {}).items()}
+    return Evaluation(**{name: np.asarray(episodes[name], dtype) for name, dtype in dtypes.items()}, team_returns=teams)

@@ -1,0 +1,122 @@
+"""What a run says of itself: its summary as plain data, and as text."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from msrl_jax.experiment.callbacks import short_unit
+from msrl_jax.experiment.history import decimals, in_words, team_of
+from msrl_jax.experiment.lineage import final_values
+
+Result: TypeAlias = Any
+"""A `msrl_jax.Result`, whose methods call this module."""
+
+
+def _members_at_end(result: Result) -> list[dict[str, Any]]:
+    """The settings of the members, with the values of the last chunk if they evolve."""
+    members = result.settings
+    last = {name: x.tolist() for name, x in final_values(result.history).items()}
+    return [member | {name: values[i] for name, values in last.items()} for i, member in enumerate(members)]
+
+
+def summarize(result: Result) -> dict[str, Any]:
+    """A run as plain data; see `Result.summary`."""
+    about = {key: result.description[key] for key in ("algorithm", "env", "policy", "seed", "seeds")}
+    returns = {name: result.final(name) for name in result.history if name.partition("/")[0] == "episode_return"}
+    if result.evaluation is not None:
+        means = result.evaluation.means.items()
+        returns |= {name: np.asarray(mean) for name, mean in means if name.partition("/")[0] == "eval_return"}
+    settings = result.description.get("settings")
+    each = "member" if settings else "seed"
+    per_member = {f"{name}_per_{each}": x.tolist() for name, x in returns.items() if x.ndim}
+    return about | {
+        **({"members": result.settings} if settings else {}),
+        **({"members_at_end": _members_at_end(result)} if result.description.get("pbt") else {}),
+        "devices": result.description["devices"]["count"],
+        "platform": result.description["devices"]["platform"],
+        "total_steps": int(result.history["step"][-1]) if len(result.history.get("step", ())) else 0,
+        "status": result.status,
+        **({"stop_reason": result.stop_reason} if result.stop_reason else {}),
+        **{name: float(np.mean(x)) for name, x in returns.items()},
+        **per_member,
+        "steps_per_second": result.steps_per_second,
+        "compile_seconds": result.compile_seconds,
+        **result.timings,
+        "wall_seconds": result.wall_seconds,
+    }
+
+
+def describe(result: Result) -> str:
+    """A run in a few lines of text."""
+    s = summarize(result)
+    seeds = f"seed {s['seed']}" if s["seeds"] == 1 else f"seeds {s['seed']} to {s['seed'] + s['seeds'] - 1}"
+    fields = list(result.description.get("settings") or {})
+    if pbt := result.description.get("pbt"):
+        seeds = f"{pbt['members']} members from seed {s['seed']}, {', '.join(fields)} by PBT every {pbt['every']} iterations"
+    elif fields:
+        count = len(s["members"]) // s["seeds"]
+        seeds += f", {count} setting{'s' * (count > 1)} of {', '.join(fields)}"
+    devices = f"{s['devices']} {s['platform']} device{'s' * (s['devices'] > 1)}"
+    why_ended = f"{s['status']}: {result.stop_reason}" if result.stop_reason else s["status"]
+    unit, asked = short_unit(result.behavior.agent.unit), result.description["total_steps"]
+    partly = result.status == "finished" and s["total_steps"] < asked
+    why = f" of {asked:,} asked for (whole iterations of {result.behavior.agent.steps_per_iteration:,})" * partly
+    each = " per member" if fields else " per seed" * (s["seeds"] > 1)
+    steps = f"{s['total_steps']:,} {unit}{each}{why}"
+    rate = f"; the median chunk trains {s['steps_per_second']:,.0f} {unit}/s" if result.history else ""
+    lines = [
+        f"Result: {s['algorithm']} on {s['env']}, {s['policy']} on {devices}, {seeds} ({why_ended})",
+        f"  {steps} in {s['wall_seconds']:.1f} s{rate}",
+        f"  {_parts(result)}",
+    ]
+    what = "members" if fields else "seeds"
+    if "episode_return" in result.history:
+        lines.append(f"  training return {_by_team(result, 'episode_return', what)} over the last tenth")
+    if result.evaluation is not None:
+        greedy = f"greedy return over {result.evaluation.returns.shape[-1]} episodes"
+        teams = {team: np.asarray(x).mean(-1) for team, x in result.evaluation.team_returns.items()}
+        lines.append(f"  {greedy} {_spread(np.asarray(result.evaluation.mean_return), what)}{_of_teams(teams, what)}")
+        lines += _best_setting(np.asarray(result.evaluation.mean_return), _members_at_end(result)) if fields else []
+    if result.folder is not None:
+        lines.append(f"  saved in {result.folder}")
+    return "\n".join(lines)
+
+
+def _best_setting(returns: np.ndarray, members: list[dict[str, Any]]) -> list[str]:
+    """The member with the highest return, as a line of text."""
+    if np.isnan(returns).all():
+        return []
+    best = int(np.nanargmax(returns))
+    digits = decimals(returns, np.ptp(returns))
+    return [f"  best: member {best} with {returns[best]:.{digits}f} ({in_words(members[best])})"]
+
+
+def _by_team(result: Result, name: str, what: str) -> str:
+    """The mean of a column of returns over the last tenth as text, and of the columns of the teams."""
+    teams = [team for column in result.history if (team := team_of(column, name))]
+    return _spread(result.final(name), what) + _of_teams({team: result.final(f"{name}/{team}") for team in teams}, what)
+
+
+def _parts(result: Result) -> str:
+    """The parts of the run's time as text."""
+    parts = {name.removesuffix("_seconds"): seconds for name, seconds in result.timings.items()}
+    parts = {"compiling": result.compile_seconds, **parts}
+    parts["callbacks and metrics"] = max(0.0, result.wall_seconds - sum(parts.values())) if result.timings else 0.0
+    words = {"setup": "setting up", "train": "training"}
+    return ", ".join(f"{words.get(name, name)} {x:.1f} s" for name, x in parts.items() if x >= 0.05)
+
+
+def _of_teams(returns: Mapping[str, np.ndarray], what: str) -> str:
+    """The returns of teams as text; empty if there are none."""
+    return f" ({', '.join(f'{team} {_spread(x, what)}' for team, x in returns.items())})" if returns else ""
+
+
+def _spread(values: np.ndarray, what: str) -> str:
+    digits = decimals(values, np.ptp(values))
+    if not values.ndim:
+        return f"{values:.{digits}f}"
+    known = values[~np.isnan(values)]
+    if 0 < len(known) < len(values):
+        return f"{_spread(known, what)[:-1]}; {len(values) - len(known)} unknown)"
+    return f"{np.mean(values):.{digits}f} ({what}: {np.min(values):.{digits}f} to {np.max(values):.{digits}f})"

@@ -1,0 +1,353 @@
+"""Training: what is asked for is checked, the hooks do what the host has to do, and the loop runs the chunks."""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from msrl_jax import _compile_cache
+from msrl_jax._checks import as_path, whole
+from msrl_jax.envs import Environment
+from msrl_jax.envs.host.base import is_on_host, release
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment import folder, processes, stopping, store
+from msrl_jax.experiment.callbacks import Callback, Callbacks, check_callbacks, is_hook, short_unit
+from msrl_jax.experiment.evaluating import Evaluating
+from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
+from msrl_jax.experiment.history import stack_rows
+from msrl_jax.experiment.pace import Pace
+from msrl_jax.experiment.pbt import GivenPBT
+from msrl_jax.experiment.progress import Progress, choose_display
+from msrl_jax.experiment.recording import recorded
+from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.run import Run, finish, loop, most_at_once
+from msrl_jax.experiment.saving import Checkpoints, Rows, interval
+from msrl_jax.experiment.spec import Experiment, GuardPolicy, check_guard, make_experiment, resolve_policy
+from msrl_jax.experiment.store import Saved
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Program
+from msrl_jax.policies.base import spec as policy_text
+
+
+@processes.in_words()
+def train(
+    algo: Any = None,
+    env: str | Environment | None = None,
+    *,
+    policy: str | DistributionPolicy | None = None,
+    total_steps: int | None = None,
+    seed: int | None = None,
+    seeds: int | None = None,
+    devices: Sequence[Device] | None = None,
+    out: str | os.PathLike | None = None,
+    resume: bool | str | os.PathLike = False,
+    chunk: int | None = None,
+    eval_episodes: int | None = None,
+    eval_every: int | None = None,
+    checkpoint_every: int | str | None = None,
+    keep_checkpoints: int = 2,
+    time_limit: float | str | None = None,
+    guard: GuardPolicy | None = None,
+    record: str | os.PathLike | None = None,
+    env_params: GivenParams | None = None,
+    pbt: GivenPBT | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: Progress = "auto",
+    **overrides: Any,
+) -> Result:
+    """Trains an agent.
+
+    If several processes run the program (`jax.distributed`), all of them call this with the same arguments. Process 0 shows
+    progress and writes files; a request to stop, on any process, stops all after the same chunk.
+
+    Args:
+      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. Or an
+        `Experiment`, which has all that decides what the run computes.
+      env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
+        default `"CartPole-v1"`.
+      policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
+        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the computation.
+      total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
+        default 500,000.
+      seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
+      seeds: number of independent runs to train at once, vectorized; by default 1. Run `i` equals a single run with the seed
+        `seed + i`, up to float tolerance.
+      devices: the devices to use; all if None.
+      out: folder of the run (config, metrics and checkpoints during the run, summary at its end); None writes nothing.
+      resume: the folder of a run to go on with, exactly where its newest checkpoint is. What is not given comes from the
+        folder. What decides what the run computes must be equal if it is given again; policy, devices, `chunk` and
+        evaluations may differ, and more `total_steps` extend the run. True goes on with the run in `out`, or starts it
+        there if there is none.
+      chunk: iterations between two ticks. None chooses about a second, and at least about 50 ticks in a run; chunks then
+        also end where evaluations and checkpoints are due.
+      eval_episodes: number of greedy episodes per evaluation, by default 32; 0 never evaluates.
+      eval_every: environment steps between evaluations; each happens at the first tick at or after a multiple of it. A
+        finished run always ends with an evaluation.
+      checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
+        or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
+      keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
+        best mean return of the last 100 episodes of training).
+      time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
+      guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
+        updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
+        numbers, at most 5 times; "ignore" goes on, which changes no other member.
+      record: file for a data set of all environment steps, for `msrl.data.load`. The steps of a chunk stay on the devices
+        until its end, so they must fit there. Recording does not change the run.
+      env_params: what parameters of the environment are drawn from at each reset, as in `envs.RandomizeParams`: name -> a
+        number, `envs.uniform(low, high)` and the like, also as text (`"length=uniform:0.25:1,gravity=9.8"`); a function
+        `key -> mapping`; or an `envs.Curriculum`. They are data: callbacks may change them (`Tick.set_env_params`). Evaluations
+        draw from the same.
+      pbt: trains a population: `msrl.PBT(search={"learning_rate": msrl.envs.log_uniform(1e-5, 1e-2)}, members=8, every=20)`,
+        or the same as text. Members copy better ones, and change the hyper-parameters that they copy.
+      callbacks: functions that are called with a `Tick` after every chunk; the run stops if one returns True. Each process
+        calls its own. Hooks, as `msrl_jax.experiment.run` describes them, may be among them.
+      progress: "auto", "bar", "lines", "notebook" or False; the display is on stderr.
+      **overrides: fields of the algorithm's config. A tunable number, such as `learning_rate`, may have a list of values: each
+        is a setting, which has a member for every seed.
+
+    Returns:
+      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the run after the current chunk; it is saved, and the result
+      so far has `interrupted` True. A second signal ends the process at once.
+
+    Raises:
+      ValueError: before anything compiles, on an unknown name or field, or an invalid value.
+      RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
+      DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
+      ProcessError: if another process of the run ended.
+    """
+    started = time.perf_counter()
+    limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
+    display = choose_display(progress if processes.is_first() else False)
+    every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
+    given = {
+        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt,
+        "guard": None if guard is None else check_guard(guard),
+    }  # fmt: skip
+    if isinstance(algo, Experiment):
+        given, overrides = _arguments(algo, given | overrides)
+    watching = _check_watching(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
+    # Absolute, because a callback may change the working directory.
+    out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
+    path, goes_on = _folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_compile_cache.on())
+        requests = stack.enter_context(stopping.stop_requests(limit))
+        with processes.together("setting up the run"):
+            saved = stack.enter_context(_opened(path, goes_on))
+            kept = _WATCHING if saved is None else {name: saved.description[name] for name in _WATCHING}
+            watching = {name: kept[name] if x is None else x for name, x in watching.items()}
+            experiment = _experiment(given, overrides, saved, watching["chunk"])
+            if saved is not None and saved.checkpoint is not None and saved.iteration == experiment.iterations:
+                return _already_done(saved, env, env_params)
+            _check_guard_fits(experiment, record)
+            simulated = saved is None and is_on_host(experiment.environment)
+            usual = saved.description["policy"] if saved else experiment.usual_policy
+            where = resolve_policy(usual if policy is None else policy)
+            experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
+            program = experiment.compile(where, devices)
+            saver = None if path is None else Checkpoints(path, every, keep, recording)
+        stack.callback(release, experiment.agent.env)
+        agent, functions = experiment.behavior.agent, [callback for callback in callbacks if not is_hook(callback)]
+        if policy is None and simulated and progress is not False and processes.is_first():
+            print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
+        total = experiment.iterations * experiment.steps_per_iteration
+        show = stack.enter_context(display(f"{experiment.name} {experiment.env_name}", total, short_unit(agent.unit)))
+        evaluating = None
+        if watching["eval_episodes"]:
+            evaluating = Evaluating(experiment, watching["eval_episodes"], watching["eval_every"])
+            stack.callback(release, evaluating.env)
+        guarding = None if experiment.guard == "ignore" else Guard()
+        every_hook = (
+            stopping.Stopping(requests),
+            recording,
+            guarding,
+            evaluating,
+            Rows() if path is not None and processes.is_first() else None,
+            *(callback for callback in callbacks if is_hook(callback)),
+            Callbacks([show, *functions]),
+            guarding and Divergence(guarding, saver),
+            saver,
+        )
+        hooks = [hook for hook in every_hook if hook is not None]
+        deployment = _deployment(program, where, saved) | watching | {"record": recording and str(recording.writer.path)}
+        boundaries = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
+        boundaries = tuple(filter(None, [*boundaries, experiment.exploit_steps]))
+        run = Run(
+            experiment, where, devices, path, deployment, program, _first_state(experiment, program, most, saved, deployment),
+            Pace(most, fixed=watching["chunk"] is not None), boundaries, started,
+        )  # fmt: skip
+        _begin(run, saved)
+        try:
+            loop(run, hooks)
+        except Exception as error:  # such as that of a callback: what was done so far is kept
+            if not processes.is_loss(error):
+                _keep_what_there_is(run, hooks)
+            raise
+        finish(run, hooks)
+        result = _result(run)
+        if path is not None and processes.is_first():
+            assert saver is not None
+            result = store.complete(result, path, saver.error)
+        processes.gathered("")  # no process ends while another one writes
+    if run.finding is not None:
+        assert guarding is not None
+        raise DivergedError(guarding.locate(run), result)
+    return result
+
+
+DEFAULTS = {
+    "algo": "ppo", "env": "CartPole-v1", "total_steps": 500_000, "seed": 0, "seeds": 1, "env_params": None, "pbt": None,
+    "guard": "halt",
+}  # fmt: skip
+"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
+
+_WATCHING = {"eval_episodes": 32, "eval_every": None, "chunk": None}
+"""The same for what happens between chunks."""
+
+
+def _arguments(experiment: Experiment, others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An experiment as arguments, which leave nothing to the others that decide what is computed."""
+    for name, value in others.items():
+        if value is not None and name != "algo":
+            raise ValueError(f"{name}={value!r}: the experiment says what is computed; change it there, or leave {name} out")
+    return {name: getattr(experiment, "algorithm" if name == "algo" else name) for name in DEFAULTS}, dict(experiment.settings)
+
+
+def _check_watching(**given: Any) -> dict[str, int | None]:
+    return {name: None if x is None else whole(name, x, 0 if name == "eval_episodes" else 1) for name, x in given.items()}
+
+
+def _folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
+    """The folder of the run, and whether the run in it goes on."""
+    if isinstance(resume, bool):
+        if resume and out is None:
+            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
+        return out, resume and out is not None and store.holds_run(out)
+    if out is not None and out != resume:
+        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders; a run goes on in its own")
+    return resume, True
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
+    """Locks the folder of the run; gives the run in it that goes on."""
+    if path is None:
+        yield None
+        return
+    store.read_description(path) if goes_on else folder.check_free(path)
+    with folder.locked(path) if processes.is_first() else contextlib.nullcontext():
+        yield store.open_run(path) if goes_on else None
+
+
+def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None, chunk: int | None) -> Experiment:
+    """What the arguments and the folder say."""
+    if isinstance(given["algo"], Experiment):
+        experiment = given["algo"]
+        if also := [name for name, x in given.items() if x is not None and name != "algo"] + [*overrides]:
+            raise ValueError(f"{also[0]} is a part of the experiment; change it there: dataclasses.replace(experiment, ...)")
+        if saved is not None:
+            store.check_same(saved, experiment)
+    elif saved is None:
+        known = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
+        experiment = make_experiment(**known, overrides=overrides)
+    else:
+        experiment = store.resumed(saved, given, overrides)
+    if experiment.pbt is not None and chunk is not None:
+        experiment.pbt.check_chunk(chunk)
+    experiment.check_length()
+    if saved is not None and saved.iteration > experiment.iterations:
+        done = saved.iteration * experiment.steps_per_iteration
+        raise ValueError(
+            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend it"
+        )
+    return experiment
+
+
+def _check_guard_fits(experiment: Experiment, record: Path | None) -> None:
+    if experiment.guard == "rollback" and record is not None:
+        raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+    if experiment.guard == "rollback" and processes.count() > 1:
+        raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
+
+
+def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | None) -> dict[str, Any]:
+    """Where the run runs, as plain data."""
+    now = {
+        "format": store.FORMAT,
+        "policy": policy_text(policy),
+        "versions": folder.versions(),
+        "devices": folder.describe_devices(program.devices),
+        "registers": program.registers,
+        "resumed": [],
+        "rollbacks": [],
+    }
+    if saved is not None:
+        was = {name: saved.description.get(name) for name in ("policy", "devices", "total_steps", "versions")}
+        now["resumed"] = [*saved.description["resumed"], {"iteration": saved.iteration, "before": was}]
+        now["rollbacks"] = list(saved.description["rollbacks"])
+    return now
+
+
+def _first_state(experiment: Experiment, program: Program, most: int, saved: Saved | None, deployment: dict[str, Any]) -> Any:
+    """Makes the state of a run, or reads it from a checkpoint, while the program is compiled."""
+    program.begin(most_at_once(program, most))
+    if saved is None or saved.checkpoint is None:
+        return jax.block_until_ready(experiment.start(program))
+    state = store.restore_state(saved.checkpoint, experiment, program)
+    # The run may have been killed after a rollback, before its next checkpoint.
+    for number in range(saved.checkpoint.progress["rollbacks"], len(deployment["rollbacks"])):
+        state = program.place(again(state, number + 1, experiment))
+    return jax.block_until_ready(state)
+
+
+def _begin(run: Run, saved: Saved | None) -> None:
+    """Takes over what the folder has of a run that goes on, and compiles what a chunk needs."""
+    run.seconds["setup_seconds"] = time.perf_counter() - run.started - run.program.compile_seconds
+    if saved is not None:
+        store.take_over(saved, run)
+        store.warn_of_schedules(saved, run.experiment, run.step)
+    if run.iteration < run.iterations:
+        run.compile()
+
+
+def _keep_what_there_is(run: Run, hooks: Sequence[Any]) -> None:
+    """Saves a run that ends with an error, as far as it can be saved."""
+    try:
+        finish(run, hooks)
+    except Exception as problem:  # the error that ended the run is more important
+        text = f"the run ends with an error, and could not be saved: {problem}"
+        warnings.warn(text, folder.SaveWarning, stacklevel=3)
+
+
+def _result(run: Run) -> Result:
+    return Result(
+        experiment=run.experiment,
+        description=run.description,
+        history=stack_rows(run.rows),
+        run_state=processes.to_hosts(run.whole_state()),
+        status=run.ending.status,
+        stop_reason=run.ending.reason,
+        compile_seconds=run.compile_seconds,
+        wall_seconds=time.perf_counter() - run.started,
+        timings=run.seconds,
+        evaluation=run.evaluation,
+        registers=processes.to_hosts(run.registers),
+        folder=run.path,
+    )
+
+
+def _already_done(saved: Saved, env: Any, env_params: GivenParams | None) -> Result:
+    """The result of a run that has done all its steps, and may have been killed before its summary."""
+    result = Result.load(saved.path, env=None if isinstance(env, str) else env, env_params=env_params)
+    if result.status == "unfinished":
+        result = dataclasses.replace(result, status="finished")
+        if processes.is_first():
+            store.finish(result, saved.path)
+    return result

@@ -1,0 +1,350 @@
+"""Benchmarks: environment steps and learner updates per second without compilation, as the median of repeated runs."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+
+from msrl_jax import algorithms
+from msrl_jax._tables import paragraph, table
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment.folder import describe_devices
+from msrl_jax.experiment.history import first_non_finite
+from msrl_jax.experiment.spec import Experiment, make_experiment, resolve_policy
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.program import Program
+from msrl_jax.policies.base import spec
+
+# A chunk of this length hides the host's work between chunks, and is short enough for slow settings.
+_CHUNK_SECONDS = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The training speed of one setting.
+
+    Attributes:
+      algorithm: name of the algorithm.
+      env: name of the environment.
+      policy: the distribution policy.
+      platform: platform of the devices.
+      devices: number of devices in use.
+      num_envs: number of environments.
+      unroll_length: steps of every environment per iteration.
+      compile_seconds: time to trace and compile the program of the first chunk, or to load it from disk.
+      steps_per_second: environment steps per second, median of `runs`.
+      updates_per_second: gradient steps per second at that rate, skipped steps (`target_kl`) included.
+      runs: environment steps per second of every timed run.
+      jit_steps_per_second: environment steps per second of the plain `jax.jit(jax.lax.scan(...))`; None if not measured.
+      jit_runs: environment steps per second of every timed run of the plain program, in the order of `runs`.
+      ratio: `steps_per_second / jit_steps_per_second`.
+      flops: floating point operations of one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
+      jit_flops: floating point operations of one iteration of the plain program.
+      bytes: bytes accessed by one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
+      jit_bytes: bytes accessed by one iteration of the plain program.
+      instructions: programs, transfers and allocations that the host dispatches per iteration; None if the policy fuses the
+        loop, as are the next three.
+      instruction_microseconds: processor time of the host per instruction.
+      python_microseconds: the part of it that passes outside of calls of JAX.
+      call_microseconds: processor time of the host for one call of a jitted function, the mean over the programs.
+    """
+
+    algorithm: str
+    env: str
+    policy: str
+    platform: str
+    devices: int
+    num_envs: int
+    unroll_length: int
+    compile_seconds: float
+    steps_per_second: float
+    updates_per_second: float
+    runs: tuple[float, ...]
+    jit_steps_per_second: float | None = None
+    jit_runs: tuple[float, ...] = ()
+    ratio: float | None = None
+    flops: float | None = None
+    jit_flops: float | None = None
+    bytes: float | None = None
+    jit_bytes: float | None = None
+    instructions: int | None = None
+    instruction_microseconds: float | None = None
+    python_microseconds: float | None = None
+    call_microseconds: float | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
+        what = _setting(self.algorithm, self.env, self)
+        ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
+        rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
+        dispatch = "" if self.instructions is None else f"; dispatch: {_dispatch(self)}"
+        return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
+
+
+class Runner:
+    """Trains in this process in chunks of iterations; every call continues where the last one ended."""
+
+    def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
+        """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
+        self._step, self._state, self._steps = step, state, steps
+        self._chunks(1)
+        self.rate = self._chunks(1)
+
+    def _chunks(self, count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            self._state = self._step(self._state)
+        jax.block_until_ready(self._state)
+        return count * self._steps / (time.perf_counter() - start)
+
+    def run(self, seconds: float) -> float:
+        """Runs whole chunks for about `seconds` and returns environment steps per second."""
+        return self._chunks(max(1, round(seconds * self.rate / self._steps)))
+
+
+def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
+    """Times runners in turn, so that changes in the speed of the machine affect all of them.
+
+    Args:
+      runners: what is timed: objects with a method `run(seconds)` that returns environment steps per second.
+      seconds: approximate length of a timed run.
+      repeats: number of timed runs of each runner; every other round is in reverse order.
+
+    Returns:
+      The steps per second of all runs of each runner.
+    """
+    rates: list[list[float]] = [[] for _ in runners]
+    for repeat in range(repeats):
+        order = list(enumerate(runners))
+        for i, runner in order[:: -1 if repeat % 2 else 1]:
+            rates[i].append(runner.run(seconds))
+    return [tuple(r) for r in rates]
+
+
+def program_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:
+    """Makes a runner of a compiled program, with `chunk` iterations per chunk."""
+    steps = experiment.steps_per_iteration * experiment.members
+    done = 0
+
+    def step(state):
+        nonlocal done
+        state, metrics = program.run(state, chunk, chunk=chunk, donate=True)
+        if found := first_non_finite(metrics):
+            metric, within, _ = found
+            raise FloatingPointError(
+                f"{experiment.name} on {experiment.env_name}: {metric!r} is not finite in iteration {done + within + 1}, so "
+                "there is nothing to measure. Use a smaller learning rate; msrl-jax train says where it comes from"
+            )
+        done += chunk
+        return state
+
+    return Runner(step, experiment.start(program), chunk * steps)
+
+
+def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
+    """The same iterations as a plain `jax.jit(jax.lax.scan(...))` that may reuse its memory too, and its initial state."""
+    iteration = experiment.agent.iteration
+    scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
+    state = program.unwrap(experiment.start(program))
+    return scan.lower(state).compile(), state
+
+
+def plain_runner(experiment: Experiment, program: Program, chunk: int) -> Runner:
+    """Makes a runner of the plain program; it reads the metrics of a chunk too."""
+    compiled, state = plain_program(experiment, program, chunk)
+
+    def step(state):
+        state, metrics = compiled(state)
+        jax.device_get(metrics)
+        return state
+
+    return Runner(step, state, chunk * experiment.steps_per_iteration * experiment.members)
+
+
+def calibrated_chunk(experiment: Experiment, program: Program) -> int:
+    """The number of iterations of a chunk that is long enough to hide the host's work between chunks."""
+    rate = program_runner(experiment, program, 1).run(_CHUNK_SECONDS)
+    return max(1, round(_CHUNK_SECONDS * rate / (experiment.steps_per_iteration * experiment.members)))
+
+
+def measure(
+    experiment: Experiment,
+    policy: DistributionPolicy,
+    *,
+    repeats: int = 3,
+    seconds: float = 1.0,
+    against: Literal["jit"] | None = None,
+    devices: Sequence[Device] | None = None,
+    on_stage: Callable[[str], None] | None = None,
+) -> Measurement:
+    """Measures one setting.
+
+    Args:
+      experiment: the run to measure.
+      policy: the distribution policy.
+      repeats: number of timed runs.
+      seconds: approximate length of a timed run.
+      against: "jit" compares with the same iteration in a plain `jax.jit(jax.lax.scan(...))`, with the same initial state,
+        devices and metrics.
+      devices: the devices for the policy; all if None.
+      on_stage: called with a line of text before the setting is compiled, and before it is timed.
+
+    Returns:
+      The measurement.
+    """
+    note = on_stage or (lambda line: None)
+    program = experiment.compile(policy, devices)
+    note(f"compiling {_setting(experiment.name, experiment.env_name, experiment.algorithm)}, {spec(policy)} ...")
+    chunk = calibrated_chunk(experiment, program)
+    compile_seconds = program.compile_seconds
+    runners = [program_runner(experiment, program, chunk)]
+    if against == "jit":
+        runners.append(plain_runner(experiment, program, chunk))
+    note(f"measuring {repeats} runs of about {seconds:g} s{' and as many of jax.jit' if against else ''} ...")
+    runs, *others = interleave(runners, seconds, repeats)
+    where, agent = describe_devices(program.devices), experiment.behavior.agent
+    rate = statistics.median(runs)
+    measurement = Measurement(
+        algorithm=experiment.name, env=experiment.env_name, policy=spec(policy),
+        platform=where["platform"], devices=where["count"], num_envs=experiment.algorithm.num_envs,
+        unroll_length=experiment.algorithm.unroll_length, compile_seconds=compile_seconds,
+        steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
+    )  # fmt: skip
+    if dispatch := program.measure_dispatch(experiment.start(program)):
+        measurement = dataclasses.replace(
+            measurement, instructions=dispatch.instructions, instruction_microseconds=dispatch.microseconds,
+            python_microseconds=dispatch.python_microseconds, call_microseconds=dispatch.call_microseconds,
+        )  # fmt: skip
+    if not others:
+        return measurement
+    jit_rate = statistics.median(others[0])
+    # XLA counts the body of a loop once, and removes a loop of length 1.
+    plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
+    fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
+    return dataclasses.replace(
+        measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate,
+        flops=fused.get("flops"), jit_flops=plain.get("flops"),
+        bytes=fused.get("bytes accessed"), jit_bytes=plain.get("bytes accessed"),
+    )  # fmt: skip
+
+
+def bench(
+    algos: Sequence[Any] = ("ppo",),
+    envs: Sequence[str] = ("CartPole-v1",),
+    policies: Sequence[str | DistributionPolicy] = ("GPUOnly",),
+    num_envs: Sequence[int] = (),
+    unroll_lengths: Sequence[int] = (),
+    *,
+    repeats: int = 3,
+    seconds: float = 1.0,
+    against: Literal["jit"] | None = None,
+    devices: Sequence[Device] | None = None,
+    env_params: GivenParams | None = None,
+    on_stage: Callable[[str], None] | None = None,
+    on_measurement: Callable[[Measurement], None] | None = None,
+    **overrides: Any,
+) -> list[Measurement]:
+    """Measures environment steps and learner updates per second over a grid of settings, in this process.
+
+    Args:
+      algos: names of algorithms, or their configs.
+      envs: names of environments, or environments.
+      policies: distribution policies, or their names.
+      num_envs: numbers of environments; each algorithm's default if there is none.
+      unroll_lengths: lengths of an unroll; each algorithm's default if there is none.
+      repeats: timed runs per setting; the median counts.
+      seconds: approximate length of a timed run.
+      against: "jit" compares with a plain `jax.jit(jax.lax.scan(...))` of the same iteration; the timed runs alternate.
+      devices: the devices for the policies; all if None.
+      env_params: what parameters of the environments are drawn from, as in `train`.
+      on_stage: called with a line of text before a setting is compiled, and before it is timed.
+      on_measurement: called with each measurement as soon as it is done.
+      **overrides: other fields of the algorithms' configs.
+
+    Returns:
+      One measurement per combination.
+
+    Raises:
+      ValueError: on an invalid combination, before the first measurement.
+    """
+    if repeats < 1 or not 0 < seconds < math.inf:
+        raise ValueError(f"{repeats=} must be at least 1 and {seconds=} a number above 0")
+    for name, values in {"algos": algos, "envs": envs, "policies": policies}.items():
+        if not values:
+            raise ValueError(f"{name} is empty, so there is nothing to measure; name at least one")
+    for algo in algos:
+        if algorithms.get(algo).offline:
+            raise ValueError(
+                f"algorithm {algo!r} steps no environment, so it has no environment steps per second; its runs report updates "
+                "per second (Result.steps_per_second)"
+            )
+    given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
+    options = [[(name, value) for value in values] for name, values in given.items() if values]
+    sizes = [dict(choice) for choice in itertools.product(*options)]
+    grid = [
+        (make_experiment(algo, env, overrides=overrides | size, env_params=env_params), resolve_policy(policy))
+        for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
+    ]
+    for experiment, policy in grid:
+        experiment.compile(policy, devices)
+    measurements = []
+    for experiment, policy in grid:
+        measurements.append(
+            measure(experiment, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, on_stage=on_stage)
+        )
+        if on_measurement is not None:
+            on_measurement(measurements[-1])
+    return measurements
+
+
+def format_table(measurements: Sequence[Measurement]) -> str:
+    """Formats measurements as a table that fits the terminal; settings that all share stand above it."""
+    header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
+    compared = any(m.ratio is not None for m in measurements)
+    driven = any(m.instructions is not None for m in measurements)
+    header += ["instructions", "us each", "us Python", "us/call"] * driven
+    header += ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared
+    rows = []
+    for m in measurements:
+        spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
+        row = [
+            m.algorithm, m.env, m.policy, f"{m.devices} {m.platform}", str(m.num_envs), str(m.unroll_length),
+            f"{m.steps_per_second:,.0f}", _rate(m.updates_per_second), f"{spread:.0%}", f"{m.compile_seconds:.1f}",
+        ]  # fmt: skip
+        if driven:
+            times = (m.instruction_microseconds, m.python_microseconds, m.call_microseconds)
+            row += ["one program" if m.instructions is None else str(m.instructions)]
+            row += ["-" if t is None else f"{t:.1f}" for t in times]
+        if compared:
+            row += ["-", "-"] if m.jit_steps_per_second is None else [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}"]
+            row += [_quotient(m.flops, m.jit_flops), _quotient(m.bytes, m.jit_bytes)]
+        rows.append(row)
+    shared = [i for i in range(1, 6) if len({row[i] for row in rows}) == 1]
+    kept = [i for i in range(len(header)) if i not in shared]
+    above = paragraph(", ".join(f"{header[i]} {rows[0][i]}" for i in shared))
+    return "\n".join([*above, *table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])])
+
+
+def _setting(algorithm: str, env: str, sizes: Any) -> str:
+    """An algorithm, an environment, and the sizes of a measurement or a config."""
+    return f"{algorithm} {env}, {sizes.num_envs} envs x {sizes.unroll_length} steps"
+
+
+def _dispatch(m: Measurement) -> str:
+    return (
+        f"{m.instructions} instructions per iteration, {m.instruction_microseconds:.0f} us each, of which Python "
+        f"{m.python_microseconds:.0f} us (a jitted call: {m.call_microseconds:.0f} us)"
+    )
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def _quotient(ours: float | None, plain: float | None) -> str:
+    return f"{ours / plain:.3f} x" if ours and plain else "-"

@@ -1,0 +1,133 @@
+"""How a plan scales: what crosses, what is reduced and what is held on each device, for several numbers of devices."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msrl_jax._checks import whole
+from msrl_jax._device_memory import planning_for
+from msrl_jax._tables import table
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.fragments.plan import Plan, size
+from msrl_jax.fragments.topologies import plan_devices
+from msrl_jax.policies.base import spec
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """The plan of one policy on some devices.
+
+    Attributes:
+      algorithm: name of the algorithm.
+      policy: the distribution policy.
+      devices: the devices, such as "tpu:v5e:8x8".
+      count: their number.
+      num_envs: number of environments; None for an algorithm that has none.
+      plan: the plan.
+    """
+
+    algorithm: str
+    policy: str
+    devices: str
+    count: int
+    num_envs: int | None
+    plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers of each device as plain Python data, by placement; times and bytes are of one iteration."""
+        plan = self.plan
+        about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "plan"}
+        collectives = {
+            name: sum(c.times * p.runs for p in plan.programs if p.placement == name for c in p.collectives)
+            for name in plan.placements
+        }
+        return about | {
+            "idle": len(plan.idle),
+            "sizes": {name: len(devices) for name, devices in plan.placements.items()},
+            "dispatches": plan.dispatches,
+            "bytes_arriving": plan.bytes_arriving,
+            "collectives": collectives,
+            "bytes_of_collectives": plan.bytes_of_collectives,
+            "memory": plan.memory,
+        }
+
+
+def plans(
+    algo: str,
+    env: str,
+    policy: str | None,
+    devices: Sequence[str],
+    envs_per_device: int | None = None,
+    *,
+    seeds: int = 1,
+    env_params: GivenParams | None = None,
+    **overrides: Any,
+) -> list[Scaled]:
+    """Plans an algorithm for several sets of devices; compiles, but runs nothing.
+
+    Args:
+      algo: name of the algorithm.
+      env: name of the environment.
+      policy: the policy as text; that of `train` if None. `{n}` and `{half}` stand for the number of devices and half of it.
+      devices: names of devices as in `plan_devices`.
+      envs_per_device: environments for each device; if None, their number stays the same.
+      seeds: number of runs to train at once.
+      env_params: what parameters of the environment are drawn from, as in `train`.
+      **overrides: fields of the algorithm's config.
+
+    Returns:
+      One plan for each set of devices.
+
+    Raises:
+      ValueError: on an unknown name, or on devices that do not fit the policy.
+      ImportError: if the compiler for some devices is not installed.
+    """
+    if envs_per_device is not None:
+        whole("envs_per_device", envs_per_device)
+        if "num_envs" in overrides:
+            raise ValueError("num_envs and envs_per_device both choose the number of environments; leave one out")
+    found = []
+    for name, there in [(name, plan_devices(name)) for name in devices]:
+        count = len(there)
+        sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
+        with planning_for(there):
+            experiment = make_experiment(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
+            text = experiment.usual_policy if policy is None else policy
+            placed = resolve_policy(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
+            plan = experiment.compile(placed, there).explain()
+        num_envs = getattr(experiment.algorithm, "num_envs", None)
+        found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan))
+    return found
+
+
+HEAD = ("policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory")
+
+
+def cells(row: Scaled) -> list[str]:
+    """A plan's numbers on each device as text, in the order of `HEAD`."""
+    d = row.to_dict()
+    return [
+        row.policy, row.devices, str(d["idle"]), str(row.num_envs or "-"), str(d["dispatches"]),
+        _by_placement({k: size(n) for k, n in d["bytes_arriving"].items()}),
+        _by_placement({k: str(n) for k, n in d["collectives"].items()}),
+        _by_placement({k: size(n) for k, n in d["bytes_of_collectives"].items()}),
+        _by_placement({k: size(n) for k, n in d["memory"].items()}),
+    ]  # fmt: skip
+
+
+def _by_placement(values: Mapping[str, str]) -> str:
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def format_table(rows: Sequence[Scaled]) -> str:
+    """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration."""
+    return "\n".join(table(HEAD, [cells(row) for row in rows]))
+
+
+def format_markdown(rows: Sequence[Scaled]) -> str:
+    """Formats plans as a Markdown table."""
+    lines = [HEAD, ["---"] * len(HEAD), *(["`" + first + "`", *rest] for first, *rest in map(cells, rows))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,297 @@
+"""The course of a sweep: stage after stage, and in each, batch after batch of trials, the members of one program."""
+
+import dataclasses
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from time import monotonic as now
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax import algorithms
+from msrl_jax._device_memory import device_memory
+from msrl_jax.envs.host.base import release
+from msrl_jax.experiment import checkpoint, processes, store
+from msrl_jax.experiment.agents import map_members
+from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.folder import RunFolderError
+from msrl_jax.experiment.result import Result
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests
+from msrl_jax.experiment.train import train
+from msrl_jax.fragments.memory import sharing_memory, temporary_bytes
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.fragments.plan import size
+from msrl_jax.search import saved
+from msrl_jax.search.order import Order, Stage
+from msrl_jax.search.trials import Shape, Trial, shape_of, values_in_words
+
+HEADROOM = 0.8
+"""The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""
+
+
+@dataclasses.dataclass
+class Course:
+    """A sweep in progress.
+
+    Attributes:
+      base: the run of which every trial replaces fields of the config.
+      constants: fields of the config that all trials replace.
+      policy: the distribution policy.
+      devices: the devices; all if None.
+      watch: what watches its runs: arguments of `train`.
+      shared: whether trials may share a program.
+      wanted: trials that the user wants at once; None for as many as memory holds.
+      path: its folder, if it has one.
+      description: what it computes, as plain data.
+      before: the content of `sweep.json` if it goes on.
+      say: shows a line of progress.
+      shapes: its programs; a search adds to them.
+      trials: all trials so far, by number.
+      runs: the runs so far: folders, or results.
+      programs: what is planned for each program, as plain data.
+      least: steps of one iteration, the most of all programs.
+    """
+
+    base: Experiment
+    constants: Mapping[str, Any]
+    policy: DistributionPolicy
+    devices: Sequence[Device] | None
+    watch: Mapping[str, Any]
+    shared: bool
+    wanted: int | None
+    path: Path | None
+    description: Mapping[str, Any]
+    before: Mapping[str, Any]
+    say: Callable[[str], None]
+    shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])
+    trials: dict[int, Trial] = dataclasses.field(default_factory=dict[int, Trial])
+    runs: list[Path | Result] = dataclasses.field(default_factory=list[Path | Result])
+    programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])
+    least: int = 1
+
+    def make(self, chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
+        """Makes trials of their values, and checks the config of each; raises ValueError that names the trial."""
+        made = []
+        for number, values in enumerate(chosen, first):
+            shape = shape_of(type(self.base.algorithm), values, self.shared)
+            if shape not in self.shapes:
+                self.shapes.append(shape)
+            trial = Trial(number, dict(values), self.shapes.index(shape))
+            try:
+                algorithms.make(self.base.algorithm, {**self.constants, **values})
+            except ValueError as error:
+                raise ValueError(f"{trial}: {error}") from None
+            made.append(trial)
+        return made
+
+    def experiment(self, batch: Sequence[Trial]) -> Experiment:
+        """Trials of one program as one run: the fields that are data have a value for each trial."""
+        config = algorithms.make(self.base.algorithm, {**self.constants, **batch[0].values})
+        settings = {name: tuple(float(t.values[name]) for t in batch) for name in self.shapes[batch[0].program].data}
+        return dataclasses.replace(self.base, algorithm=config, settings=settings)
+
+    def prepare(self, trials: Sequence[Trial]) -> None:
+        """Checks and plans the programs that are new; raises ValueError if a trial is invalid or does not fit."""
+        self.trials |= {trial.number: trial for trial in trials}
+        kept = self.before.get("programs", [])
+        for number in range(len(self.programs), len(self.shapes)):
+            shape, own = self.shapes[number], [trial for trial in trials if trial.program == number]
+            try:
+                experiment = self.experiment(own[:1])
+                _check(experiment, self.watch["eval_episodes"])
+                try:
+                    fits, nbytes, limit = memory_of(experiment, self.policy, self.devices)
+                finally:
+                    release(experiment.behavior.agent.env)
+            except ValueError as error:
+                raise ValueError(f"{own[0]}: {error}") from None
+            self.least = max(self.least, experiment.steps_per_iteration)
+            # The members of a run that goes on are those that it began with.
+            at_once = kept[number]["at_once"] if number < len(kept) else self.wanted or fits
+            self.programs.append({**dataclasses.asdict(shape), "at_once": at_once, "bytes_of_a_trial": nbytes})
+            which = f" ({values_in_words(shape.fields)})" if shape.fields else ""
+            room = f"about {size(nbytes)}{'' if limit is None else f' of {size(limit)}'} for each trial"
+            members = min(at_once, len(own)) * self.base.seeds
+            self.say(f"program {number}{which}: {len(own)} trials, {members} members at once, {room}")
+
+    def conduct(self, order: Order, requests: StopRequests) -> str:
+        """Trains all stages; gives the reason if a request to stop interrupted the sweep, else an empty text."""
+        number, done = 0, None
+        while True:
+            try:
+                stage = next(order) if done is None else order.send(done)
+            except StopIteration:
+                return ""
+            self.prepare(stage.trials)
+            if self.path is not None:
+                saved.write_sweep(self.path, self.description, self.programs, list(self.trials.values()), self.before)
+            if reason := self._train(number, stage, requests):
+                return reason
+            number, done = number + 1, [self.trials[trial.number] for trial in stage.trials]
+
+    def _train(self, number: int, stage: Stage, requests: StopRequests) -> str:
+        """Trains a stage; gives the reason if it was interrupted."""
+        of_program = {n: [t for t in stage.trials if t.program == n] for n in sorted({t.program for t in stage.trials})}
+        todo = [
+            (program, i, batch) for program, trials in of_program.items()
+            for i, batch in enumerate(batches(trials, self.programs[program]["at_once"]))
+        ]  # fmt: skip
+        for count, (program, i, batch) in enumerate(todo, 1):
+            left = None if requests.deadline is None else requests.deadline - now()
+            reasons = processes.gathered(requests.reason(0.0) if left is None or left > 0 else TIME_LIMIT)
+            if reason := next(filter(None, reasons), ""):
+                return reason
+            where = None if self.path is None else self.path / f"stage-{number}" / f"program-{program}" / f"batch-{i}"
+            names = f"trial {batch[0].number}" if len(batch) == 1 else f"{len(batch)} trials from {batch[0].number} on"
+            self.say(f"stage {number}, run {count} of {len(todo)}: {names}, program {program}, to {stage.until:,} steps")
+            result = self._run(batch, stage.until, where, left)
+            if result.interrupted:
+                return result.stop_reason
+            self.trials |= {t.number: t for t in outcome(batch, self.base.seeds, result, stage.rung, len(self.runs))}
+            self.runs.append(_on_host(result) if where is None else where)
+        return ""
+
+    def _run(self, batch: Sequence[Trial], until: int, path: Path | None, time_limit: float | None) -> Result:
+        """Trains trials up to some steps from their start, from the runs that trained them before, or in their folder."""
+        experiment = self.experiment(batch)
+        if path is not None and (done := self._done(path, until)) is not None:
+            return done
+        partly, before = until < self.base.total_steps, [(self.runs[t.run], t.member) for t in batch if t.run is not None]
+        with tempfile.TemporaryDirectory() as elsewhere:
+            where = Path(elsewhere, "run") if path is None and before else path
+            if before and where is not None and not store.holds_run(where):
+                read = functools.cache(self._load)
+                parts = [(run if isinstance(run, Result) else read(run), member) for run, member in before]
+                joined(experiment, parts).save(where)
+            result = train(
+                experiment, policy=self.policy, devices=self.devices, out=where, resume=where is not None, **self.watch,
+                eval_every=until if partly else None, callbacks=[lambda tick: tick.step >= until] if partly else [],
+                time_limit=time_limit,
+            )  # fmt: skip
+        return result if path is not None else dataclasses.replace(result, folder=None)
+
+    def _load(self, path: Path) -> Result:
+        env = None if isinstance(self.base.env, str) else self.base.env
+        return Result.load(path, env=env, env_params=self.base.env_params)
+
+    def _done(self, path: Path, until: int) -> Result | None:
+        """The result of a run that did all these steps before."""
+        if not store.holds_run(path) or not checkpoint.complete(path):
+            return None
+        result = self._load(path)
+        each = result.experiment.steps_per_iteration
+        iterations = min(math.ceil(until / each), self.base.total_steps // each)
+        done = int(result.history["iteration"][-1]) if len(result.history.get("iteration", ())) else 0
+        if done > iterations:
+            raise RunFolderError(
+                f"the run in {path} has done {done * each} steps, and this sweep compares it after {iterations * each}; "
+                "restore its folder, or sweep in another one"
+            )
+        return result if done == iterations else None
+
+
+def _check(experiment: Experiment, eval_episodes: int) -> None:
+    """Raises ValueError if a run cannot be a trial."""
+    agent = experiment.behavior.agent
+    experiment.check_length()
+    if not agent.ranked:
+        raise ValueError(
+            f"{experiment.name} trains teams or players that oppose each other, so returns do not rank its trials; train them "
+            "with a list of values, and compare them otherwise"
+        )
+    if agent.unit == "updates" and eval_episodes == 0:
+        raise ValueError(
+            f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
+        )
+
+
+def memory_of(
+    experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None
+) -> tuple[int, int, int | None]:
+    """Estimates the memory of a trial, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
+
+    Returns:
+      The trials that fit side by side, at least 1; the bytes of one with all its seeds, where memory is scarcest; and the bytes
+      that are there, None if the devices do not tell.
+    """
+    program = experiment.compile(policy, devices)
+    held = program.state_bytes
+    parts = min((len(placement.devices) for placement in program.layout.roles.values()), default=1)
+    within = temporary_bytes(program.traced.jaxpr.jaxpr) // parts
+    found = []
+    for memory in sharing_memory(held):
+        limit, needed = device_memory(memory), sum(2 * held[device] + within for device in memory)
+        found.append((max(1, int(HEADROOM * limit / needed)) if limit and needed else 2**20, needed, limit))
+    return min(found, key=lambda each: each[0])
+
+
+def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
+    """Splits trials into batches of about equal size, at most `at_once` each."""
+    count = -(-len(trials) // at_once)
+    length = -(-len(trials) // count)
+    return [list(trials[i : i + length]) for i in range(0, len(trials), length)]
+
+
+def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
+    """The trials of a run with their steps and returns: of the last evaluation, or of the last tenth of training without one.
+
+    A member whose parameters are not finite has the return nan.
+    """
+    means = result.final("episode_return") if result.evaluation is None else result.evaluation.mean_return
+    finite = np.ones(result.members, bool)
+    for leaf in jax.tree.leaves(result.state.params):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            finite &= np.isfinite(np.asarray(leaf, np.float32)).reshape(result.members, -1).all(axis=1)
+    scores = np.where(finite, np.atleast_1d(np.asarray(means, np.float64)), np.nan).reshape(len(batch), seeds).tolist()
+    about = {"steps": int(result.history["step"][-1]), "rung": rung, "run": run}
+    return [
+        dataclasses.replace(trial, returns=tuple(scores[i]), member=i * seeds, **about) for i, trial in enumerate(batch)
+    ]
+
+
+def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:
+    """Takes trials out of runs that did equally many steps, as a run whose history is the last row of theirs.
+
+    Args:
+      experiment: the run of these trials.
+      parts: for each trial, the run that trained it before, and the number of its first member there.
+    """
+    first = parts[0][0]
+    if not first.has_members:
+        return first
+    seeds, agent = first.seeds, first.behavior.agent
+
+    def join(*xs: Any) -> Any:
+        rows = [x[m : m + seeds] for x, (_, m) in zip(xs, parts, strict=True)]
+        return (jnp if isinstance(rows[0], jax.Array) else np).concatenate(rows)
+
+    def taken(of: Callable[[Result], Any]) -> Any:
+        """The members of the trials in trees with a leading dimension of all members."""
+        return jax.tree.map(join, *(of(run) for run, _ in parts))
+
+    last = None
+    if all(run.evaluation is not None for run, _ in parts):
+        names = [field.name for field in dataclasses.fields(Evaluation)]
+        last = Evaluation(**taken(lambda run: {name: getattr(run.evaluation, name) for name in names}))
+    columns = [name for name, x in first.history.items() if x.ndim > 1]
+    history = {name: x[-1:] for name, x in first.history.items() if x.ndim == 1}
+    history |= {name: x[None] for name, x in taken(lambda run: {name: run.history[name][-1] for name in columns}).items()}
+    states = [agent.without_data(run.run_state) for run, _ in parts]
+    return dataclasses.replace(
+        first, experiment=experiment, description={**first.description, **experiment.to_json()}, history=history,
+        run_state=agent.with_data(map_members(join, *states)),
+        registers=taken(lambda run: run.registers), evaluation=last, folder=None,
+    )  # fmt: skip
+
+
+def _on_host(result: Result) -> Result:
+    """A result whose state leaves the devices to the next run."""
+    if all(device.platform == "cpu" for leaf in jax.tree.leaves(result.run_state) for device in leaf.devices()):
+        return result
+    return dataclasses.replace(result, run_state=jax.device_put(result.run_state, jax.local_devices(backend="cpu")[0]))

@@ -1,0 +1,254 @@
+"""A leaderboard: a folder of trained agents, ordered by score, that many processes read and write at the same time.
+
+    leaderboard.json     the environment, and how many members there may be
+    members/ID/          a run, as `Result.load` reads it, and `entry.json`: its score and where it comes from
+    workers/             runs in progress; those of processes that have ended are removed by the next one
+    rounds.jsonl         one line for each round of a worker
+    lock                 held while members change
+
+Members appear and disappear by renaming their folder, so every reader sees whole runs, whoever is killed.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl_jax._checks import as_path, whole, writing
+from msrl_jax._tables import table
+from msrl_jax.experiment.folder import RunFolderError, read_json, to_json, write_json
+from msrl_jax.experiment.store import ResumeWarning
+
+SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK, ENTRY = (
+    "leaderboard.json", "members", "workers", "rounds.jsonl", "lock", "entry.json",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A member of a leaderboard.
+
+    Attributes:
+      id: its name on the board.
+      score: mean return of the evaluation at the end of its last round.
+      algorithm: name of its algorithm.
+      step: environment steps of its run, those of its ancestors included.
+      finished: whether it has done all its steps, so that nobody trains it further.
+      parent: the member that it was trained from; None if it began anew.
+      worker: the process that trained it last.
+      seconds: when it was put there, in seconds since the board was made.
+      path: the folder of its run, for `Result.load`.
+    """
+
+    id: str
+    score: float
+    algorithm: str
+    step: int
+    finished: bool
+    parent: str | None
+    worker: str
+    seconds: float
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaderboard:
+    """The members of a tournament: `entries`, of which `best` is the first, and `rounds`; `print` shows a table.
+
+    Attributes:
+      path: its folder. What the board holds is read from it each time.
+    """
+
+    path: Path
+
+    def __post_init__(self):
+        object.__setattr__(self, "path", as_path("path", self.path).absolute())
+
+    @classmethod
+    def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
+        """Finds a leaderboard, or makes an empty one; RunFolderError if it is of another environment or size, or of other files.
+
+        Args:
+          path: its folder.
+          env: the environment of its members.
+          size: the largest number of members; None takes that of the board, or 8 for a new one.
+          env_params: what parameters of the environment are drawn from, as plain data.
+        """
+        board = cls(as_path("path", path))
+        size = None if size is None else whole("size", size)
+        if board.path.exists() and not board.path.is_dir():
+            raise RunFolderError(f"{path} is a file; name a folder for the leaderboard")
+        board.path.mkdir(parents=True, exist_ok=True)
+        others = sorted(x.name for x in board.path.iterdir() if x.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
+        if others and not (board.path / SETTINGS).exists():
+            raise RunFolderError(f"the folder {path} holds other files ({others[0]}); name a new folder for the leaderboard")
+        with board._locked():
+            if not (board.path / SETTINGS).exists():
+                new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
+                write_json(board.path / SETTINGS, new)
+        was = board.settings
+        given = {"env": env, "env_params": to_json(env_params), **({} if size is None else {"size": size})}
+        for name, now in given.items():
+            if now != was[name]:
+                raise RunFolderError(
+                    f"the leaderboard in {path} has {name}={was[name]!r}, and cannot go on with {name}={now!r}; leave it "
+                    "out, or name another folder"
+                )
+        return board
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its environment, its size, and when it was made (seconds since 1970).
+
+        Raises:
+          RunFolderError: a ValueError, if the folder holds no leaderboard.
+        """
+        if not (self.path / SETTINGS).exists():
+            raise RunFolderError(f"{self.path} holds no leaderboard; msrl.compete({str(self.path)!r}, ...) makes one")
+        return read_json(self.path / SETTINGS, "env", "env_params", "size", "made")
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its members, the best one first."""
+        _ = self.settings
+        found = []
+        for path in (self.path / MEMBERS).glob("[!.]*"):
+            try:
+                about = json.loads((path / ENTRY).read_text())
+                found.append(Entry(path=path, **about))
+            except FileNotFoundError:
+                continue  # another process has just removed it
+            except (TypeError, ValueError) as error:
+                remedy = "restore the file, or delete the folder"
+                note = f"{path / ENTRY} is damaged ({error}), so this member is left out; {remedy}"
+                warnings.warn(note, ResumeWarning, stacklevel=2)
+        return sorted(found, key=lambda entry: (-entry.score, entry.seconds))
+
+    @property
+    def best(self) -> Entry:
+        """The member with the highest score.
+
+        Raises:
+          ValueError: if there is no member yet.
+        """
+        if not (entries := self.entries):
+            raise ValueError(f"the leaderboard in {self.path} has no members yet; its workers put them there after a round")
+        return entries[0]
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """What workers did: `worker`, `parent`, `step`, `score`, `accepted`, `best` (the best score then) and `seconds`."""
+        if not (self.path / ROUNDS).exists():
+            return []
+        lines = (self.path / ROUNDS).read_text().splitlines()
+        rounds = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # the line of a process that was killed while it wrote
+                rounds.append(json.loads(line))
+        return rounds
+
+    def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
+        """Draws a member of an algorithm to train on: each rank has half the probability of the one above it.
+
+        It has not finished, and has done fewer steps than `below`; None if there is none.
+        """
+        fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
+        if not fitting:
+            return None
+        weights = 0.5 ** np.arange(len(fitting))
+        return fitting[rng.choice(len(fitting), p=weights / weights.sum())]
+
+    def put(
+        self, run: Path, score: float, *, algorithm: str, step: int, finished: bool, parent: Entry | None, worker: str
+    ) -> bool:
+        """Offers the folder of a run to the board, which keeps it if it is better than what it replaces.
+
+        That is the member that it was trained from; or, if that is no longer there or the run is a new one, the worst member of
+        a full board. So the best score never falls. Returns whether the board has it now; if not, the folder is as it was.
+        """
+        settings, number = self.settings, uuid.uuid4().hex[:12]
+        kept = math.isfinite(score)
+        with self._locked():
+            entries = self.entries
+            there = {entry.id for entry in entries}
+            rival = parent if parent is not None and parent.id in there else None
+            if rival is None and len(entries) >= settings["size"]:
+                rival = entries[-1]
+            kept = kept and (rival is None or score > rival.score)
+            seconds = time.time() - settings["made"]
+            if kept:
+                entry = Entry(number, score, algorithm, step, finished, parent and parent.id, worker, seconds, run)
+                about = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name != "path"}
+                write_json(run / ENTRY, about)
+                (self.path / MEMBERS).mkdir(exist_ok=True)
+                os.replace(run, self.path / MEMBERS / number)
+                entries.append(entry)
+                losers = [rival] if rival is not None else []
+                best_first = sorted((e for e in entries if e not in losers), key=lambda e: -e.score)
+                for loser in [*losers, *best_first[settings["size"] :]]:  # more than one only after a kill
+                    self._remove(loser)
+            best = max((entry.score for entry in entries), default=score)
+            row = {
+                "worker": worker, "parent": parent and parent.id, "algorithm": algorithm, "step": step, "score": score,
+                "accepted": kept, "best": best, "seconds": seconds,
+            }  # fmt: skip
+            with writing(self.path / ROUNDS), (self.path / ROUNDS).open("a") as file:
+                file.write(json.dumps(to_json(row)) + "\n")
+        return kept
+
+    def _remove(self, entry: Entry) -> None:
+        gone = self.path / MEMBERS / f".gone-{entry.id}"
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.path / MEMBERS / entry.id, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets no other process change members meanwhile; the system ends the lock with the process."""
+        with writing(self.path / LOCK), (self.path / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[Path]:
+        """A folder for the runs of one worker, which is removed with its end; also removes what killed workers left."""
+        folder = self.path / WORKERS
+        folder.mkdir(exist_ok=True)
+        with self._locked():
+            for lock in folder.glob("*.lock"):
+                with lock.open("a") as file, contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                    lock.unlink(missing_ok=True)
+            for gone in (self.path / MEMBERS).glob(".gone-*"):
+                shutil.rmtree(gone, ignore_errors=True)
+            own = folder / uuid.uuid4().hex[:12]
+            file = own.with_suffix(".lock").open("a")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            own.mkdir()
+        try:
+            yield own
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+            own.with_suffix(".lock").unlink(missing_ok=True)
+            file.close()
+
+    def __str__(self) -> str:
+        head = ("rank", "score", "algorithm", "steps", "member", "parent", "worker")
+        rows = [
+            (str(i + 1), f"{e.score:.6g}", e.algorithm, f"{e.step:,}", e.id, e.parent or "", e.worker)
+            for i, e in enumerate(self.entries)
+        ]
+        about = f"leaderboard of {self.settings['env']} in {self.path}, {len(self.rounds)} rounds"
+        return "\n".join([about, *(table(head, rows) if rows else ["no members yet"])])

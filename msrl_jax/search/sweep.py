@@ -1,0 +1,165 @@
+"""Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from msrl_jax import _compile_cache, algorithms
+from msrl_jax._checks import as_path, check_seed, whole
+from msrl_jax._streams import progress_stream
+from msrl_jax.envs import Environment
+from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment import folder, processes, stopping
+from msrl_jax.experiment.progress import Progress, choose_display
+from msrl_jax.experiment.spec import Experiment, resolve_policy
+from msrl_jax.fragments.placement import Device, DistributionPolicy
+from msrl_jax.policies.base import spec as policy_text
+from msrl_jax.search import order, saved
+from msrl_jax.search.course import Course
+from msrl_jax.search.result import SweepResult
+from msrl_jax.search.space import Method, check_method, choose, count_of, read_axes
+from msrl_jax.search.trials import ranked
+
+
+@processes.in_words()
+def sweep(
+    algo: Any = "ppo",
+    env: str | Environment = "CartPole-v1",
+    *,
+    num: int | None = None,
+    method: Method = "random",
+    policy: str | DistributionPolicy | None = None,
+    total_steps: int = 500_000,
+    seed: int = 0,
+    seeds: int = 1,
+    devices: Sequence[Device] | None = None,
+    out: str | os.PathLike | None = None,
+    resume: bool = False,
+    halving: int | None = None,
+    rungs: int | None = None,
+    min_steps: int | None = None,
+    members_at_once: int | None = None,
+    eval_episodes: int = 32,
+    checkpoint_every: int | str | None = None,
+    time_limit: float | str | None = None,
+    env_params: GivenParams | None = None,
+    progress: Progress = "auto",
+    **fields: Any,
+) -> SweepResult:
+    """Trains many settings of an algorithm, and ranks them by their returns.
+
+    Trials that differ in tunable fields only are members of one program; other fields, such as `num_envs`, make a program of
+    their own. A trial computes what `train` computes for its setting, up to float tolerance, under every policy. A member whose
+    numbers become nan or infinite disturbs no other: its return is nan.
+
+    Args:
+      algo: name of an algorithm, such as `"ppo"`; or a config, such as `PPO(num_envs=8)`, or its class.
+      env: an environment, or the name of one, as in `train`.
+      num: number of trials; of a grid, the points of each field that has a distribution, between its bounds and on them.
+      method: "random"; "sobol", which fills the space more evenly; "grid", all combinations; or "optuna", which asks a study of
+        Optuna (its TPE sampler) for the next trials after every few.
+      policy: a distribution policy, or the name of one, as in `train`.
+      total_steps: environment steps of every member, rounded down to whole iterations.
+      seed: the seed of the choice of trials, and the first seed of each trial.
+      seeds: members of each trial, with the seeds `seed`, `seed + 1`, ...
+      devices: the devices to use; all if None.
+      out: folder of the sweep; None writes nothing, and keeps the results of all runs in memory.
+      resume: go on with the sweep in `out`, or start it there if there is none. Its table is then that of a sweep that was
+        never interrupted. Policy and devices may differ.
+      halving: with a factor such as 3, all trials train for a few steps, the best third of them for three times as many, and so
+        on (successive halving); None trains all to the end.
+      rungs: the number of comparisons, the last one included; by default as many as leave one trial.
+      min_steps: the steps up to the first comparison, in place of `rungs`.
+      members_at_once: members that are trained side by side; None takes as many as memory is estimated to hold. With "optuna",
+        those of an eighth of the trials by default.
+      eval_episodes: number of greedy episodes of each member, whose mean return ranks it; 0 takes the training return.
+      checkpoint_every: steps or time between checkpoints of a run, as in `train`.
+      time_limit: time after which the sweep is saved and ends, as in `train`.
+      env_params: what parameters of the environment are drawn from, as in `train`.
+      progress: "auto", "bar", "lines", "notebook" or False, as in `train`.
+      **fields: fields of the algorithm's config. A swept field has a list of its values, `envs.uniform(low, high)`,
+        `envs.log_uniform(low, high)` or `envs.choice([...])`, also as text: `"log:1e-4:1e-2"`, `"uniform:0.9:1"`,
+        `"1e-4,3e-4"`. A field whose single value is a sequence, such as `hidden_sizes`, has a list of sequences.
+
+    Returns:
+      The result. Ctrl-C, SIGTERM, SIGHUP and the time limit end the sweep after the current chunk of its run; the result so far
+      has `interrupted` True.
+
+    Raises:
+      ValueError: before anything compiles, on an unknown name or an invalid value of any trial; if a trial alone does not fit
+        into memory.
+      RunFolderError: a ValueError, if the folder holds another sweep.
+      ImportError: if Optuna is asked for and not installed.
+    """
+    limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
+    choose_display(progress)
+    method, num = check_method(method, num)
+    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
+    seed, episodes = check_seed(seed, seeds), whole("eval_episodes", eval_episodes, least=0)
+    wanted = None if members_at_once is None else whole("members_at_once", members_at_once)
+    if wanted is not None and wanted < seeds:
+        raise ValueError(f"members_at_once={wanted}: the seeds of a trial are trained together; use at least seeds={seeds}")
+    wanted = None if wanted is None else wanted // seeds
+    start = algorithms.make(algo, {})
+    if resume and not fields:
+        raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
+    axes, constants = read_axes(type(start), fields)
+    path = None if out is None else as_path("out", out).absolute()
+    if resume and path is None:
+        raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
+    if method == "optuna":
+        order.check_optuna()
+        if halving is not None:
+            raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
+    base = Experiment(
+        algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds, guard="ignore"
+    )
+    distribution = resolve_policy(base.usual_policy if policy is None else policy)
+    about = base.to_json()
+    description = folder.to_json(about | {
+        "config": about["config"] | folder.to_json(constants), "policy": policy_text(distribution), "eval_episodes": episodes,
+        "method": method, "num": num, "halving": halving, "rungs": rungs, "min_steps": min_steps,
+        "members_at_once": members_at_once,
+        "fields": {
+            axis.field: {"kind": axis.values.kind, "numbers": axis.values.numbers, "is_whole": axis.is_whole} for axis in axes
+        },
+    })  # fmt: skip
+    watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
+    course = Course(
+        base, constants, distribution, devices, watch, not is_on_host(base.environment), wanted, path, description, {},
+        _say if progress else lambda text: None,
+    )  # fmt: skip
+    count = count_of(method, num) if method == "optuna" else 0
+    trials = [] if count else course.make(choose(axes, method, num, seed))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_compile_cache.on())
+        requests = stack.enter_context(stopping.stop_requests(limit))
+        with processes.together("setting up the sweep"):
+            if path is not None:
+                if processes.is_first():
+                    stack.enter_context(folder.locked(path))
+                course.before = saved.open_sweep(path, description, resume)
+            left_out = num - len(trials) if num is not None and method in ("random", "sobol") else 0
+            repeats = f" ({left_out} repeats are left out)" if left_out else ""
+            course.say(f"sweep: {base.name} on {base.env_name}, {count or len(trials)} trials{repeats}")
+            course.prepare(trials)
+            if count:
+                each = wanted or -(-count // 8)
+                stages = order.asked(axes, course.make, num=count, each=each, until=total_steps, seed=seed)
+            else:
+                steps = order.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
+                stages = order.rungs(trials, steps, halving)
+        reason = course.conduct(stages, requests)
+        table, status = ranked(course.trials.values()), "interrupted" if reason else "finished"
+        if path is not None and processes.is_first():
+            saved.write_table(path, table, course.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
+        processes.gathered("")  # no process ends while another one writes
+    env_object = None if isinstance(env, str) else env
+    return SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
+
+
+def _say(text: str) -> None:
+    if processes.is_first():
+        print(text, file=progress_stream(), flush=True)

@@ -1,1 +1,0 @@
-"""Sweeps: many settings of a config, several at once in each program."""

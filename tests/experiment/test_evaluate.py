@@ -1,0 +1,119 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from msrl_jax import algorithms
+from msrl_jax.counters import to_int
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.evaluate import Evaluation, make_evaluator
+from tests.support.training_envs import Lottery
+
+
+@pytest.fixture(scope="module")
+def lottery(tiny):
+    env = Lottery(short=1, long=40)
+    agent = algorithms.get("ppo")(**tiny).build(env)
+    return Behavior(agent, env), jax.jit(agent.init)(jax.random.key(0))
+
+
+def test_every_environment_counts_one_whole_episode(lottery):
+    actor, state = lottery
+    evaluation = make_evaluator(actor, 64)(state, jax.random.key(1))
+    # Counting whatever episodes end first would give almost only short ones: 40 of them end before a long one does.
+    assert set(evaluation.lengths.tolist()) == {1, 40}
+    share = np.mean(evaluation.lengths == 40)
+    assert abs(share - 0.5) < 4 * np.sqrt(0.25 / 64), "long episodes are as likely as short ones"
+    np.testing.assert_array_equal(evaluation.returns, evaluation.lengths)
+    assert evaluation.finished.all()
+    assert evaluation.mean_return == pytest.approx(evaluation.returns.mean())
+
+
+def test_the_cap_cuts_long_episodes_and_says_so(lottery):
+    actor, state = lottery
+    evaluation = make_evaluator(actor, 64, max_steps=10)(state, jax.random.key(1))
+    assert set(evaluation.lengths.tolist()) == {1, 10}
+    np.testing.assert_array_equal(evaluation.finished, evaluation.lengths == 1)
+    assert f"{int((evaluation.lengths == 10).sum())} cut off" in repr(evaluation)
+
+
+def test_a_truncation_ends_an_episode(tiny):
+    env = Lottery(short=3, long=7, truncates=True)
+    agent = algorithms.get("ppo")(**tiny).build(env)
+    evaluation = make_evaluator(Behavior(agent, env), 16, max_steps=30)(agent.init(jax.random.key(0)), jax.random.key(1))
+    assert set(evaluation.lengths.tolist()) == {3, 7} and evaluation.finished.all()
+    np.testing.assert_array_equal(evaluation.returns, evaluation.lengths)
+
+
+@pytest.mark.parametrize("member", [-1, 3, 99, 1.0, True])
+def test_a_member_that_does_not_exist_is_refused(members, trained, member):
+    for act in (members.evaluate, members.act_with_carry):
+        with pytest.raises(ValueError, match=f"member={member}: this run has members 0 to 2"):
+            act(np.zeros(4, np.float32) if act == members.act_with_carry else 4, member=member)
+    with pytest.raises(ValueError, match=f"member={member}: this run has only member 0"):
+        trained.evaluate(4, member=member)
+
+
+def test_an_evaluation_reads_well():
+    returns = np.float32([100, 150, 142.5, 180])
+    one = Evaluation(returns, np.int32([100, 150, 143, 180]), np.ones(4, bool))
+    assert str(one) == "Evaluation(4 episodes: return 143 ± 29, length 143.2)"
+    two = Evaluation(np.stack([returns / 200, returns / 100]), np.int32([[3] * 4, [4] * 4]), np.ones((2, 4), bool))
+    assert str(two) == "Evaluation(4 episodes: return [0.72, 1.43] ± [0.14, 0.29], length [3.0, 4.0])"
+
+
+def test_evaluation_repeats_with_its_key(lottery):
+    actor, state = lottery
+    evaluate = make_evaluator(actor, 16)
+    first, again, other = (evaluate(state, jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(first.lengths, again.lengths)
+    assert (first.lengths != other.lengths).any()
+
+
+@pytest.mark.parametrize("arguments", [{"episodes": 0}, {"episodes": 1, "max_steps": 0}])
+def test_an_evaluation_of_nothing_is_refused(lottery, arguments):
+    with pytest.raises(ValueError, match="use an integer of at least 1"):
+        make_evaluator(lottery[0], **arguments)
+
+
+def test_acting_uses_the_statistics_of_training(trained):
+    # The wrapper's running mean and variance, applied by NumPy; then the agent's own network on the outcome.
+    statistics, _ = trained.behavior.agent.env.statistics(trained.state.env_state)
+    mean, variance = (np.asarray(x, np.float64) for x in (statistics.mean, statistics.var))
+    assert np.abs(mean).max() > 1e-3, "the statistics have seen data"
+    obs = np.random.default_rng(0).normal(0, 0.1, (16, 4)).astype(np.float32)
+    normalized = np.clip((obs - mean) / np.sqrt(variance + 1e-8), -10, 10).astype(np.float32)
+    expected = trained.behavior.agent.act(trained.state, jnp.asarray(normalized), None)
+    np.testing.assert_array_equal(trained.act(obs), expected)
+    raw = trained.behavior.agent.act(trained.state, jnp.asarray(obs), None)
+    assert (np.asarray(raw) != np.asarray(expected)).any(), "normalizing matters here"
+
+
+def test_only_what_acting_needs_is_copied(trained):
+    needed = trained.behavior.take(trained.state)
+    total = sum(x.size for x in jax.tree.leaves(trained.state))
+    assert sum(x.size for x in needed) < total / 2
+    restored = jax.eval_shape(trained.behavior.restore, needed)
+    assert jax.tree.structure(restored) == jax.tree.structure(trained.state)
+
+
+def test_a_state_spread_over_devices_evaluates_the_same_on_one_of_them(trained):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[4:]), ("x",))
+    spread = jax.device_put(trained.state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert {x.device for x in trained.behavior.take(spread)} == {jax.devices()[4]}
+    evaluate = make_evaluator(trained.behavior, 4)
+    np.testing.assert_array_equal(
+        evaluate(spread, jax.random.key(0)).returns, evaluate(trained.state, jax.random.key(0)).returns
+    )
+
+
+def test_training_evaluates_greedily_from_the_key_of_its_seed(trained):
+    key = jax.random.fold_in(jax.random.key(3), 1)
+    again = make_evaluator(trained.behavior, 4)(trained.state, key)
+    np.testing.assert_array_equal(trained.evaluation.returns, again.returns)
+
+
+def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):
+    assert to_int(stale.run_state.count) == 3 and len(stale.registers) > 0
+    newest = make_evaluator(stale.behavior, 4)(stale.state, jax.random.fold_in(jax.random.key(0), 1))
+    np.testing.assert_array_equal(stale.evaluation.returns, newest.returns)

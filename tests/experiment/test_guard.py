@@ -1,0 +1,216 @@
+"""Nan and infinities in a run are noticed, located, reproduced, and handled as the guard says."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import cli
+from msrl_jax.experiment import DivergedError
+from msrl_jax.experiment.watch import non_finite
+from msrl_jax.fragments.origin import find_origin
+from tests.support.guarded_envs import Faulty
+
+SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}
+CONFIGS = {
+    "ppo": SMALL | {"num_epochs": 1, "num_minibatches": 2},
+    "dqn": SMALL | {"batch_size": 8, "capacity": 256, "learning_starts": 32, "num_updates": 2},
+    "sac": SMALL | {"batch_size": 8, "capacity": 256, "learning_starts": 32, "num_updates": 2},
+    "es": {"num_envs": 4, "unroll_length": 24, "hidden_sizes": (8,)},
+    "impala": SMALL,
+}
+APART = "SingleLearnerCoarse:actors=1,learners=1"
+TOGETHER = "GPUOnly:num_devices=1"
+
+
+def run(algo, env, policy=TOGETHER, guard="halt", iterations=6, **settings):
+    config = CONFIGS[algo] | settings
+    steps = iterations * config["num_envs"] * config["unroll_length"]
+    return msrl.train(
+        algo, env, policy=policy, total_steps=steps, chunk=2, eval_episodes=0, guard=guard, progress=False,
+        devices=jax.devices()[:2], **config,
+    )  # fmt: skip
+
+
+def all_finite(tree):
+    return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+MORE = [
+    ("ppo", "observation", APART), ("dqn", "reward", TOGETHER), ("sac", "reward", APART), ("sac", "observation", TOGETHER),
+    ("es", "reward", TOGETHER),
+]  # fmt: skip
+# Step 20 is step 4 of the third unroll of 8 steps, or step 20 of the first one of 24.
+WHERE = {"ppo": (3, (3, 8)), "dqn": (3, (3, 8)), "sac": (3, (3, 8)), "es": (1, (19, 24))}
+
+
+@pytest.mark.parametrize(
+    ("algo", "what", "policy"),
+    [
+        ("ppo", "reward", TOGETHER), ("dqn", "observation", APART),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
+    ],
+)  # fmt: skip
+def test_an_environment_that_returns_nan_is_named_and_the_step_is_reproduced(algo, what, policy, tmp_path):
+    env = Faulty(what)
+    with pytest.raises(DivergedError, match=r"environment \d returned") as caught:
+        run(algo, env, policy)
+    error, (iteration, step) = caught.value, WHERE[algo]
+    origin = error.finding.failure.origin
+    assert (error.iteration, error.fragment, origin.role, origin.steps) == (iteration, "env_step", "env", (step,))
+    assert origin.primitive == ("sqrt" if what == "reward" else "log")
+    assert "guarded_envs.py" in origin.source and origin.eager
+    again = msrl.replay_step(error.replay, env=env)
+    assert again is not None
+    assert dataclasses.replace(again.origin, operands=()) == dataclasses.replace(origin, operands=())
+    for x, y in zip(again.origin.operands, origin.operands, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+    with pytest.raises(ValueError, match="give it again"):
+        msrl.replay_step(error.replay)
+    assert msrl.replay_step(error.replay, env=Faulty()) is None  # a repaired environment
+
+
+@pytest.mark.parametrize("policy", [TOGETHER, pytest.param("Central:workers=1", marks=pytest.mark.slow)])
+def test_a_gradient_that_overflows_is_located_in_its_fragment(policy):
+    with pytest.raises(DivergedError) as caught:
+        run("ppo", Faulty(), policy, learning_rate=1e25, max_grad_norm=1e30)
+    error = caught.value
+    assert error.iteration == 1 and error.fragment == "gradients"
+    assert error.finding.failure.origin.source and "policy_gradient.py" in error.finding.failure.origin.source
+    assert msrl.replay_step(error.replay, env=Faulty()).origin.fragment == "gradients"
+
+
+def test_an_environment_whose_reset_returns_nan_is_named():
+    with pytest.raises(DivergedError, match="environment's `reset` returned") as caught:
+        run("es", Faulty("reset"))
+    assert caught.value.path == ".obs" and caught.value.replay is None
+
+
+@pytest.mark.parametrize(
+    ("algo", "what", "policy"),
+    [
+        ("ppo", "observation", APART), ("dqn", "reward", APART),
+        pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("sac", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("impala", "reward", f"{APART},staleness=2", marks=pytest.mark.slow),
+    ],
+)
+def test_skip_drops_the_updates_and_goes_on(algo, what, policy):
+    result = run(algo, Faulty(what, length=25), policy, guard="skip", iterations=8)
+    assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
+    dropped = result.history["skipped_updates"].sum()
+    assert dropped >= 1 if algo != "es" else dropped == 0, "ES ranks a nan return lowest, so its updates are finite"
+
+
+def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
+    result = run("ppo", Faulty(), guard="skip", learning_rate=1e25, max_grad_norm=1e30)
+    assert result.status == "finished" and all_finite((result.state.params, result.state.opt_state))
+    assert result.history["skipped_updates"].tolist() == [2.0, 2.0, 2.0], "two updates per iteration"
+
+
+def test_skip_gives_the_same_run_under_every_policy():
+    env = Faulty("reward", length=25)
+    together, apart, central = (run("ppo", env, policy, "skip").state for policy in (TOGETHER, APART, "Central:workers=1"))
+    for x, y, z in zip(*(jax.tree.leaves(s.params) for s in (together, apart, central)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algo", "what", "policy"),
+    [
+        pytest.param("ppo", "reward", TOGETHER, marks=pytest.mark.slow),
+        pytest.param("ppo", "observation", APART, marks=pytest.mark.slow),
+        ("dqn", "reward", TOGETHER),
+        pytest.param("sac", "observation", APART, marks=pytest.mark.slow),
+        pytest.param("es", "reward", TOGETHER, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, what, policy, tmp_path):
+    config = CONFIGS[algo]
+    steps = config["num_envs"] * config["unroll_length"]
+    with pytest.raises(DivergedError) as caught:
+        msrl.train(
+            algo, Faulty(what), policy=policy, total_steps=6 * steps, chunk=1, eval_episodes=0, guard="rollback",
+            checkpoint_every=steps, out=tmp_path / "run", devices=jax.devices()[:2], progress=False,
+            learning_rate=1e-3, **config,
+        )  # fmt: skip
+    bad = WHERE[algo][0]
+    description = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert [r["to"] for r in description["rollbacks"]] == [bad - 1] * 5
+    assert description["config"]["learning_rate"] == pytest.approx(1e-3 / 2**5)
+    assert caught.value.result.config.learning_rate == pytest.approx(1e-3 / 2**5)
+    rows = caught.value.result.history["iteration"]
+    # A nan in a replay buffer is noticed when an update uses it, here one iteration later.
+    np.testing.assert_array_equal(rows, range(1, bad + (2 if (algo, what) == ("sac", "observation") else 1)))
+
+
+def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
+    """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
+
+    def train(out, **options):
+        return msrl.train(
+            "ppo", Faulty(), policy=TOGETHER, total_steps=8 * 32, chunk=1, eval_episodes=0, guard="rollback", out=out,
+            checkpoint_every=32, devices=jax.devices()[:1], progress=False, learning_rate=4e18, max_grad_norm=1e30,
+            **CONFIGS["ppo"], **options,
+        )  # fmt: skip
+
+    whole = train(tmp_path / "whole")
+    assert whole.status == "finished" and whole.config.learning_rate == 1e18 and all_finite(whole.state.params)
+    rollbacks = whole.description["rollbacks"]
+    assert [r["learning_rate"] for r in rollbacks] == [2e18, 1e18]
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["rollbacks"] == rollbacks
+    train(tmp_path / "parts", callbacks=[lambda tick: tick.iteration == 5])
+    goes_on = msrl.train(resume=tmp_path / "parts", env=Faulty(), devices=jax.devices()[:1], progress=False)
+    assert goes_on.config.learning_rate == 1e18 and msrl.Result.load(tmp_path / "parts", env=Faulty()).config == goes_on.config
+    for x, y in zip(jax.tree.leaves(goes_on.state.params), jax.tree.leaves(whole.state.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert goes_on.history["iteration"].tolist() == whole.history["iteration"].tolist() == list(range(1, 9))
+
+
+def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_path, capsys):
+    flags = ["--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--num-epochs", "1", "--num-minibatches", "2"]
+    flags += ["--learning-rate", "1e25", "--max-grad-norm", "1e30"]
+    out = tmp_path / "run"
+    assert cli.main(["train", "--total-steps", "64", "--out", str(out), "--progress", "none", *flags]) == 1
+    assert "fragment 'gradients'" in (said := capsys.readouterr().err) and f"msrl-jax replay {out}" in said
+    assert cli.main(["replay", str(out / "non_finite.npz")]) == 0
+    assert "fragment 'gradients' (role 'learner')" in capsys.readouterr().out
+    assert cli.main(["bench", "--seconds", "0.01", *flags]) == 1
+    assert "is not finite in iteration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut", b"nonsense"])
+def test_a_damaged_file_is_refused(content, tmp_path):
+    path = tmp_path / "non_finite.npz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"non_finite\.npz"):
+        msrl.replay_step(path)
+
+
+def test_infinities_without_effect_are_left_aside():
+    def masked(x):
+        logits = jnp.where(x > 0, x, -jnp.inf)  # as of forbidden actions
+        return jax.nn.softmax(logits).sum() + jnp.log(x[0] - x[0])
+
+    closed = jax.make_jaxpr(masked)(jnp.arange(3.0))
+    env = {v: jnp.arange(3.0) for v in closed.jaxpr.invars}
+    origin = find_origin(closed.jaxpr.eqns, env, closed.jaxpr.outvars)
+    assert origin.primitive == "log" and origin.value == "-inf"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_leaves_that_are_not_finite_are_found_on_one_device_and_on_several(dtype, devices):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    rows = [[], [1, 2], [np.nan, 1], [1, np.inf], [-np.inf, 1], [np.inf, -np.inf], [6e4, -6e4]]
+    leaves = [jax.device_put(jnp.asarray(row, dtype), split) for row in rows]
+    wanted = [i for i, row in enumerate(rows) if not np.isfinite(row).all()]
+    assert non_finite(leaves, range(len(rows))) == wanted == [2, 3, 4, 5]
+    assert non_finite(leaves, [5, 1]) == [5]

@@ -1,0 +1,167 @@
+import statistics
+
+import jax
+import pytest
+
+from msrl_jax import algorithms
+from msrl_jax.cli import main
+from msrl_jax.report import bench as benchmark
+from msrl_jax.report.bench import bench, format_table, interleave
+
+
+class Recorder:
+    """Notes when it is its turn."""
+
+    def __init__(self, name, turns):
+        self.name, self.turns = name, turns
+
+    def run(self, seconds):
+        self.turns.append((self.name, seconds))
+        return float(len(self.turns))
+
+
+def test_runs_are_interleaved_and_the_order_alternates():
+    turns = []
+    rates = interleave([Recorder("a", turns), Recorder("b", turns)], 0.5, 3)
+    assert [name for name, _ in turns] == ["a", "b", "b", "a", "a", "b"]
+    assert {seconds for _, seconds in turns} == {0.5}
+    assert rates == [(1.0, 4.0, 5.0), (2.0, 3.0, 6.0)]
+
+
+@pytest.fixture(scope="module")
+def measurements(measured):
+    return measured[0]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny, one_device):
+    """The measurements, and the lines before them."""
+    config, lines = {k: v for k, v in tiny.items() if k not in ("num_envs", "unroll_length")}, []
+    options = {"num_envs": (8,), "unroll_lengths": (8,), "seconds": 0.05, "against": "jit", "devices": one_device}
+    return bench(**options, on_stage=lines.append, on_measurement=lines.append, **config), lines
+
+
+def test_a_line_says_what_compiles_and_what_is_timed(measured):
+    (measurement,), lines = measured
+    assert lines == [
+        "compiling ppo CartPole-v1, 8 envs x 8 steps, GPUOnly ...",
+        "measuring 3 runs of about 0.05 s and as many of jax.jit ...",
+        measurement,
+    ]
+
+
+def test_a_measurement_is_the_median_of_its_runs(measurements):
+    (m,) = measurements
+    assert len(m.runs) == len(m.jit_runs) == 3
+    assert m.steps_per_second == statistics.median(m.runs) > 0
+    assert m.updates_per_second == pytest.approx(m.steps_per_second * 2 / 64)  # 2 minibatches, 8 steps of 8 environments
+    assert m.ratio == m.steps_per_second / statistics.median(m.jit_runs)
+    assert m.compile_seconds > 0 and m.num_envs == 8 and m.unroll_length == 8
+
+
+def test_the_fused_program_costs_what_plain_jax_costs(measurements):
+    (m,) = measurements
+    assert m.flops == pytest.approx(m.jit_flops, rel=1e-3) and m.bytes == pytest.approx(m.jit_bytes, rel=1e-2)
+
+
+def test_the_table_has_a_line_per_measurement(measurements, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shared, header, line = format_table(measurements).splitlines()
+    assert shared.startswith("env CartPole-v1") and header.split()[:3] == ["algorithm", "steps/s", "updates/s"]
+    (m,) = measurements
+    steps, updates = (float(x.replace(",", "")) for x in line[header.index("steps/s") :].split()[:2])
+    assert (steps, updates) == (pytest.approx(m.steps_per_second, abs=0.5), pytest.approx(m.updates_per_second, rel=0.01))
+    assert f"{m.ratio:.3f}" in line
+
+
+def test_the_table_fits_the_terminal(measurements, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    text = format_table(measurements)
+    assert max(map(len, text.splitlines())) <= 90
+    assert text.splitlines()[-1].startswith("ppo  "), "a table, no paragraph"
+    for cell in ("CartPole-v1", f"{measurements[0].ratio:.3f}", f"{measurements[0].steps_per_second:,.0f}"):
+        assert cell in text
+
+
+DISPATCH = ["instructions", "instruction_microseconds", "python_microseconds", "call_microseconds"]
+
+
+@pytest.fixture(scope="module")
+def driven(tiny, measurements):
+    """The measurement of a policy that the host drives, after that of a fused loop."""
+    config = {k: v for k, v in tiny.items() if k not in ("num_envs", "unroll_length")}
+    options = {"num_envs": (8,), "unroll_lengths": (8,), "seconds": 0.05, "repeats": 1, "devices": jax.devices()[:3]}
+    return [*measurements, *bench(policies=["SingleLearnerFine:learners=1"], **options, **config)]
+
+
+def test_dispatch_is_measured_where_the_host_drives_the_loop(driven):
+    fused, loop = ({name: getattr(m, name) for name in DISPATCH} for m in driven)
+    assert set(fused.values()) == {None}
+    assert loop["instructions"] >= 4 * 8  # two programs and two transfers per step
+    assert all(value > 0 for value in loop.values())
+    assert loop["python_microseconds"] < loop["instruction_microseconds"]
+
+
+def test_the_line_and_the_table_show_what_the_host_dispatches(driven, monkeypatch):
+    fused, loop = driven
+    assert "dispatch" not in str(fused)
+    assert f"; dispatch: {loop.instructions} instructions per iteration, " in str(loop) and "(a jitted call: " in str(loop)
+    monkeypatch.setenv("COLUMNS", "250")
+    _, header, first, second = format_table(driven).splitlines()
+    at = header.index("instructions")
+    assert first[at:].startswith("one program") and second[at:].split()[:2] == [
+        str(loop.instructions), f"{loop.instruction_microseconds:.1f}",
+    ]  # fmt: skip
+    assert "instructions" not in format_table([fused])
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Instead of measuring, notes the configs that would be measured."""
+    configs = {}
+    monkeypatch.setattr(benchmark, "format_table", lambda measurements: "")
+    monkeypatch.setattr(benchmark.Experiment, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "measure", lambda e, policy, **_: configs.update({e.name: e.algorithm}))
+    return configs
+
+
+@pytest.mark.parametrize(("env", "algos"), [
+    ("CartPole-v1", ("a2c", "apex_dqn", "dqn", "ppo", "r2d2")), ("Pendulum-v1", ("ddpg", "sac", "td3")),
+])  # fmt: skip
+def test_every_algorithm_has_its_own_defaults(env, algos, planned):
+    bench(algos, (env,))
+    for algo in algos:
+        assert planned[algo] == algorithms.get(algo)()
+
+
+def test_every_combination_of_the_grid_is_measured(monkeypatch):
+    def noted(experiment, policy, **options):
+        return experiment.name, type(policy).__name__, experiment.algorithm.num_envs, experiment.algorithm.unroll_length
+
+    monkeypatch.setattr(benchmark.Experiment, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "measure", noted)
+    found = bench(("a2c", "ppo"), policies=("GPUOnly", "Central"), num_envs=(8, 16), unroll_lengths=(64, 128))
+    assert found == [(a, p, n, t) for a in ("a2c", "ppo") for p in ("GPUOnly", "Central") for n in (8, 16) for t in (64, 128)]
+
+
+@pytest.mark.parametrize("algos", [("ppo", "dqn"), ("dqn", "ppo")])
+def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
+    default = algorithms.get("ppo")().learning_rate
+    assert algorithms.get("dqn")().learning_rate != default
+    assert main(["bench", "--algo", *algos, "--learning-rate", str(default), "--num-envs", "8"]) == 0
+    assert {config.learning_rate for config in planned.values()} == {default}
+    assert {config.num_envs for config in planned.values()} == {8}
+
+
+MISTAKES = [
+    {"policies": ("GPUOnly", "Nowhere")}, {"num_envs": (8, 0)}, {"repeats": 0}, {"seconds": float("nan")}, {"algos": ()},
+    {"algos": ("ppo", "cql")},
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_in_the_grid_stops_it_before_anything_is_measured(mistake):
+    measured = []
+    with pytest.raises(ValueError):
+        bench(**{"num_envs": (8,), **mistake}, on_measurement=measured.append)
+    assert measured == []

@@ -1,0 +1,96 @@
+"""Weak scaling on paper: with environments that grow with the devices, what each device receives and holds stays the same."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from msrl_jax import cli, envs
+from msrl_jax.algorithms import A2C
+from msrl_jax.cli import actions, program
+from msrl_jax.report.scaling import format_markdown, format_table, plans
+
+SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
+DEVICES = ("cpu:1", "cpu:2", "cpu:4", "cpu:8")
+
+
+def scaled(policy, devices=DEVICES, **others):
+    return [row.to_dict() for row in plans("a2c", "CartPole-v1", policy, devices, 4, **SMALL | others)]
+
+
+def parameters():
+    agent = A2C(**SMALL).build(envs.make("CartPole-v1"))
+    shapes = jax.eval_shape(agent.init, jax.random.key(0)).params
+    return 4 * sum(x.size for x in jax.tree.leaves(shapes))
+
+
+def test_together_each_device_reduces_one_gradient_however_many_there_are():
+    one, *more = scaled("GPUOnly")
+    assert one["bytes_of_collectives"] == {"all": 0} and one["bytes_arriving"] == {"all": 0}
+    assert [row["num_envs"] for row in more] == [8, 16, 32]
+    for row in more:
+        assert row["bytes_of_collectives"] == more[0]["bytes_of_collectives"] and row["collectives"] == more[0]["collectives"]
+        assert row["bytes_arriving"] == {"all": 0}
+        np.testing.assert_allclose(row["memory"]["all"], one["memory"]["all"], rtol=0.1)
+    assert parameters() <= more[0]["bytes_of_collectives"]["all"] <= parameters() + 100
+
+
+def test_apart_each_actor_receives_the_parameters_and_each_learner_the_steps_of_its_environments():
+    rows = scaled("SingleLearnerCoarse:learners={half}", ["cpu:2", "cpu:8"])
+    assert [row["sizes"] for row in rows] == [{"actors": n, "learners": n} for n in (1, 4)]
+    for row in rows:
+        assert row["bytes_arriving"] == rows[0]["bytes_arriving"]
+    assert parameters() <= rows[0]["bytes_arriving"]["actors"] <= parameters() + 16
+    (one,) = plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:8"], 4, **SMALL)
+    arriving = one.to_dict()["bytes_arriving"]
+    assert arriving["actors"] == rows[0]["bytes_arriving"]["actors"]
+    assert arriving["learners"] > 3.5 * rows[0]["bytes_arriving"]["learners"]  # one learner receives the steps of all
+
+
+def test_a_split_server_holds_less_on_each_device():
+    policies = [f"Central:workers=4,shards={shards}" for shards in (1, 4)]
+    whole, part = (scaled(policy, ["cpu:8"], hidden_sizes=(64, 64))[0]["memory"]["server"] for policy in policies)
+    assert whole / 4.5 < part < whole / 3
+
+
+def test_the_tables_show_every_placement():
+    rows = plans("a2c", "CartPole-v1", "SingleLearnerCoarse", ["cpu:2"], 4, **SMALL)
+    for text in (format_table(rows), format_markdown(rows)):
+        assert all(word in text for word in ("SingleLearnerCoarse", "cpu:2", "actors", "learners", "KiB"))
+
+
+def test_two_numbers_of_environments_are_refused():
+    with pytest.raises(ValueError, match="num_envs and envs_per_device both choose"):
+        plans("a2c", "CartPole-v1", "GPUOnly", ["cpu:1"], 4, num_envs=8)
+
+
+def explain(capsys, *flags):
+    """The code, what is printed, and the message of `msrl-jax explain`, which finds JAX started with eight devices."""
+    code = cli.main(["explain", "--algo", "a2c", "--unroll-length", "4", "--hidden-sizes", "16", *flags])
+    return code, *capsys.readouterr()
+
+
+def test_explain_plans_for_named_devices(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(actions, "use_cpu_devices", asked.append)
+    code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
+    assert (code, json.loads(out)["placements"]) == (0, {"all": ["cpu:0", "cpu:1"]})
+    code, out, _ = explain(capsys, "--envs-per-device", "4", "--devices", "cpu:1", "cpu:2", "--json")
+    assert code == 0 and [row["num_envs"] for row in json.loads(out)] == [4, 8]
+    code, out, _ = explain(capsys, "--envs-per-device", "4", "--devices", "cpu:1", "cpu:2")
+    assert code == 0 and "cpu:1" in out and "cpu:2" in out and [n for n in asked if n] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--devices", "tpu:v9:2x2"], "unknown TPU 'v9'"),
+        (["--devices", "cpu:2", "--cpu-devices", "2"], "--devices and --cpu-devices both choose devices"),
+        (["--envs-per-device", "4"], "--envs-per-device needs --devices"),
+    ],
+)
+def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, message):
+    monkeypatch.setattr(actions, "use_cpu_devices", lambda count: None)
+    code, _, error = explain(capsys, *flags)
+    assert code == program.BAD_INPUT and message in error and error.count("\n") == 1

@@ -1,0 +1,368 @@
+import json
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import algorithms, cli, envs
+from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.cli import flags
+from msrl_jax.cli.commands import Train
+from msrl_jax.experiment import RunFolderError
+from msrl_jax.search import course
+from msrl_jax.search.space import choose
+from msrl_jax.search.trials import Trial
+from tests.support import processes
+
+from ..algorithms.random_walk import RandomWalk
+from .test_space import axes_of
+
+ENV = "CartPole-v1:max_steps_in_episode=30"
+COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
+APART = "SingleLearnerCoarse:learners=1,actors=1"
+
+
+def assert_member(members, member, alone):
+    """That a member has the history, the parameters and the keys of a run of its own."""
+    for name, column in alone.history.items():
+        if name not in ("step", "iteration", "seconds", "steps_per_second"):
+            mine = members.history[name]
+            np.testing.assert_allclose(mine[:, member] if mine.ndim > 1 else mine, column, rtol=2e-4, atol=1e-5, err_msg=name)
+    of_member = innermost(members.member_state(member))
+    for x, y in zip(jax.tree.leaves(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
+    np.testing.assert_array_equal(*keys)
+
+
+def returns(result):
+    return np.array([trial.returns for trial in result.trials])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sweeps") / "sweep"
+
+
+@pytest.fixture(scope="module")
+def swept(folder, tiny, one_device):
+    """Two learning rates by two numbers of environments with two seeds each."""
+    return msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8, 16], seeds=2, seed=3, out=folder,
+        devices=one_device, **COMMON, **{k: v for k, v in tiny.items() if k != "num_envs"},
+    )  # fmt: skip
+
+
+MISTAKES = [
+    ({"num": 4}, "no field has several values"),
+    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
+    ({"learning_rate": "log:0:1", "num": 2}, "PPO.learning_rate=log_uniform.*low <= high above 0"),
+    ({"learning_rate": "lg:1:2"}, "PPO.learning_rate: there is no 'lg'"),
+    ({"learning_rate": "1,x"}, "PPO.learning_rate=.*is no number"),
+    ({"learning_rate": "ramp:0:1:10"}, "does not change during a run"),
+    ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
+    ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
+    ({"learning_rate": "log:1e-4:1e-2", "method": "sobol"}, "needs num="),
+    ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
+    ({"learning_rate": []}, "there are no values"),
+    ({"activation": envs.uniform(0, 1)}, "it is no number"),
+    ({"activation": ["tanh", "tan"]}, r"trial 1 \(activation=tan\): PPO.activation='tan'"),
+    ({"rate": [1e-3, 1e-2]}, "PPO has no field 'rate'"),
+    ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
+    ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
+    ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
+    ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first rung has 8 of total_steps=384; it needs at least"),
+    ({"learning_rate": [1e-3], "halving": 3, "rungs": 2, "min_steps": 64}, "leave one out"),
+    ({"learning_rate": [1e-3], "halving": 3, "method": "optuna"}, "halving"),
+    ({"learning_rate": [1e-3], "env": "CartPole-v2"}, "CartPole"),
+    ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True goes on with the sweep in out="),
+    ({"learning_rate": [1e-3], "policy": "GPUOnlyy"}, "GPUOnly"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
+def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("msrl_jax.search.order.check_optuna", lambda: None)
+    arguments = {"method": "grid", "env": ENV, "out": tmp_path / "sweep", **COMMON, **tiny} | mistake
+    with jax.log_compiles(), pytest.raises(ValueError, match=message):
+        msrl.sweep("ppo", **arguments)
+    assert not [r for r in caplog.records if "Finished XLA compilation of jit(initial_state)" in r.getMessage()]
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_the_table_has_a_row_for_each_trial(swept):
+    assert [trial.values for trial in swept.trials] == [
+        {"learning_rate": rate, "num_envs": count} for rate in (1e-3, 3e-2) for count in (8, 16)
+    ]
+    assert [trial.program for trial in swept.trials] == [0, 1, 0, 1] and len(swept.runs) == 2
+    assert [trial.steps for trial in swept.trials] == [384] * 4
+    table = swept.table()
+    means = [row["return_mean"] for row in table]
+    np.testing.assert_allclose(means, returns(swept).mean(axis=1))
+    assert [row["rank"] for row in table] == [1 + sum(other > mean for other in means) for mean in means]
+    assert swept.best.rank == 1 and swept.best.mean == max(means)
+    assert all(str(trial.number) in repr(swept) for trial in swept.trials)
+
+
+def test_members_are_the_runs_that_their_settings_give(swept, tiny, one_device):
+    for number, seed in ((1, 3), (2, 4)):
+        trial = swept.trials[number]
+        alone = msrl.train("ppo", ENV, seed=seed, chunk=1, devices=one_device, **COMMON, **(tiny | trial.values))
+        together = swept.run(trial)
+        assert_member(together, trial.member + seed - 3, alone)
+        assert alone.evaluation.mean_return == trial.returns[seed - 3]
+
+
+def test_a_sweep_is_the_same_under_another_policy(swept, tiny):
+    apart = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], num_envs=[8], seeds=2, seed=3, policy=APART,
+        devices=jax.devices()[:2], **COMMON, **{k: v for k, v in tiny.items() if k != "num_envs"},
+    )  # fmt: skip
+    np.testing.assert_allclose(returns(apart), returns(swept)[[0, 2]], rtol=1e-4)
+    for one, other in zip(
+        jax.tree.leaves(apart.run(0).state.params), jax.tree.leaves(swept.run(0).state.params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_trains_the_best_setting(swept, tmp_path, capsys):
+    command = swept.command()
+    words = ["--out", str(tmp_path / "run"), "--progress", "none"]
+    assert cli.main([*command.split()[1:], *words]) == 0
+    again = msrl.Result.load(tmp_path / "run")
+    assert again.config.learning_rate == swept.best.values["learning_rate"]
+    np.testing.assert_allclose(again.evaluation.mean_return, swept.best.returns, rtol=1e-4)
+
+
+def test_numbers_of_the_command_are_exact(tiny):
+    (rate,) = (row["learning_rate"] for row in choose(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
+    assert len(repr(rate)) > 15
+    about = {
+        "algorithm": "ppo", "env_spec": ENV, "env_params": {"length": "uniform(0.25, 1)"}, "policy": "GPUOnly", "seed": 0,
+        "total_steps": 64, "seeds": 1, "eval_episodes": 0,
+        "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
+    }  # fmt: skip
+    trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
+    command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
+    args, config = flags.parse("msrl-jax train", Train, shlex.split(command)[2:])
+    made = algorithms.make("ppo", config)
+    assert made == PPO(normalize_rewards=True, learning_rate=rate, **tiny)
+    assert args.env_params == "length=uniform(0.25, 1)"
+
+
+def test_the_folder_holds_the_result(swept, folder):
+    loaded = msrl.SweepResult.load(folder)
+    assert loaded.trials == swept.trials and loaded.command() == swept.command() and repr(loaded) == repr(swept)
+    lines = (folder / "table.csv").read_text().splitlines()
+    assert lines[0].startswith("trial,program,learning_rate,num_envs,rung,steps,return_mean") and len(lines) == 5
+    assert loaded.run().settings[loaded.best.member]["learning_rate"] == loaded.best.values["learning_rate"]
+
+
+def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
+    figure = swept.plot(tmp_path / "sweep.png")
+    labels = [panel.get_xlabel() for part in figure.subfigs for panel in part.axes]
+    assert labels[:2] == ["learning rate", "num envs"] and (tmp_path / "sweep.png").stat().st_size > 0
+    written = [text.get_text() for part in figure.subfigs for panel in part.axes for text in panel.texts]
+    means = [trial.mean for trial in swept.trials]
+    assert written == ["0.001", "0.03", "8", "16", f"{min(means):.4g}", f"{max(means):.4g}"], "the ends of every coordinate"
+
+
+def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
+        msrl.sweep("ppo", ENV, out=tmp_path, method="grid", learning_rate=[1e-3, 1e-2], **COMMON, **tiny)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"learning_rate": [1e-3, 2e-2]}, "learning_rate="),
+        ({"seed": 4}, "seed=3, and cannot go on with seed=4"),
+        ({"num_epochs": 2}, "num_epochs=1, and cannot go on with num_epochs=2"),
+        ({"resume": False}, "already holds a sweep"),
+    ],
+    ids=["field", "seed", "constant", "no resume"],
+)
+def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device, change, message):
+    arguments = {"method": "grid", "learning_rate": [1e-3, 3e-2], "seeds": 2, "seed": 3, "resume": True} | COMMON
+    with pytest.raises(RunFolderError, match=message):
+        msrl.sweep("ppo", ENV, out=folder, devices=one_device, **(arguments | tiny | {"num_envs": [8, 16]} | change))
+
+
+def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
+    monkeypatch.setattr("msrl_jax.search.course.train", None)
+    again = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
+        **COMMON, **(tiny | {"num_envs": [8, 16]}),
+    )  # fmt: skip
+    assert again.trials == swept.trials
+
+
+def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
+    both = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e38, 1e-3], halving=2, rungs=2, devices=one_device,
+        **(COMMON | {"total_steps": 256}), **tiny,
+    )  # fmt: skip
+    bad, good = both.trials
+    assert math.isnan(bad.mean) and bad.rank == 2 and good.rank == 1 and (bad.steps, good.steps) == (128, 256)
+    alone = msrl.train("ppo", ENV, learning_rate=1e-3, devices=one_device, **(COMMON | {"total_steps": 256}), **tiny)
+    assert good.returns == (alone.evaluation.mean_return,)
+
+
+def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
+    """Of two batches of two, the better two go on together: the others' work is not lost, and theirs is not done again."""
+    halved = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, rungs=2, members_at_once=4, seeds=2,
+        devices=one_device, out=tmp_path / "sweep", **(COMMON | {"total_steps": 8 * 64}), **tiny,
+    )  # fmt: skip
+    through = [trial for trial in halved.trials if trial.rung == 1]
+    assert len(through) == 2 and {trial.steps for trial in through} == {8 * 64} and len(halved.runs) == 3
+    last = halved.run(through[0])
+    assert last.history["iteration"][0] == 4 and last.members == 4, "its first row is the last one of the first rung"
+    for trial in through:
+        alone = msrl.train(
+            "ppo", ENV, seeds=2, learning_rate=trial.values["learning_rate"], devices=one_device,
+            **(COMMON | {"total_steps": 8 * 64}), **tiny,
+        )  # fmt: skip
+        for seed in range(2):
+            found, expected = halved.run(trial).member_state(trial.member + seed), alone.member_state(seed)
+            both = (jax.tree.leaves(innermost(state).params) for state in (found, expected))
+            for x, y in zip(*both, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    kept = msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, rungs=2, members_at_once=4, seeds=2,
+        devices=one_device, **(COMMON | {"total_steps": 8 * 64}), **tiny,
+    )  # fmt: skip
+    assert [(t.rank, t.returns) for t in kept.trials] == [(t.rank, t.returns) for t in halved.trials], "without a folder"
+
+
+def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tmp_path):
+    def sweep(**options):
+        with pytest.raises(InterruptedError):
+            msrl.sweep(
+                "ppo", ENV, method="grid", learning_rate=[1e-3, 2e-3, 3e-3, 4e-3, 5e-3], seeds=2, devices=one_device,
+                out=tmp_path / str(len(list(tmp_path.iterdir()))), **COMMON, **tiny, **options,
+            )  # fmt: skip
+
+    def interrupt(*args, **kwargs):
+        trained.append(len(args[0].settings["learning_rate"]))
+        raise InterruptedError
+
+    trained = []
+    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
+    sweep()
+    (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
+    monkeypatch.setattr(course, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / course.HEADROOM))
+    sweep()
+    sweep(members_at_once=7)
+    assert trained == [5, 2, 3], "batches of about equal size"
+    state = jax.eval_shape(PPO(**tiny).build(envs.make(ENV)).init, jax.random.key(0))
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert first["bytes_of_a_trial"] > 4 * held, "two states of two seeds"
+
+
+def test_a_trial_that_does_not_fit_alone_is_refused(tiny, monkeypatch):
+    monkeypatch.setattr("msrl_jax.fragments.memory.device_memory", lambda devices: 1000)
+    with pytest.raises(ValueError, match=r"trial 0 \(learning_rate=0.001\): the state takes [\d,]+ bytes of .*1,000"):
+        msrl.sweep("ppo", ENV, method="grid", learning_rate=[1e-3, 2e-3], **COMMON, **tiny)
+
+
+def test_a_time_limit_ends_the_sweep_and_it_goes_on(tiny, one_device, tmp_path):
+    arguments = {
+        "method": "grid", "learning_rate": [1e-3, 1e-2], "members_at_once": 1, "devices": one_device, "out": tmp_path / "sweep",
+        "resume": True, **COMMON, **tiny,
+    }  # fmt: skip
+    ended = msrl.sweep("ppo", ENV, time_limit=1e-3, **arguments)
+    assert ended.interrupted and ended.stop_reason == "time limit" and "2 trials were not trained" in repr(ended)
+    assert [trial.rank for trial in ended.trials] == [None, None]
+    with pytest.raises(ValueError, match="no trial of this sweep has a return"):
+        _ = ended.best
+    whole = msrl.sweep("ppo", ENV, **arguments)
+    assert whole.status == "finished" and len(whole.runs) == 2 and whole.best.returns
+
+
+KILLED = """
+import sys
+import jax
+import msrl_jax as msrl
+result = msrl.sweep(
+    "ppo", "CartPole-v1:max_steps_in_episode=30", method="grid", learning_rate=[1e-3, 3e-3, 1e-2, 3e-2], halving=2, rungs=2,
+    members_at_once=2, total_steps=64 * 600, checkpoint_every=640, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2,
+    hidden_sizes=(8,), eval_episodes=4, out=sys.argv[1], resume=True, progress="lines",
+)
+print(result.status)
+"""
+
+
+def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
+    def start(name):
+        words = [sys.executable, "-c", KILLED, str(tmp_path / name)]
+        return processes.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    whole = start("whole")
+    killed = 0
+    for after, by in (("stage 0, run 2", signal.SIGINT), ("stage 1", signal.SIGKILL)):
+        process = start("killed")
+        for line in process.stderr:
+            if line.startswith(after):
+                time.sleep(2.5)
+                process.send_signal(by)
+                killed += 1
+                break
+        out, _ = process.communicate(timeout=200)
+        assert out == ("interrupted\n" if by == signal.SIGINT else "")
+    process = start("killed")
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert whole.communicate(timeout=200)[0] == "finished\n" == out and killed == 2
+    for table in ("table.csv", "table.json"):
+        assert (tmp_path / "killed" / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
+
+
+def test_the_command_line_sweeps(tmp_path, capsys):
+    tiny = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
+    words = [
+        "sweep", "--env", ENV, "--learning-rate", "log:1e-4:1e-2", "--clip-value", "None,0.2", "--num", "2",
+        "--total-steps", "128", "--eval-episodes", "2", "--out", str(tmp_path / "sweep"), "--plot",
+        str(tmp_path / "sweep.png"), "--progress", "none", "--json", *tiny,
+    ]  # fmt: skip
+    assert cli.main(words) == 0
+    *_, command, table = capsys.readouterr().out.splitlines()
+    table = json.loads(table)
+    assert table["status"] == "finished" and sorted(row["rank"] for row in table["trials"]) == [1, 2]
+    assert "msrl-jax train --algo ppo" in command and (tmp_path / "sweep.png").exists()
+    assert cli.main(words) == 2 and "already holds a sweep" in capsys.readouterr().err
+    assert cli.main(["sweep", "--learning-rate", "log:1e-4", "--num", "2"]) == 2
+    assert "PPO.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
+
+
+def test_teams_that_oppose_each_other_are_not_ranked():
+    with pytest.raises(ValueError, match="returns do not rank its trials"):
+        msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
+
+
+def test_simulators_on_the_host_are_trained_one_after_another(tiny):
+    result = msrl.sweep(
+        "ppo", "gymnasium:CartPole-v1", method="grid", learning_rate=[1e-3, 1e-2], policy="MultiLearner:num_devices=1",
+        **(COMMON | {"total_steps": 64, "eval_episodes": 2}), **tiny,
+    )  # fmt: skip
+    assert [trial.run for trial in result.trials] == [0, 1] and not result.run(1).has_members
+    assert sorted(trial.rank for trial in result.trials) == [1, 2]
+
+
+def test_an_environment_object_has_no_command(tiny, one_device):
+    result = msrl.sweep(
+        "ppo", RandomWalk(), method="grid", learning_rate=[1e-3, 1e-2], devices=one_device,
+        **(COMMON | {"eval_episodes": 0, "total_steps": 64}), **tiny,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="env was given as an object"):
+        result.command()

@@ -1,0 +1,175 @@
+"""Tournaments: what the board keeps, workers side by side, kills, and what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax.experiment import Result, ResumeWarning, RunFolderError
+from msrl_jax.search import Leaderboard
+from tests.support import processes
+
+from ..algorithms.random_walk import RandomWalk
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
+ROUND = {"round_steps": 128, "total_steps": 512, "eval_episodes": 4}
+WORKER = """
+import sys
+sys.path.insert(0, {root!r})
+import jax
+import msrl_jax as msrl
+msrl.compete(
+    {board!r}, {algo!r}, "CartPole-v1:max_steps_in_episode=40", round_steps=128, total_steps=1e6, eval_episodes=4, size=3,
+    seed={seed}, devices=jax.devices()[:{devices}], policy={policy!r}, num_envs=8, unroll_length=8, hidden_sizes=(8,),
+    callbacks=[lambda tick: print("tick", flush=True)],
+)
+"""
+
+
+def test_members_go_on_where_they_were(tmp_path, one_device):
+    options = {"devices": one_device, "seed": 0, **ROUND, **SMALL}
+    first = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, fresh=1.0, size=2, **options)
+    (entry,) = first.entries
+    assert (entry.step, entry.parent, entry.algorithm, entry.finished) == (128, None, "a2c", False)
+    start = Result.load(entry.path, env=RandomWalk())
+    assert start.history["step"][-1] == 128 and start.evaluation.mean_return == entry.score
+    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=3, fresh=0.0, **options)
+    assert len(board.rounds) == 4 and all(row["step"] > 128 for row in board.rounds[1:])
+    for child in board.entries:
+        if child.parent is not None:
+            assert Result.load(child.path, env=RandomWalk()).history["step"][0] == start.history["step"][0]
+    assert not list((board.path / "workers").iterdir()), "no worker leaves anything behind"
+    assert "rank" in str(board) and board.best.id in str(board)
+    # A new algorithm starts members of its own.
+    mixed = msrl.compete(tmp_path / "board", "ppo", RandomWalk(), rounds=1, fresh=0.0, num_minibatches=1, **options)
+    assert mixed.rounds[-1]["algorithm"] == "ppo" and mixed.rounds[-1]["parent"] is None
+
+
+def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
+    """Four workers of two algorithms on one and two devices; half of them are killed, and others take their place."""
+    board = tmp_path / "board"
+
+    def start(seed, algo, devices=1, policy="GPUOnly"):
+        code = WORKER.format(root=str(ROOT), board=str(board), algo=algo, seed=seed, devices=devices, policy=policy)
+        return processes.start([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+    workers = [start(0, "a2c"), start(1, "a2c", 2, "MultiLearner"), start(2, "impala"), start(3, "impala")]
+    try:
+        wait_for(board, 6)
+        for worker in workers[:2]:
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait()
+        left = len(list((board / "workers").glob("*.lock")))
+        assert left >= 2
+        begun = len(Leaderboard(board).rounds)
+        workers.append(start(4, "a2c"))
+        wait_for(board, begun + 4)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            worker.stdout.close()
+    found = Leaderboard(board)
+    best = [row["best"] for row in found.rounds]
+    assert best == sorted(best) and {"a2c", "impala"} == {row["algorithm"] for row in found.rounds}
+    assert 1 <= len(found.entries) <= 3 and found.best.score == best[-1]
+    for entry in found.entries:
+        assert Result.load(entry.path).evaluation.mean_return == entry.score
+    with found.workplace():
+        assert len(list((board / "workers").glob("*.lock"))) == 1, "what killed workers left is gone"
+
+
+def wait_for(board, rounds):
+    end = time.monotonic() + 240
+    while not (board / "leaderboard.json").exists() or len(Leaderboard(board).rounds) < rounds:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def test_the_command_line(tmp_path):
+    flags = ["--round-steps", 128, "--total-steps", 256, "--rounds", 3, "--eval-episodes", 4, "--seed", 1, "--algo", "a2c"]
+    flags += ["--num-envs", 8, "--unroll-length", 8, "--hidden-sizes", 8, "--progress", "none", "--json", "--fresh", 0]
+    command = [sys.executable, "-m", "msrl_jax", "compete", tmp_path / "board", *flags]
+    done = processes.run(command)
+    assert done.returncode == 0, done.stderr
+    entries = json.loads(done.stdout.splitlines()[-1])
+    assert entries[0]["algorithm"] == "a2c" and len(Leaderboard(tmp_path / "board").rounds) == 3
+    done = processes.run([*command, "--env", "Acrobot-v1"])
+    assert done.returncode == 2 and "has env='CartPole-v1', and cannot go on with env='Acrobot-v1'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"round_steps": 0}, "round_steps=0: use an integer"),
+        ({"fresh": 1.5}, "fresh=1.5: use a probability"),
+        ({"fresh": None}, "fresh=None: use a probability"),
+        ({"target": float("nan")}, "target=nan: use a finite number"),
+        ({"round_steps": 1024}, "round_steps=1024 is more than total_steps=512"),
+        ({"learning_rate": [1e-3, 1e-4]}, "learning_rate has several values, but a member has one"),
+        ({"algo": "self_play", "env": "RockPaperScissors"}, "needs returns that tell which member is better"),
+        ({"size": 0}, "size=0: use an integer"),
+        ({"policy": "Nowhere"}, "Nowhere"),
+    ],
+    ids=["round", "fresh", "no fresh", "target", "long", "several", "ranked", "size", "policy"],
+)
+def test_bad_input_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        msrl.compete(tmp_path / "board", **{"algo": "a2c", "round_steps": 128, "rounds": 1, "total_steps": 512} | options)
+
+
+def test_other_folders_are_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunFolderError, match=r"holds other files \(thesis.tex\)"):
+        msrl.compete(tmp_path, "a2c", round_steps=128)
+    with pytest.raises(RunFolderError, match="holds no leaderboard"):
+        Leaderboard(str(tmp_path)).best  # noqa: B018
+    board = Leaderboard.make(tmp_path / "board", "Env", 2)
+    with pytest.raises(RunFolderError, match="has size=2, and cannot go on with size=3"):
+        Leaderboard.make(board.path, "Env", 3)
+    with pytest.raises(ValueError, match="has no members yet"):
+        _ = board.best
+    with pytest.raises(RunFolderError, match=r"has env_params=None, and cannot go on with env_params=\{'gravity': '1.0'\}"):
+        Leaderboard.make(board.path, "Env", 2, {"gravity": "1.0"})
+    (board.path / "leaderboard.json").write_text("{")
+    with pytest.raises(RunFolderError, match="is damaged"):
+        Leaderboard.make(board.path, "Env", 2)
+
+
+def test_a_damaged_member_is_left_out(tmp_path, one_device):
+    options = {"devices": one_device, "seed": 0, "fresh": 0.0, **ROUND, **SMALL}
+    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, **options)
+    (entry,) = board.entries
+    shutil.rmtree(entry.path / "checkpoints")
+    with pytest.warns(ResumeWarning, match=f"member {entry.id} cannot be read, and a new run begins"):
+        msrl.compete(board.path, "a2c", RandomWalk(), rounds=1, **options)
+    assert board.rounds[-1]["parent"] is None and len(board.entries) == 2
+    (entry.path / "entry.json").write_text("{")
+    with pytest.warns(ResumeWarning, match=r"entry.json is damaged .* left out"):
+        assert len(board.entries) == 1
+
+
+def test_members_that_have_done_all_their_steps_are_drawn_no_more(tmp_path, one_device):
+    options = {"devices": one_device, "seed": 0, "fresh": 0.0, "rounds": 1, "eval_episodes": 4, **SMALL}
+    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), round_steps=128, total_steps=512, **options)
+    msrl.compete(board.path, "a2c", RandomWalk(), round_steps=128, total_steps=128, **options)
+    assert [row["parent"] for row in board.rounds] == [None, None]
+    assert sorted(entry.finished for entry in board.entries) == [False, True]
+
+
+def test_a_time_limit_and_a_target_end_a_worker(tmp_path, one_device):
+    options = {"devices": one_device, "seed": 0, **ROUND, **SMALL}
+    board = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), target=-1e9, **options)
+    assert len(board.rounds) == 1
+    start = time.monotonic()
+    msrl.compete(tmp_path / "board", "a2c", RandomWalk(), time_limit=1.0, **options)
+    assert time.monotonic() - start < 60 and len(jax.devices()) == 8
