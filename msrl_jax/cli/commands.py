@@ -63,8 +63,8 @@ class Train(What):
     """Train an agent; with no arguments, PPO on CartPole-v1.
 
     Attributes:
-      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1; GPUOnly if not
-        given, or MultiLearner if the host simulates the environment.
+      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1;
+        GPUOnly if not given, or MultiLearner if the host simulates the environment.
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...

@@ -68,12 +68,13 @@ def train(
     progress and writes files; a request to stop, on any process, stops all after the same chunk.
 
     Args:
-      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. An `Experiment`
-        stands for all arguments that decide what is computed.
+      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. An
+        `Experiment` stands for all arguments that decide what is computed.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
-        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the computation.
+        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the
+        computation.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
@@ -127,8 +128,8 @@ def train(
     display = choose_display(progress if processes.is_first() else False)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
-        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt,
-        "guard": None if guard is None else check_guard(guard),
+        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
+        "pbt": pbt, "guard": None if guard is None else check_guard(guard),
     }  # fmt: skip
     watching = _check_watching(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
     # Absolute, because a callback may change the working directory.
@@ -255,7 +256,8 @@ def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved |
     if saved is not None and saved.iteration > experiment.iterations:
         done = saved.iteration * experiment.steps_per_iteration
         raise ValueError(
-            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend it"
+            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend "
+            "it"
         )
     return experiment
 

@@ -290,5 +290,5 @@ def test_a_run_saved_by_version_0_1_is_refused_with_a_sentence(run_folder, train
     del config["format"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     for read in (Result.load, lambda path: msrl.train(resume=path, progress=False)):
-        with pytest.raises(ValueError, match=r"was saved by version 0\.1 of msrl_jax, which this version cannot read; start a new"):
+        with pytest.raises(ValueError, match=r"was saved by version 0\.1 of msrl_jax, which this version cannot read; start"):
             read(tmp_path)
