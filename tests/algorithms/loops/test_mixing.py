@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.setup import resolve
+from msrl_jax.experiment.spec import make_experiment
 
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
@@ -127,7 +127,7 @@ def plain():
 )
 def test_a_run_is_the_same_under_every_policy(policy, devices, plain):
     built, state, after, metrics = plain
-    policy = msrl.training.setup.resolve_policy(policy)
+    policy = msrl.experiment.spec.resolve_policy(policy)
     program = msrl.compile(built.iteration, state, policy=policy, axes=built.axes, devices=jax.devices()[:devices])
     found, measured = program.run(program.initialize(lambda: built.with_data(built.init(jax.random.key(0)))), 5, chunk=5)
     # With two environments per device, XLA may fuse a multiplication and an addition in one program and not in the other.
@@ -246,5 +246,5 @@ def test_the_command_line_mixes(tmp_path, capsys):
 @pytest.mark.parametrize("fraction", [0.3, 0.5], ids=["another", "the-default"])
 def test_a_share_of_no_data_is_refused(fraction):
     with pytest.raises(ValueError, match=rf"DQNConfig.data_fraction={fraction} is a share of every batch for a data set, but"):
-        resolve("dqn", "CartPole-v1", overrides={"data_fraction": fraction})
-    assert resolve("dqn", "CartPole-v1").config.data_fraction == 0.5
+        make_experiment("dqn", "CartPole-v1", overrides={"data_fraction": fraction})
+    assert make_experiment("dqn", "CartPole-v1").config.data_fraction == 0.5
