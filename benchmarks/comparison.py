@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 
 ROOT = Path(__file__).parents[1]
 
@@ -108,18 +108,19 @@ def compare(setting: Setting, command: Sequence[str | Path], repeats: int, secon
       commit of msrl_jax, and the peer's versions.
     """
     load = os.getloadavg()[0]
-    setup = make_experiment(setting.algo, setting.env, overrides=setting.config | setting.only_ours, seeds=setting.seeds)
-    program = setup.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
-    chunk = calibrated_chunk(setup, program)
+    config = setting.config | setting.only_ours
+    experiment = make_experiment(setting.algo, setting.env, overrides=config, seeds=setting.seeds)
+    program = experiment.compile(resolve_policy("GPUOnly"), jax.devices()[:1])
+    chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
     flops = sum(f.flops * f.calls for f in program.explain().fragments if f.depth == 0)
-    steps = setup.behavior.agent.steps_per_iteration * setup.members
+    steps = experiment.steps_per_iteration * experiment.members
     peak = flops_per_second()
     with Peer(command, setting) as peer:
         here, there = jax.devices()[0].device_kind, peer.about["device"]
         if here != there:
             raise RuntimeError(f"msrl_jax trains on {here!r} and the peer on {there!r}; set JAX_PLATFORMS for both")
-        runners = [program_runner(setup, program, chunk), peer]
+        runners = [program_runner(experiment, program, chunk), peer]
         start, before = time.perf_counter(), others_seconds(peer.pid)
         ours, theirs = interleave(runners, seconds, repeats)
         after, seconds_of_turns = others_seconds(peer.pid), time.perf_counter() - start

@@ -3,8 +3,8 @@
     python3 -m venv /tmp/sb3 && /tmp/sb3/bin/pip install stable-baselines3 'gymnasium[mujoco]'
     python benchmarks/hosts.py --python /tmp/sb3/bin/python --json benchmarks/results/hosts.json
 
-Without `--python` only the shares are measured. All runs take turns: random actions in the simulators alone, training with one
-and with two groups of environments, and Stable-Baselines3's PPO with the same environments and sizes.
+Without `--python` only the shares are measured. All runs take turns: random actions in the simulators alone, training, and
+Stable-Baselines3's PPO with the same environments and sizes.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import numpy as np
 from comparison import Peer, Setting, commit
 
 import msrl_jax as msrl
-from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 
 PPO = {"num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4}
 SETTINGS = [Setting("ppo", f"gymnasium:{name}", PPO) for name in ("HalfCheetah-v5", "Ant-v5")]
@@ -51,18 +51,18 @@ class Simulating:
         return taken / (time.perf_counter() - start)
 
 
-def training(setting: Setting, groups: int, policy: str) -> Callable[[float], float]:
+def training(setting: Setting, policy: str) -> Callable[[float], float]:
     """A runner of training, compiled."""
-    setup = make_experiment(setting.algo, setting.env, overrides=setting.config | {"env_groups": groups})
-    program = setup.compile(resolve_policy(policy), jax.devices()[:1])
-    return program_runner(setup, program, calibrated_chunk(setup, program))
+    experiment = make_experiment(setting.algo, setting.env, overrides=setting.config)
+    program = experiment.compile(resolve_policy(policy), jax.devices()[:1])
+    return program_runner(experiment, program, calibrated_chunk(experiment, program))
 
 
 def measure(setting: Setting, policy: str, python: str | None, repeats: int, seconds: float) -> dict[str, Any]:
     """One row: medians of all runs, in steps per second."""
     with contextlib.ExitStack() as stack:
-        runners: dict[str, Any] = {"simulators": Simulating(setting.env, setting.config["num_envs"])}
-        runners |= {f"{groups} groups": training(setting, groups, policy) for groups in (1, 2)}
+        simulators = Simulating(setting.env, setting.config["num_envs"])
+        runners: dict[str, Any] = {"simulators": simulators, "training": training(setting, policy)}
         if python and setting.algo == "ppo":
             worker = Path(__file__).with_name("sb3_worker.py")
             runners["Stable-Baselines3"] = stack.enter_context(Peer([python, worker], setting))

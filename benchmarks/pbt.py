@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import msrl_jax as msrl
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment import make_experiment
 
 ENV, MEMBERS = "Pendulum-v1", 8
 RATES = tuple(float(x) for x in np.geomspace(1e-6, 1e-4, MEMBERS))
@@ -61,13 +61,13 @@ def compare(seed: int, pbt: msrl.PBT = SEARCH, steps: int = STEPS) -> dict[str, 
 def overhead(every: int = 20, periods: int = 5, repeats: int = 15) -> dict[str, Any]:
     """Seconds of an exploit period without and with exploits, the fastest of several repeats, by turns."""
     pbt = msrl.PBT(search=SEARCH.search, members=MEMBERS, every=every)
-    setups = {
+    experiments = {
         "independent": make_experiment("ppo", ENV, overrides={**PPO, "learning_rate": RATES}),
         "pbt": make_experiment("ppo", ENV, overrides={**PPO, "learning_rate": RATES}, pbt=pbt),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in setups}
-    programs = {name: setup.compile(msrl.policies.GPUOnly(), jax.devices()[:1]) for name, setup in setups.items()}
-    states = {name: setup.start(programs[name]) for name, setup in setups.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in experiments}
+    programs = {name: each.compile(msrl.policies.GPUOnly(), jax.devices()[:1]) for name, each in experiments.items()}
+    states = {name: each.start(programs[name]) for name, each in experiments.items()}
     for repeat in range(repeats + 1):
         for name, program in programs.items():
             start = time.perf_counter()

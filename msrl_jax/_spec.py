@@ -117,8 +117,10 @@ def _built(what: str, node: ast.expr, calls: Calls | None) -> Any:
     assert calls is not None
     if (name := node.func.id) not in calls:
         raise ValueError(f"{what}: there is no {name!r}{suggestion(name, calls)}; use {', '.join(calls)}")
-    several = ast.List | ast.Tuple
-    given = [[_built(what, y, calls) for y in x.elts] if isinstance(x, several) else _built(what, x, calls) for x in node.args]
+    given = [
+        [_built(what, y, calls) for y in x.elts] if isinstance(x, ast.List | ast.Tuple) else _built(what, x, calls)
+        for x in node.args
+    ]
     try:
         return calls[name](*given)
     except TypeError:

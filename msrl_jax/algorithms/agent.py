@@ -44,6 +44,10 @@ class Progress:
         """The iterations done, times `scale`, as a fraction of a number, at most 1. `[]` float32."""
         return counters.fraction(self.iteration, scale, iterations)
 
+    def times(self, number: int) -> Counter:
+        """The iterations done, times a number below 2**32, exactly: steps or updates done. shape=()."""
+        return counters.times(self.iteration, number)
+
     def remainder(self, period: int) -> jax.Array:
         """The remainder of the iterations done after division by a period of at most 2**24. `[]` int32."""
         return counters.remainder(self.iteration, period)

@@ -223,7 +223,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
     common = {"seeds": args.seeds, "env_params": args.env_params}
     if not args.devices:
         experiment = make_experiment(args.algo, args.env, overrides=config, **common)
-        plan = experiment.compile(resolve_policy(args.policy)).explain()
+        plan = experiment.compile(resolve_policy(args.policy or experiment.usual_policy)).explain()
         _show(args, plan.to_dict(), plan)
         return 0
     rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)
@@ -236,7 +236,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
 
 def bench(args: Bench, config: dict[str, Any]) -> int:
     """Measures the speed of training."""
-    from msrl_jax import report
+    from msrl_jax.report import bench as report
 
     grid = (args.algo, args.env, args.policy, args.num_envs, args.unroll_length)
     options = _options(args, "algo", "env", "policy", "num_envs", "unroll_length")
@@ -255,7 +255,7 @@ def list_names(args: List, config: dict[str, Any]) -> int:
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
         environments = sorted([*names.ENVIRONMENTS, *_suites.names()])
-        known = {"algorithms": names.ALGORITHMS, "environments": environments, "policies": names.POLICIES}
+        known = {"algorithms": names.algorithms(), "environments": environments, "policies": names.policies()}
     if args.envs:
         known = {"environments": known["environments"]}
     if args.json:

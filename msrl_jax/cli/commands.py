@@ -28,14 +28,15 @@ class What(Where):
       algo: name of the algorithm (see `msrl-jax list`) or MODULE:CLASS; the fields of its config are flags too.
       env: environment, NAME or NAME:param=value,...
       env_params: parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode.
-      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1
+      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1;
+        GPUOnly if not given, or MultiLearner if the host simulates the environment.
       json: print the outcome as one line of JSON, the last on stdout.
     """
 
     algo: str = "ppo"
     env: str = "CartPole-v1"
     env_params: str | None = None
-    policy: str = "GPUOnly"
+    policy: str | None = None
     json: bool = False
 
 
@@ -63,8 +64,6 @@ class Train(What):
     """Train an agent; with no arguments, PPO on CartPole-v1.
 
     Attributes:
-      policy: distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1;
-        GPUOnly if not given, or MultiLearner if the host simulates the environment.
       total_steps: environment steps per seed.
       seed: the seed of all randomness.
       seeds: number of runs to train at once, with the seeds seed, seed + 1, ...
@@ -88,7 +87,6 @@ class Train(What):
       distributed: this is one of the processes of a cluster, which JAX finds by itself: SLURM, Open MPI, GKE, a TPU pod.
     """
 
-    policy: str | None = None  # type: ignore[assignment]
     total_steps: int = 500_000
     seed: int = 0
     seeds: int = 1

@@ -217,7 +217,7 @@ def _algorithms_with(field: str, others: Sequence[str]) -> list[str]:
         return []
     from msrl_jax import algorithms
 
-    return [name for name in algorithms.names() if field in {f.name for f in dataclasses.fields(algorithms.get(name).config)}]
+    return [name for name in algorithms.names() if field in {f.name for f in dataclasses.fields(algorithms.get(name))}]
 
 
 def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:

@@ -25,17 +25,11 @@ _KEPT = 200
 
 
 def launch(argv: Sequence[str], count: int) -> int:
-    """Starts processes with equal arguments, and waits for all of them.
+    """Starts processes of `python -m msrl_jax` with equal arguments, and waits for all of them.
 
     The first one writes to the terminal. What the others write to stderr is shown if the run fails. Signals to this process
-    go to all of them; when this process dies, they do too.
-
-    Args:
-      argv: the arguments of `python -m msrl_jax`.
-      count: the number of processes.
-
-    Returns:
-      0 if all succeeded; else the exit code of the first that failed, or `LOST` if a signal ended it.
+    go to all of them; when this process dies, they do too. Returns 0 if all succeeded; else the exit code of the first that
+    failed, or `LOST` if a signal ended it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,11 +1,22 @@
-"""Names in the registries of algorithms, environments and policies, for `msrl-jax list`, which imports none, and so no JAX."""
+"""Names that `msrl-jax list` shows, read from the sources of this package: importing those would import JAX."""
 
-ALGORITHMS = (
-    "a2c", "a3c", "apex_dqn", "bc", "cql", "ddpg", "dqn", "es", "impala", "ippo", "iql", "maddpg", "mappo", "ppo", "qmix",
-    "r2d2", "recurrent_ppo", "sac", "self_play", "td3", "teams", "vdn",
-)  # fmt: skip
+import re
+from pathlib import Path
 
-ENVIRONMENTS = ("KuhnPoker", "RockPaperScissors")
+ENVIRONMENTS = ["KuhnPoker", "RockPaperScissors"]
 """The environments of this package."""
 
-POLICIES = ("Central", "Environments", "GPUOnly", "MultiLearner", "SingleLearnerCoarse", "SingleLearnerFine")
+
+def algorithms() -> list[str]:
+    """The names of all algorithms."""
+    return _found("algorithms", r'^(?:@config\(|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"')
+
+
+def policies() -> list[str]:
+    """The names of all distribution policies: classes with a layout."""
+    return _found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\(")
+
+
+def _found(folder: str, pattern: str) -> list[str]:
+    files = (Path(__file__).parents[1] / folder).glob("*.py")
+    return sorted(name for file in files for name in re.findall(pattern, file.read_text("utf-8"), re.MULTILINE))

@@ -126,6 +126,11 @@ class Experiment:
             )
         return randomized(env, self.env_params)
 
+    @property
+    def usual_policy(self) -> str:
+        """The distribution policy of a run for which none is given."""
+        return "MultiLearner" if is_on_host(self.environment) else "GPUOnly"
+
     @functools.cached_property
     def dataset(self) -> data.Dataset | None:
         """The data set of the run, if it has one."""

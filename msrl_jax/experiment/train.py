@@ -147,7 +147,7 @@ def train(
                 return _already_done(saved, env, env_params)
             _check_guard_fits(experiment, record)
             simulated = saved is None and is_on_host(experiment.environment)
-            usual = saved.description["policy"] if saved else "MultiLearner" if simulated else "GPUOnly"
+            usual = saved.description["policy"] if saved else experiment.usual_policy
             where = resolve_policy(usual if policy is None else policy)
             experiment, recording, most = recorded(experiment, record, watching["chunk"], policy_text(where), saved)
             program = experiment.compile(where, devices)
@@ -241,8 +241,9 @@ def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved |
     """What the arguments and the folder say."""
     if isinstance(given["algo"], Experiment):
         experiment = given["algo"]
-        if also := [name for name, x in given.items() if x is not None and name != "algo"] + [*overrides]:
-            raise ValueError(f"{also[0]} is a part of the experiment; change it there: dataclasses.replace(experiment, ...)")
+        for name, value in (given | overrides).items():
+            if value is not None and name != "algo":
+                raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
         if saved is not None:
             store.check_same(saved, experiment)
     elif saved is None:

@@ -1,6 +1,4 @@
-"""Reports: how fast an algorithm trains, and how its plan scales."""
+"""Reports: how fast algorithms train (`bench`), and how their plans scale with the devices (`scaling`)."""
 
-from msrl_jax.report.bench import Measurement as Measurement
-from msrl_jax.report.bench import bench as bench
-from msrl_jax.report.bench import format_table as format_table
-from msrl_jax.report.scaling import plans as plans
+from msrl_jax.report import bench as bench
+from msrl_jax.report import scaling as scaling

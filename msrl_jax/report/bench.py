@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 
@@ -86,25 +86,11 @@ class Measurement:
         return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
 
 
-class Timed(Protocol):
-    """A training loop that can be timed."""
-
-    def run(self, seconds: float) -> float:
-        """Trains for about `seconds` and returns environment steps per second."""
-        ...
-
-
 class Runner:
     """Trains in this process in chunks of iterations; every call continues where the last one ended."""
 
     def __init__(self, step: Callable[[Any], Any], state: Any, steps: int):
-        """Runs two chunks: one to compile and warm up, and one to measure the length of a chunk.
-
-        Args:
-          step: runs a chunk, `state -> state`; it may reuse the state's memory.
-          state: the initial state.
-          steps: environment steps of a chunk.
-        """
+        """Runs two chunks of `steps` environment steps: one to compile and warm up, and one to measure their length."""
         self._step, self._state, self._steps = step, state, steps
         self._chunks(1)
         self.rate = self._chunks(1)
@@ -121,11 +107,11 @@ class Runner:
         return self._chunks(max(1, round(seconds * self.rate / self._steps)))
 
 
-def interleave(runners: Sequence[Timed], seconds: float, repeats: int) -> list[tuple[float, ...]]:
+def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
     """Times runners in turn, so that changes in the speed of the machine affect all of them.
 
     Args:
-      runners: the runners to time.
+      runners: what is timed: objects with a method `run(seconds)` that returns environment steps per second.
       seconds: approximate length of a timed run.
       repeats: number of timed runs of each runner; every other round is in reverse order.
 
@@ -161,10 +147,7 @@ def program_runner(experiment: Experiment, program: Program, chunk: int) -> Runn
 
 
 def plain_program(experiment: Experiment, program: Program, iterations: int) -> tuple[jax.stages.Compiled, Any]:
-    """Compiles the same iterations as a plain `jax.jit(jax.lax.scan(...))`, and makes its initial state.
-
-    The state is the same, on the same devices, and the plain program may reuse its memory too.
-    """
+    """The same iterations as a plain `jax.jit(jax.lax.scan(...))` that may reuse its memory too, and its initial state."""
     iteration = experiment.agent.iteration
     scan = jax.jit(lambda s: jax.lax.scan(lambda s, _: iteration(s), s, None, iterations), donate_argnums=0)
     state = program.unwrap(experiment.start(program))

@@ -56,7 +56,7 @@ class Scaled:
 def plans(
     algo: str,
     env: str,
-    policy: str,
+    policy: str | None,
     devices: Sequence[str],
     envs_per_device: int | None = None,
     *,
@@ -69,7 +69,7 @@ def plans(
     Args:
       algo: name of the algorithm.
       env: name of the environment.
-      policy: the policy as text. `{n}` and `{half}` stand for the number of devices and for half of it.
+      policy: the policy as text; that of `train` if None. `{n}` and `{half}` stand for the number of devices and half of it.
       devices: names of devices as in `plan_devices`.
       envs_per_device: environments for each device; if None, their number stays the same.
       seeds: number of runs to train at once.
@@ -91,9 +91,10 @@ def plans(
     for name, there in [(name, plan_devices(name)) for name in devices]:
         count = len(there)
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
-        placed = resolve_policy(policy.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
         with planning_for(there):
             experiment = make_experiment(algo, env, seeds=seeds, overrides=overrides | sized, env_params=env_params)
+            text = experiment.usual_policy if policy is None else policy
+            placed = resolve_policy(text.replace("{n}", str(count)).replace("{half}", str(max(1, count // 2))))
             plan = experiment.compile(placed, there).explain()
         num_envs = getattr(experiment.algorithm, "num_envs", None)
         found.append(Scaled(experiment.name, spec(placed), name, count, num_envs, plan))

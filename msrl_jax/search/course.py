@@ -216,17 +216,9 @@ def memory_of(
 ) -> tuple[int, int, int | None]:
     """Estimates the memory of a trial, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
 
-    Args:
-      experiment: the run of one trial.
-      policy: the distribution policy.
-      devices: the devices; all if None.
-
     Returns:
       The trials that fit side by side, at least 1; the bytes of one with all its seeds, where memory is scarcest; and the bytes
       that are there, None if the devices do not tell.
-
-    Raises:
-      ValueError: if the state of one trial alone does not fit, or the devices do not fit the policy.
     """
     program = experiment.compile(policy, devices)
     held = program.state_bytes
@@ -249,15 +241,7 @@ def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
 def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
     """The trials of a run with their steps and returns: of the last evaluation, or of the last tenth of training without one.
 
-    Args:
-      batch: the trials.
-      seeds: members of each.
-      result: the result of the run.
-      rung: the rung of successive halving.
-      run: the number of the run.
-
-    Returns:
-      The trials; a member whose parameters are not finite has the return nan.
+    A member whose parameters are not finite has the return nan.
     """
     means = result.final("episode_return") if result.evaluation is None else result.evaluation.mean_return
     finite = np.ones(result.members, bool)
@@ -272,14 +256,11 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
 
 
 def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:
-    """Takes trials out of runs that did equally many steps.
+    """Takes trials out of runs that did equally many steps, as a run whose history is the last row of theirs.
 
     Args:
       experiment: the run of these trials.
       parts: for each trial, the run that trained it before, and the number of its first member there.
-
-    Returns:
-      The result of a run of these trials with all their seeds. Its history is the last row of theirs.
     """
     first = parts[0][0]
     if not first.has_members:
@@ -303,7 +284,8 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
     history |= {name: x[None] for name, x in taken(lambda run: {name: run.history[name][-1] for name in columns}).items()}
     states = [agent.without_data(run.run_state) for run, _ in parts]
     return dataclasses.replace(
-        first, experiment=experiment, history=history, run_state=agent.with_data(map_members(join, *states)),
+        first, experiment=experiment, description={**first.description, **experiment.to_json()}, history=history,
+        run_state=agent.with_data(map_members(join, *states)),
         registers=taken(lambda run: run.registers), evaluation=last, folder=None,
     )  # fmt: skip
 

@@ -77,19 +77,13 @@ class Leaderboard:
 
     @classmethod
     def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
-        """Finds a leaderboard, or makes an empty one.
+        """Finds a leaderboard, or makes an empty one; RunFolderError if it is of another environment or size, or of other files.
 
         Args:
           path: its folder.
           env: the environment of its members.
           size: the largest number of members; None takes that of the board, or 8 for a new one.
           env_params: what parameters of the environment are drawn from, as plain data.
-
-        Returns:
-          The leaderboard.
-
-        Raises:
-          RunFolderError: a ValueError, if the board is of another environment or size, or if the folder holds other files.
         """
         board = cls(as_path("path", path))
         size = None if size is None else whole("size", size)
@@ -165,15 +159,9 @@ class Leaderboard:
         return rounds
 
     def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
-        """Draws a member to train on: each rank has half the probability of the one above it.
+        """Draws a member of an algorithm to train on: each rank has half the probability of the one above it.
 
-        Args:
-          rng: the random numbers.
-          algorithm: its algorithm.
-          below: the number of steps that it must not have reached.
-
-        Returns:
-          A member that has not finished; None if there is none.
+        It has not finished, and has done fewer steps than `below`; None if there is none.
         """
         fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
         if not fitting:
@@ -184,22 +172,10 @@ class Leaderboard:
     def put(
         self, run: Path, score: float, *, algorithm: str, step: int, finished: bool, parent: Entry | None, worker: str
     ) -> bool:
-        """Offers a run to the board, which keeps it if it is better than what it replaces.
+        """Offers the folder of a run to the board, which keeps it if it is better than what it replaces.
 
-        That is the member that it was trained from; or, if that is no longer there or the run began anew, the worst member of
-        a full board. So the best score never falls.
-
-        Args:
-          run: the folder of the run, on the same disk; it moves to the board.
-          score: its score.
-          algorithm: its algorithm.
-          step: its environment steps.
-          finished: whether it has done all its steps.
-          parent: the member that it was trained from.
-          worker: who trained it.
-
-        Returns:
-          Whether the board has it now. If not, the folder is as it was.
+        That is the member that it was trained from; or, if that is no longer there or the run is a new one, the worst member of
+        a full board. So the best score never falls. Returns whether the board has it now; if not, the folder is as it was.
         """
         settings, number = self.settings, uuid.uuid4().hex[:12]
         kept = math.isfinite(score)

@@ -47,13 +47,7 @@ def asked(
 ) -> Order:  # fmt: skip
     """Asks a study of Optuna for `num` trials, `each` in a stage, and tells it their returns.
 
-    Args:
-      axes: the swept fields.
-      make: makes trials of their values and the number of the first.
-      num: number of trials.
-      each: trials of a stage.
-      until: steps of each trial.
-      seed: seed of the study.
+    `make` makes trials of their values and the number of the first.
     """
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -83,7 +77,7 @@ def _suggested(ask: Any, axis: Axis) -> Any:
 def rung_steps(
     total_steps: int, factor: int | None, rungs: int | None, min_steps: int | None, trials: int, least: int
 ) -> list[int]:
-    """The steps after which trials are compared, and at last those of the whole sweep.
+    """The steps after which trials are compared, and at last those of all (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
     Args:
       total_steps: steps of the trials that go on to the end.
@@ -92,12 +86,6 @@ def rung_steps(
       min_steps: steps of the first rung, in place of `rungs`; each rung has `factor` times as many.
       trials: number of trials.
       least: steps of one iteration.
-
-    Returns:
-      The steps of each rung (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
-
-    Raises:
-      ValueError: if a number is out of range or has no effect.
     """
     if factor is None:
         for name, value in (("rungs", rungs), ("min_steps", min_steps)):

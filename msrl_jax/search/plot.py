@@ -41,6 +41,7 @@ def plot_sweep(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Fi
         at, labels = _positions(axis, trials)
         panel.errorbar(at, means, yerr=below, fmt="o", alpha=0.7, ms=4, lw=1)
         panel.set_xlabel(axis.field.replace("_", " "))
+        panel.margins(x=0.15)
         panel.grid(alpha=0.3)
         if labels is not None:
             panel.set_xticks(range(len(labels)), labels)
@@ -82,18 +83,27 @@ def _parallel(figure: Any, panel: Any, trials: Sequence[Trial], axes: Sequence[A
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    heights = []
+    heights, ends = [], []
     for axis in axes:
         at, labels = _positions(axis, trials)
-        at = np.log(at) if labels is None and _is_log(axis) else at
-        spread = np.ptp(at)
-        heights.append((at - at.min()) / spread if spread else np.full(len(at), 0.5))
-    spread = np.ptp(means)
-    heights.append((means - means.min()) / spread if spread else np.full(len(means), 0.5))
+        ends.append([f"{x:.4g}" if labels is None else labels[int(x)] for x in (float(at.min()), float(at.max()))])
+        heights.append(_height(np.log(at) if labels is None and _is_log(axis) else at))
+    ends.append([f"{x:.4g}" for x in (means.min(), means.max())])
+    heights.append(_height(means))
     colors = ScalarMappable(Normalize(means.min(), means.max()), "viridis")
     for i in np.argsort(means):
         panel.plot([height[i] for height in heights], color=colors.to_rgba(means[i]), alpha=0.8)
     panel.set_xticks(range(len(axes) + 1), [*(axis.field.replace("_", " ") for axis in axes), "return"])
-    panel.set_yticks([0, 1], ["least", "most"])
+    panel.set_yticks([])
+    panel.set_ylim(-0.12, 1.12)
+    for i, (low, high) in enumerate(ends):
+        panel.text(i, -0.03, low, ha="center", va="top")
+        panel.text(i, 1.03, high, ha="center", va="bottom")
     panel.grid(axis="x", alpha=0.3)
     figure.colorbar(colors, ax=panel, label="return")
+
+
+def _height(values: np.ndarray) -> np.ndarray:
+    """Values from 0 to 1; 0.5 if all are equal."""
+    spread = np.ptp(values)
+    return (values - values.min()) / spread if spread else np.full(len(values), 0.5)

@@ -26,18 +26,9 @@ _FREE = ("policy", "config", "fields")
 
 
 def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict[str, Any]:
-    """Reads the sweep in a folder that goes on.
+    """The content of `sweep.json`; empty if the folder holds no sweep.
 
-    Args:
-      path: the folder.
-      description: what the sweep computes, as plain data.
-      resume: whether a sweep in the folder goes on.
-
-    Returns:
-      The content of `sweep.json`; empty if the folder holds no sweep.
-
-    Raises:
-      RunFolderError: if the folder holds another sweep, a run, or a sweep that should not go on.
+    Raises RunFolderError if it holds another sweep than the described one, a run, or a sweep that should not go on.
     """
     if not (path / SWEEP).exists():
         folder.check_free(path)
@@ -73,11 +64,7 @@ def write_sweep(
     trials: Sequence[Trial],
     before: Mapping[str, Any],
 ) -> None:
-    """Writes `sweep.json`, if there are more trials than `before`.
-
-    Raises:
-      RunFolderError: if the trials are not those of `before`, because another version of a package chose them.
-    """
+    """Writes `sweep.json` if there are more trials than `before`; raises RunFolderError if they are not those of `before`."""
     was = before.get("trials", [])
     chosen = folder.to_json([{"trial": t.number, "program": t.program, "values": t.values} for t in trials])
     if differing := [new for new, old in zip(chosen, was, strict=False) if new != old]:

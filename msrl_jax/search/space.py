@@ -114,11 +114,12 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).tolist()
     if isinstance(value, list | tuple | range):
+        options: list[Any] = list(value)
         if any(typing.get_origin(part) is tuple for part in _parts(hint)):
-            several = bool(value) and all(isinstance(x, list | tuple) for x in value)
-            value = choice([tuple(x) for x in value]) if several else value
+            several = bool(options) and all(isinstance(x, list | tuple) for x in options)
+            value = choice([tuple(x) for x in options]) if several else value
         else:
-            value = choice(value)
+            value = choice(options)
     if not is_value(value):
         return _number(where, value, hint)
     if not isinstance(value, Distribution):
@@ -129,7 +130,8 @@ def _read(where: str, value: Any, hint: Any) -> Any:
         return choice([_number(where, x, hint) for x in value.numbers])
     if not is_number:
         raise ValueError(f"{where}={value}: it is no number; give a list of its values")
-    low, high = bounds = tuple(_number(where, x, hint) for x in value.numbers)
+    bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
+    low, high = bounds
     fine = all(isinstance(x, numbers.Real) and math.isfinite(x) for x in bounds) and low <= high
     if not fine or (value.kind == "log_uniform" and low <= 0):
         raise ValueError(f"{where}={value}: give low <= high{' above 0' * (value.kind == 'log_uniform')}")

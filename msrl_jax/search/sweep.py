@@ -30,7 +30,7 @@ def sweep(
     *,
     num: int | None = None,
     method: Method = "random",
-    policy: str | DistributionPolicy = "GPUOnly",
+    policy: str | DistributionPolicy | None = None,
     total_steps: int = 500_000,
     seed: int = 0,
     seeds: int = 1,
@@ -106,7 +106,6 @@ def sweep(
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
     axes, constants = read_axes(type(start), fields)
-    distribution = resolve_policy(policy)
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
@@ -117,6 +116,7 @@ def sweep(
     base = Experiment(
         algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds, guard="ignore"
     )
+    distribution = resolve_policy(base.usual_policy if policy is None else policy)
     about = base.to_json()
     description = folder.to_json(about | {
         "config": about["config"] | folder.to_json(constants), "policy": policy_text(distribution), "eval_episodes": episodes,

@@ -50,7 +50,7 @@ def compete(
     fresh: float = 0.2,
     size: int | None = None,
     seed: int | None = None,
-    policy: str | DistributionPolicy = "GPUOnly",
+    policy: str | DistributionPolicy | None = None,
     devices: Sequence[Device] | None = None,
     eval_episodes: int = 64,
     env_params: GivenParams | None = None,
@@ -80,7 +80,7 @@ def compete(
       fresh: probability of a new run in place of a drawn member.
       size: largest number of members; by default that of the board, or 8 for a new one.
       seed: the seed of this worker's draws and new runs; None takes another one each time.
-      policy: a distribution policy, or the name of one.
+      policy: a distribution policy, or the name of one, as in `train`.
       devices: the devices of this worker; all if None.
       eval_episodes: episodes of an evaluation.
       env_params: what parameters of the environment are drawn from, as in `train`.
@@ -106,7 +106,8 @@ def compete(
         raise ValueError(f"target={target!r}: use a finite number")
     if processes.count() > 1:
         raise ValueError("a worker is one process: call msrl.compete in processes that do not share jax.distributed")
-    resolve_policy(policy)
+    if policy is not None:
+        resolve_policy(policy)
     new = make_experiment(algo, env, total_steps=total_steps, env_params=env_params, overrides=overrides)
     agent = new.behavior.agent
     if not agent.ranked or agent.unit == "updates":

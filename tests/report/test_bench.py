@@ -120,8 +120,8 @@ def planned(monkeypatch):
     """Instead of measuring, notes the configs that would be measured."""
     configs = {}
     monkeypatch.setattr(benchmark, "format_table", lambda measurements: "")
-    monkeypatch.setattr(benchmark.Setup, "compile", lambda *arguments: None)
-    monkeypatch.setattr(benchmark, "measure", lambda setup, policy, **_: configs.update({setup.algorithm.name: setup.config}))
+    monkeypatch.setattr(benchmark.Experiment, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "measure", lambda e, policy, **_: configs.update({e.name: e.algorithm}))
     return configs
 
 
@@ -131,15 +131,14 @@ def planned(monkeypatch):
 def test_every_algorithm_has_its_own_defaults(env, algos, planned):
     bench(algos, (env,))
     for algo in algos:
-        default = algorithms.get(algo).config
-        assert (planned[algo].num_envs, planned[algo].unroll_length) == (default.num_envs, default.unroll_length)
+        assert planned[algo] == algorithms.get(algo)()
 
 
 def test_every_combination_of_the_grid_is_measured(monkeypatch):
-    def noted(setup, policy, **options):
-        return setup.algorithm.name, type(policy).__name__, setup.config.num_envs, setup.config.unroll_length
+    def noted(experiment, policy, **options):
+        return experiment.name, type(policy).__name__, experiment.algorithm.num_envs, experiment.algorithm.unroll_length
 
-    monkeypatch.setattr(benchmark.Setup, "compile", lambda *arguments: None)
+    monkeypatch.setattr(benchmark.Experiment, "compile", lambda *arguments: None)
     monkeypatch.setattr(benchmark, "measure", noted)
     found = bench(("a2c", "ppo"), policies=("GPUOnly", "Central"), num_envs=(8, 16), unroll_lengths=(64, 128))
     assert found == [(a, p, n, t) for a in ("a2c", "ppo") for p in ("GPUOnly", "Central") for n in (8, 16) for t in (64, 128)]
@@ -147,8 +146,8 @@ def test_every_combination_of_the_grid_is_measured(monkeypatch):
 
 @pytest.mark.parametrize("algos", [("ppo", "dqn"), ("dqn", "ppo")])
 def test_a_flag_that_equals_a_default_counts_for_all_algorithms(algos, planned):
-    default = algorithms.get("ppo").config.learning_rate
-    assert algorithms.get("dqn").config.learning_rate != default
+    default = algorithms.get("ppo")().learning_rate
+    assert algorithms.get("dqn")().learning_rate != default
     assert main(["bench", "--algo", *algos, "--learning-rate", str(default), "--num-envs", "8"]) == 0
     assert {config.learning_rate for config in planned.values()} == {default}
     assert {config.num_envs for config in planned.values()} == {8}

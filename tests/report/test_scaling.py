@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from msrl_jax import cli
-from msrl_jax.cli import program
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax import cli, envs
+from msrl_jax.algorithms import A2C
+from msrl_jax.cli import actions, program
 from msrl_jax.report.scaling import format_markdown, format_table, plans
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (16,)}
@@ -20,7 +20,7 @@ def scaled(policy, devices=DEVICES, **others):
 
 
 def parameters():
-    agent = make_experiment("a2c", "CartPole-v1", overrides=SMALL).behavior.agent
+    agent = A2C(**SMALL).build(envs.make("CartPole-v1"))
     shapes = jax.eval_shape(agent.init, jax.random.key(0)).params
     return 4 * sum(x.size for x in jax.tree.leaves(shapes))
 
@@ -73,7 +73,7 @@ def explain(capsys, *flags):
 
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr(program, "_use_cpu_devices", asked.append)
+    monkeypatch.setattr(actions, "use_cpu_devices", asked.append)
     code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
     assert (code, json.loads(out)["placements"]) == (0, {"all": ["cpu:0", "cpu:1"]})
     code, out, _ = explain(capsys, "--envs-per-device", "4", "--devices", "cpu:1", "cpu:2", "--json")
@@ -91,6 +91,6 @@ def test_explain_plans_for_named_devices(capsys, monkeypatch):
     ],
 )
 def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(program, "_use_cpu_devices", lambda count: None)
+    monkeypatch.setattr(actions, "use_cpu_devices", lambda count: None)
     code, _, error = explain(capsys, *flags)
     assert code == program.BAD_INPUT and message in error and error.count("\n") == 1

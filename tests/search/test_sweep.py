@@ -9,29 +9,38 @@ import time
 import jax
 import numpy as np
 import pytest
-from msrl_jax.search.sw_halving import rung_steps, survivors
-from msrl_jax.search.sw_trials import Trial
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, cli, envs
+from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
-from msrl_jax.cli.commands import Sweep, Train
-from msrl_jax.experiment.folder import RunFolderError
-from msrl_jax.search import sw_batch as batch
-from msrl_jax.search import sw_plan as plan
-from msrl_jax.search.space import choose, read_axes
+from msrl_jax.cli.commands import Train
+from msrl_jax.experiment import RunFolderError
+from msrl_jax.search import course
+from msrl_jax.search.space import choose
+from msrl_jax.search.trials import Trial
 from tests.support import processes
 
 from ..algorithms.random_walk import RandomWalk
-from ..experiment.test_members import assert_member
+from .test_space import axes_of
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
 APART = "SingleLearnerCoarse:learners=1,actors=1"
 
 
-def axes_of(**fields):
-    return read_axes(algorithms.get("ppo"), fields)[0]
+def assert_member(members, member, alone):
+    """That a member has the history, the parameters and the keys of a run of its own."""
+    for name, column in alone.history.items():
+        if name not in ("step", "iteration", "seconds", "steps_per_second"):
+            mine = members.history[name]
+            np.testing.assert_allclose(mine[:, member] if mine.ndim > 1 else mine, column, rtol=2e-4, atol=1e-5, err_msg=name)
+    of_member = innermost(members.member_state(member))
+    for x, y in zip(jax.tree.leaves(of_member.params), jax.tree.leaves(alone.state.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    keys = jax.random.key_data(of_member.actor_keys), jax.random.key_data(alone.state.actor_keys)
+    np.testing.assert_array_equal(*keys)
 
 
 def returns(result):
@@ -52,70 +61,12 @@ def swept(folder, tiny, one_device):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "numbers"),
-    [
-        ("log:1e-4:1e-2", "log_uniform", (1e-4, 1e-2)),
-        ("uniform:0.9:1", "uniform", (0.9, 1)),
-        ("1e-4,3e-4", "choice", (1e-4, 3e-4)),
-        ("choice:1e-4:3e-4", "choice", (1e-4, 3e-4)),
-        ([1e-4, 3e-4], "choice", (1e-4, 3e-4)),
-        (np.array([0.25, 0.5]), "choice", (0.25, 0.5)),
-        (envs.log_uniform(1e-4, 1e-2), "log_uniform", (1e-4, 1e-2)),
-    ],
-    ids=["log", "uniform", "comma", "choice", "list", "array", "object"],
-)
-def test_a_field_is_swept_as_text_a_list_or_a_distribution(value, kind, numbers):
-    (axis,) = axes_of(learning_rate=value)
-    assert (axis.values.kind, axis.values.numbers) == (kind, numbers)
-
-
-def test_a_field_of_sequences_is_swept_by_a_list_of_them():
-    axes, constants = read_axes(algorithms.get("ppo"), {"hidden_sizes": [[8], (8, 8)], "activation": ["tanh", "relu"]})
-    assert [axis.values.numbers for axis in axes] == [((8,), (8, 8)), ("tanh", "relu")] and constants == {}
-    _, constants = read_axes(algorithms.get("ppo"), {"hidden_sizes": [8, 8], "activation": "tanh", "gae_lambda": [0.5]})
-    assert constants == {"hidden_sizes": [8, 8], "activation": "tanh"}
-
-
-def test_integers_stay_integers():
-    (axis,) = axes_of(num_envs="uniform:4:6")
-    drawn = [axis.at(u) for u in (0.0, 0.32, 0.34, 0.66, 0.67, 0.9999)]
-    assert drawn == [4, 4, 5, 5, 6, 6] and {type(x) for x in drawn} == {int}
-    (axis,) = axes_of(num_envs="log:8:64")
-    assert axis.points(4) == [8, 16, 32, 64] and {type(x) for x in axis.points(4)} == {int}
-    assert {axis.at(0.0), axis.at(0.9999)} == {8, 64}
-    assert axes_of(num_envs="8,1e3")[0].points(None) == [8, 1000]
-
-
-def test_a_grid_has_all_combinations():
-    axes = axes_of(learning_rate="log:1e-4:1e-2", num_envs=[8, 16])
-    chosen = choose(axes, "grid", 3, 0)
-    np.testing.assert_allclose([row["learning_rate"] for row in chosen], np.repeat([1e-4, 1e-3, 1e-2], 2))
-    assert [row["num_envs"] for row in chosen] == [8, 16] * 3
-
-
-@pytest.mark.parametrize("method", ["random", "sobol"])
-def test_values_lie_within_bounds_and_follow_the_seed(method):
-    axes = axes_of(learning_rate="log:1e-4:1e-2", gae_lambda=envs.uniform(0.9, 1.0))
-    chosen = choose(axes, method, 256, 0)
-    rates, lambdas = (np.array([row[name] for row in chosen]) for name in ("learning_rate", "gae_lambda"))
-    assert (rates >= 1e-4).all() and (rates <= 1e-2).all() and (lambdas >= 0.9).all() and (lambdas <= 1.0).all()
-    assert 100 <= (rates < 1e-3).sum() <= 156, "half of them lie in each decade"
-    assert chosen == choose(axes, method, 256, 0) != choose(axes, method, 256, 1)
-
-
-def test_sobol_points_have_one_value_in_each_interval():
-    chosen = choose(axes_of(learning_rate="uniform:0:16", gae_lambda="uniform:0:1"), "sobol", 16, 5)
-    assert sorted(int(row["learning_rate"]) for row in chosen) == list(range(16))
-    assert sorted(int(16 * row["gae_lambda"]) for row in chosen) == list(range(16))
-
-
 MISTAKES = [
     ({"num": 4}, "no field has several values"),
-    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPOConfig.learning_rate=-1.0: use a finite"),
-    ({"learning_rate": "log:0:1", "num": 2}, "PPOConfig.learning_rate=log_uniform.*low <= high above 0"),
-    ({"learning_rate": "lg:1:2"}, "PPOConfig.learning_rate: there is no 'lg'"),
-    ({"learning_rate": "1,x"}, "PPOConfig.learning_rate=.*is no number"),
+    ({"learning_rate": [1e-3, -1.0]}, r"trial 1 \(learning_rate=-1\): PPO.learning_rate=-1.0: use a finite"),
+    ({"learning_rate": "log:0:1", "num": 2}, "PPO.learning_rate=log_uniform.*low <= high above 0"),
+    ({"learning_rate": "lg:1:2"}, "PPO.learning_rate: there is no 'lg'"),
+    ({"learning_rate": "1,x"}, "PPO.learning_rate=.*is no number"),
     ({"learning_rate": "ramp:0:1:10"}, "does not change during a run"),
     ({"learning_rate": "log:1e-4:1e-2"}, 'with method="grid": num= says how many points'),
     ({"learning_rate": [1e-3], "num": 2}, "leave num out"),
@@ -123,8 +74,8 @@ MISTAKES = [
     ({"learning_rate": [1e-3], "method": "best"}, "method='best'; use one of random"),
     ({"learning_rate": []}, "there are no values"),
     ({"activation": envs.uniform(0, 1)}, "it is no number"),
-    ({"activation": ["tanh", "tan"]}, r"trial 1 \(activation=tan\): PPOConfig.activation='tan'"),
-    ({"rate": [1e-3, 1e-2]}, "PPOConfig has no field 'rate'"),
+    ({"activation": ["tanh", "tan"]}, r"trial 1 \(activation=tan\): PPO.activation='tan'"),
+    ({"rate": [1e-3, 1e-2]}, "PPO has no field 'rate'"),
     ({"num_envs": [8, 128], "total_steps": 256}, r"trial 1 \(num_envs=128\): total_steps=256 is less than the 1024 steps"),
     ({"learning_rate": [1e-3], "members_at_once": 1, "seeds": 2}, "use at least seeds=2"),
     ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
@@ -139,7 +90,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
 def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.sw_search.check_optuna", lambda: None)
+    monkeypatch.setattr("msrl_jax.search.order.check_optuna", lambda: None)
     arguments = {"method": "grid", "env": ENV, "out": tmp_path / "sweep", **COMMON, **tiny} | mistake
     with jax.log_compiles(), pytest.raises(ValueError, match=message):
         msrl.sweep("ppo", **arguments)
@@ -197,13 +148,13 @@ def test_numbers_of_the_command_are_exact(tiny):
     about = {
         "algorithm": "ppo", "env_spec": ENV, "env_params": {"length": "uniform(0.25, 1)"}, "policy": "GPUOnly", "seed": 0,
         "total_steps": 64, "seeds": 1, "eval_episodes": 0,
-        "config": json.loads(json.dumps(vars(algorithms.get("ppo").config(normalize_rewards=True, **tiny)))),
+        "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
     }  # fmt: skip
     trial = Trial(0, {"learning_rate": rate, "clip_value": None}, 0)
     command = msrl.SweepResult((trial,), (), "finished", "", about).command(0)
     args, config = flags.parse("msrl-jax train", Train, shlex.split(command)[2:])
-    made = algorithms.get("ppo").make_config(None, config)
-    assert made == algorithms.get("ppo").config(normalize_rewards=True, learning_rate=rate, **tiny)
+    made = algorithms.make("ppo", config)
+    assert made == PPO(normalize_rewards=True, learning_rate=rate, **tiny)
     assert args.env_params == "length=uniform(0.25, 1)"
 
 
@@ -219,6 +170,16 @@ def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
     figure = swept.plot(tmp_path / "sweep.png")
     labels = [panel.get_xlabel() for part in figure.subfigs for panel in part.axes]
     assert labels[:2] == ["learning rate", "num envs"] and (tmp_path / "sweep.png").stat().st_size > 0
+    written = [text.get_text() for part in figure.subfigs for panel in part.axes for text in panel.texts]
+    means = [trial.mean for trial in swept.trials]
+    assert written == ["0.001", "0.03", "8", "16", f"{min(means):.4g}", f"{max(means):.4g}"], "the ends of every coordinate"
+
+
+def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunFolderError, match=r"thesis\.tex"):
+        msrl.sweep("ppo", ENV, out=tmp_path, method="grid", learning_rate=[1e-3, 1e-2], **COMMON, **tiny)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +199,7 @@ def test_another_sweep_in_the_folder_is_refused(swept, folder, tiny, one_device,
 
 
 def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_device, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.sw_batch.train", None)
+    monkeypatch.setattr("msrl_jax.search.course.train", None)
     again = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-2], seeds=2, seed=3, out=folder, resume=True, devices=one_device,
         **COMMON, **(tiny | {"num_envs": [8, 16]}),
@@ -273,24 +234,15 @@ def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
             **(COMMON | {"total_steps": 8 * 64}), **tiny,
         )  # fmt: skip
         for seed in range(2):
-            found = halved.run(trial).member_state(trial.member + seed).params
-            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(alone.member_state(seed).params), strict=True):
+            found, expected = halved.run(trial).member_state(trial.member + seed), alone.member_state(seed)
+            both = (jax.tree.leaves(innermost(state).params) for state in (found, expected))
+            for x, y in zip(*both, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     kept = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e-5, 1e-3, 1e-2, 2e-2], halving=2, rungs=2, members_at_once=4, seeds=2,
         devices=one_device, **(COMMON | {"total_steps": 8 * 64}), **tiny,
     )  # fmt: skip
     assert [(t.rank, t.returns) for t in kept.trials] == [(t.rank, t.returns) for t in halved.trials], "without a folder"
-
-
-def test_rungs_by_hand():
-    assert rung_steps(900, 3, None, None, 9, 10) == [100, 300, 900]
-    assert rung_steps(900, 3, None, None, 9, 200) == [300, 900]
-    assert rung_steps(900, 3, 2, None, 9, 10) == [300, 900]
-    assert rung_steps(1000, 3, None, 50, 9, 10) == [50, 150, 450, 1000]
-    trials = [Trial(i, {}, 0, returns=(x,)) for i, x in enumerate([1.0, math.nan, 5.0, 3.0, 4.0])]
-    assert [t.number for t in survivors(trials, 2)] == [2, 3, 4]
-    assert [t.number for t in survivors(trials[:2], 1)] == [0]
 
 
 def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tmp_path):
@@ -302,19 +254,18 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
             )  # fmt: skip
 
     def interrupt(*args, **kwargs):
-        trained.append(len(kwargs["learning_rate"]))
+        trained.append(len(args[0].settings["learning_rate"]))
         raise InterruptedError
 
     trained = []
-    monkeypatch.setattr("msrl_jax.search.sw_batch.train", interrupt)
+    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
     sweep()
     (first,) = json.loads((tmp_path / "0" / "sweep.json").read_text())["programs"]
-    monkeypatch.setattr(plan, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / plan.HEADROOM))
+    monkeypatch.setattr(course, "device_memory", lambda devices: int(2.5 * first["bytes_of_a_trial"] / course.HEADROOM))
     sweep()
     sweep(members_at_once=7)
     assert trained == [5, 2, 3], "batches of about equal size"
-    ppo = algorithms.get("ppo")
-    state = jax.eval_shape(ppo.build(envs.make(ENV), ppo.config(**tiny)).init, jax.random.key(0))
+    state = jax.eval_shape(PPO(**tiny).build(envs.make(ENV)).init, jax.random.key(0))
     held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert first["bytes_of_a_trial"] > 4 * held, "two states of two seeds"
 
@@ -377,40 +328,6 @@ def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
         assert (tmp_path / "killed" / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
 
 
-def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, monkeypatch):
-    pytest.importorskip("optuna")
-
-    def sweep(out, **options):
-        return msrl.sweep(
-            "ppo", ENV, method="optuna", num=4, members_at_once=2, learning_rate="log:1e-4:1e-1", activation=["tanh", "relu"],
-            out=tmp_path / out, devices=one_device, resume=True, **(COMMON | {"total_steps": 128}), **tiny, **options,
-        )  # fmt: skip
-
-    found = sweep("sweep")
-    assert len(found.trials) == 4 and sorted(t.rank for t in found.trials) == [1, 2, 3, 4]
-    assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
-    assert sweep("sweep").trials == found.trials
-
-    calls, train = [], batch.train
-
-    def train_once(*args, **kwargs):
-        calls.append(kwargs)
-        if len(calls) > 1:
-            raise RuntimeError("the machine is gone")
-        return train(*args, **kwargs)
-
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
-        patched.setattr(batch, "train", train_once)
-        sweep("half")
-    assert sweep("half").trials == found.trials
-
-
-def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match="pip install optuna"):
-        msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)
-
-
 def test_the_command_line_sweeps(tmp_path, capsys):
     tiny = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
     words = [
@@ -425,29 +342,7 @@ def test_the_command_line_sweeps(tmp_path, capsys):
     assert "msrl-jax train --algo ppo" in command and (tmp_path / "sweep.png").exists()
     assert cli.main(words) == 2 and "already holds a sweep" in capsys.readouterr().err
     assert cli.main(["sweep", "--learning-rate", "log:1e-4", "--num", "2"]) == 2
-    assert "PPOConfig.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
-
-
-def test_words_and_sequences_are_swept_on_the_command_line(capsys):
-    def parsed(*words):
-        return flags.parse("msrl-jax sweep", Sweep, words)[1]
-
-    assert parsed("--hidden-sizes", "64", "64,128", "--activation", "relu,tanh") == {
-        "hidden_sizes": [(64, 64), (128,)], "activation": ["relu", "tanh"],
-    }  # fmt: skip
-    assert parsed("--hidden-sizes", "64", "64", "--activation", "relu") == {"hidden_sizes": (64, 64), "activation": "relu"}
-    for words, message in (
-        (["--activation", "relu,gelub"], "'gelub' is not one of tanh, relu"),
-        (["--hidden-sizes", "64,6x"], "'6x' is not a whole number"),
-        (["--hidden-sizes", "64,"], "'64,' has an empty value"),
-    ):
-        assert cli.main(["sweep", *words]) == 2 and message in capsys.readouterr().err
-
-
-def test_several_numbers_of_a_flag_are_several_members(capsys):
-    _, config = flags.parse("msrl-jax train", Train, ["--learning-rate", "1e-4,3e-4", "--clip-value", "None"])
-    assert config == {"learning_rate": (1e-4, 3e-4), "clip_value": None}
-    assert cli.main(["train", "--learning-rate", "1e-4,x"]) == 2 and "--learning-rate" in capsys.readouterr().err
+    assert "PPO.learning_rate=log(1e-4): write log(low, high)" in capsys.readouterr().err.replace("0.0001", "1e-4")
 
 
 def test_teams_that_oppose_each_other_are_not_ranked():

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import msrl_jax as msrl
 from msrl_jax.algorithms.returns.value_scale import value_scale
 
+from ...support.agents import make_still
 from ..many_agents import Homes
 
 
@@ -65,10 +65,10 @@ def test_critics_learn_standardized_values():
             return state, obs, 100 * reward, terminated, truncated
 
     def last_loss(normalize):
-        config = msrl.algorithms.MAPPOConfig(
-            num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1, normalize_values=normalize
-        )
-        agent = msrl.algorithms.MAPPO.build(InCents(), config)
+        agent = make_still(
+            "mappo", InCents(), num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1,
+            normalize_values=normalize,
+        )  # fmt: skip
         _, metrics = jax.jit(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=3))(
             jax.random.key(0)
         )

@@ -10,14 +10,10 @@ import time
 
 import jax
 import pytest
-from msrl_jax.algorithms.configs.base import field_docs
 
-from msrl_jax import algorithms
-from msrl_jax.algorithms import PPOConfig
 from msrl_jax.cli import main, program
+from msrl_jax.cli.actions import MOST_CPU_DEVICES
 from msrl_jax.cli.commands import Train
-from msrl_jax.cli.flags import parse
-from msrl_jax.cli.program import MOST_CPU_DEVICES
 from tests.support import processes
 
 TINY = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
@@ -102,7 +98,7 @@ MISTAKES = [
     (["train", "--total-steps", "1e30"], "'1e30' is too large"),
     (["train", "--data", "x.npz"], "unknown option '--data', which is one of apex_dqn, bc,"),
     (["train", "--hidden-sizes", "64,x"], "'x' is not a whole number"),
-    (["replay", __file__], "test_cli.py is no file of a step that was not finite"),
+    (["replay", __file__], "test_program.py is no file of a step that was not finite"),
     (["replay", "nothere.npz"], "there is no file nothere.npz"),
     (["train", "--num-env", "4"], "did you mean '--num-envs'?"),
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
@@ -142,29 +138,6 @@ def test_bad_input_is_one_line_and_code_2(arguments, message, capsys, tmp_path, 
     (line,) = captured.err.splitlines()
     assert line.startswith("msrl-jax: error: ") and message in line
     assert captured.out == "" and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("text", "number"), [("1e6", 1_000_000), ("250_000", 250_000), ("6.4e1", 64), ("8.0", 8)])
-def test_whole_numbers_may_be_written_as_floats(text, number):
-    args, config = parse("train", Train, ["--total-steps", text, "--num-envs", text])
-    assert parse("train", Train, ["--hidden-sizes", f"{text},8", "9"])[1] == {"hidden_sizes": (number, 8, 9)}
-    assert args.total_steps == number and config == {"num_envs": number} and type(config["num_envs"]) is int
-
-
-def test_a_flag_that_equals_its_default_was_given():
-    default = algorithms.get("ppo").config()
-    flags = ["--learning-rate", str(default.learning_rate), "--no-normalize-rewards", "--hidden-sizes", "8", "9"]
-    assert parse("train", Train, flags)[1] == {
-        "learning_rate": default.learning_rate, "normalize_rewards": False, "hidden_sizes": (8, 9),
-    }  # fmt: skip
-
-
-def test_help_of_several_algorithms_names_their_defaults(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "--algo", "dqn", "ppo", "--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    rates = [algorithms.get(algo).config.learning_rate for algo in ("dqn", "ppo")]
-    assert f"(default: {rates[0]} of dqn, {rates[1]} of ppo)" in text and "(default: each algorithm's own)" in text
 
 
 def test_the_version(capsys):
@@ -216,18 +189,6 @@ def test_list_names_everything(capsys):
     assert main(["list", "--json"]) == 0
     names = json.loads(capsys.readouterr().out)
     assert "ppo" in names["algorithms"] and "CartPole-v1" in names["environments"] and "GPUOnly" in names["policies"]
-
-
-def test_help_shows_every_field_of_the_config(capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["train", "--help"])
-    assert exit.value.code == 0
-    text = capsys.readouterr().out
-    assert text.count("--total-steps") == 1
-    words = re.sub(r"\W+", "", text)  # whatever the lines and the frame of the table
-    for field, about in field_docs(PPOConfig).items():
-        assert f"--{field.replace('_', '-')}" in text
-        assert field == "total_steps" or re.sub(r"\W+", "", about) in words, field
 
 
 def test_help_starts_no_device():

@@ -1,0 +1,77 @@
+"""The space of a sweep: fields with several values, and the values of trials."""
+
+import numpy as np
+import pytest
+
+from msrl_jax import envs
+from msrl_jax.algorithms import PPO
+from msrl_jax.search.space import choose, read_axes
+
+
+def axes_of(**fields):
+    return read_axes(PPO, fields)[0]
+
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "numbers"),
+    [
+        ("log:1e-4:1e-2", "log_uniform", (1e-4, 1e-2)),
+        ("uniform:0.9:1", "uniform", (0.9, 1)),
+        ("1e-4,3e-4", "choice", (1e-4, 3e-4)),
+        ("choice:1e-4:3e-4", "choice", (1e-4, 3e-4)),
+        ([1e-4, 3e-4], "choice", (1e-4, 3e-4)),
+        (np.array([0.25, 0.5]), "choice", (0.25, 0.5)),
+        (envs.log_uniform(1e-4, 1e-2), "log_uniform", (1e-4, 1e-2)),
+    ],
+    ids=["log", "uniform", "comma", "choice", "list", "array", "object"],
+)
+def test_a_field_is_swept_as_text_a_list_or_a_distribution(value, kind, numbers):
+    (axis,) = axes_of(learning_rate=value)
+    assert (axis.values.kind, axis.values.numbers) == (kind, numbers)
+
+
+
+def test_a_field_of_sequences_is_swept_by_a_list_of_them():
+    axes, constants = read_axes(PPO, {"hidden_sizes": [[8], (8, 8)], "activation": ["tanh", "relu"]})
+    assert [axis.values.numbers for axis in axes] == [((8,), (8, 8)), ("tanh", "relu")] and constants == {}
+    _, constants = read_axes(PPO, {"hidden_sizes": [8, 8], "activation": "tanh", "gae_lambda": [0.5]})
+    assert constants == {"hidden_sizes": [8, 8], "activation": "tanh"}
+
+
+
+def test_integers_stay_integers():
+    (axis,) = axes_of(num_envs="uniform:4:6")
+    drawn = [axis.at(u) for u in (0.0, 0.32, 0.34, 0.66, 0.67, 0.9999)]
+    assert drawn == [4, 4, 5, 5, 6, 6] and {type(x) for x in drawn} == {int}
+    (axis,) = axes_of(num_envs="log:8:64")
+    assert axis.points(4) == [8, 16, 32, 64] and {type(x) for x in axis.points(4)} == {int}
+    assert {axis.at(0.0), axis.at(0.9999)} == {8, 64}
+    assert axes_of(num_envs="8,1e3")[0].points(None) == [8, 1000]
+
+
+
+def test_a_grid_has_all_combinations():
+    axes = axes_of(learning_rate="log:1e-4:1e-2", num_envs=[8, 16])
+    chosen = choose(axes, "grid", 3, 0)
+    np.testing.assert_allclose([row["learning_rate"] for row in chosen], np.repeat([1e-4, 1e-3, 1e-2], 2))
+    assert [row["num_envs"] for row in chosen] == [8, 16] * 3
+
+
+
+@pytest.mark.parametrize("method", ["random", "sobol"])
+def test_values_lie_within_bounds_and_follow_the_seed(method):
+    axes = axes_of(learning_rate="log:1e-4:1e-2", gae_lambda=envs.uniform(0.9, 1.0))
+    chosen = choose(axes, method, 256, 0)
+    rates, lambdas = (np.array([row[name] for row in chosen]) for name in ("learning_rate", "gae_lambda"))
+    assert (rates >= 1e-4).all() and (rates <= 1e-2).all() and (lambdas >= 0.9).all() and (lambdas <= 1.0).all()
+    assert 100 <= (rates < 1e-3).sum() <= 156, "half of them lie in each decade"
+    assert chosen == choose(axes, method, 256, 0) != choose(axes, method, 256, 1)
+
+
+
+def test_sobol_points_have_one_value_in_each_interval():
+    chosen = choose(axes_of(learning_rate="uniform:0:16", gae_lambda="uniform:0:1"), "sobol", 16, 5)
+    assert sorted(int(row["learning_rate"]) for row in chosen) == list(range(16))
+    assert sorted(int(16 * row["gae_lambda"]) for row in chosen) == list(range(16))
+
