@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from msrl_jax.algorithms.networks.cores import recurrent_core
+from msrl_jax.algorithms.networks.recurrent import recurrent_core
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO

@@ -113,6 +113,7 @@ class OffPolicyState(NamedTuple):
       key: the learner's key. shape=()
       acting_params: the acting parameters, and the iterations done at their last refresh; `()` if the newest parameters act.
       actor_keys: one key per environment, which samples actions. shape=(E,)
+      steps: environment steps, counted by the actors: a policy with staleness tells them late what the engine counts. shape=()
       replay: state of the buffer.
       replay_key: the buffer's key, for draws. shape=()
       pending: TD errors for the buffer.
@@ -128,6 +129,7 @@ class OffPolicyState(NamedTuple):
     key: jax.Array
     acting_params: tuple[Any, Counter] | tuple[()]
     actor_keys: jax.Array
+    steps: Counter
     replay: ReplayState
     replay_key: jax.Array
     pending: Pending
@@ -170,16 +172,17 @@ def replaying(
             # A copy: a state in which two leaves are one array cannot be donated.
             acting_params=(jax.tree.map(jnp.copy, learner.params), counter()) if refresh_period > 1 else (),
             actor_keys=jax.random.split(actor_key, num_envs),
+            steps=counter(),
             replay=buffer.init(),
             replay_key=replay_key,
             pending=Pending(nowhere, nothing),
         )
 
     @fragment(role="actor")
-    def draw_keys(keys, progress):
+    def draw_keys(keys, steps):
         keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
-        steps = advance(progress.times(num_envs * unroll_length), jnp.arange(unroll_length) * num_envs)
-        return keys[0], keys[1:], steps
+        steps_before = advance(steps, jnp.arange(unroll_length) * num_envs)
+        return keys[0], keys[1:], steps_before, advance(steps, num_envs * unroll_length)
 
     @fragment(role="buffer")
     def insert(replay, pending, items):
@@ -218,9 +221,9 @@ def replaying(
         return select(remainder(count, refresh_period) == 0, (params, count), acting_params), {"parameter_age": age}
 
     def begin(state: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, tuple[jax.Array, Counter]]:
-        actor_keys, keys, steps = draw_keys(state.actor_keys, progress)
+        actor_keys, keys, steps_before, steps = draw_keys(state.actor_keys, state.steps)
         acting_params = state.acting_params[0] if state.acting_params else state.params
-        return acting_params, state._replace(actor_keys=actor_keys), (keys, steps)
+        return acting_params, state._replace(actor_keys=actor_keys, steps=steps), (keys, steps_before)
 
     def finish(state: OffPolicyState, items: Transition, progress: Progress) -> tuple[OffPolicyState, Metrics]:
         replay = insert(state.replay, state.pending, items)
@@ -229,7 +232,7 @@ def replaying(
         learner, key, pending, metrics = learn(learner, progress, state.key, sample, ready)
         acting_params, age = state.acting_params, {}
         if acting_params:
-            version = parameter_version(acting_params[1])
+            version = parameter_version(acting_params[1].low)
             acting_params, age = refresh(acting_params, learner.params, progress, version)
         after = state._replace(
             **learner._asdict(),
@@ -242,7 +245,7 @@ def replaying(
         return after, {**metrics, **age, **report}
 
     axes = {
-        **dict.fromkeys((*Learner._fields, "key", "acting_params", "replay_key"), P()),
+        **dict.fromkeys((*Learner._fields, "key", "acting_params", "steps", "replay_key"), P()),
         "actor_keys": P("env"),
         "replay": buffer.axes,
         "pending": P(None, SHARD_AXIS),

@@ -28,11 +28,11 @@ def test_actions_follow_the_network_from_the_first_update_on(name):
     keys = iter(jax.random.split(jax.random.key(1), 64))
     other = jax.tree.map(lambda x: x + jax.random.normal(next(keys), x.shape), state.params)
     # XLA drops all but acting.
-    actions = jax.jit(lambda state, done: agent.iteration(state, Progress(done))[0].replay.items[1][:, 0])
+    actions = jax.jit(lambda state: agent.iteration(state, Progress(counter()))[0].replay.items[1][:, 0])
 
     def share_that_follows(steps):
-        done = counter(steps // E)  # of E steps each
-        a, b = np.asarray(actions(state, done)), np.asarray(actions(state._replace(params=other), done))
+        at = state._replace(steps=counter(steps))
+        a, b = np.asarray(actions(at)), np.asarray(actions(at._replace(params=other)))
         return (a != b).mean()
 
     for steps in (0, STARTS - E):
