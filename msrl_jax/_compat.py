@@ -56,16 +56,20 @@ __all__ = [
     "context",
     "drop_unused",
     "fresh",
+    "inlined_at",
     "is_conversion",
     "is_dropped",
     "is_reference",
     "is_traced_here",
     "jaxpr_as_fun",
+    "jaxprs_in",
     "jit_p",
-    "lower_on_cpu",
+    "lower_as",
+    "lowering_rule",
     "make_jaxpr_of",
     "mlir",
     "pe",
+    "replace_jaxprs",
     "scan_p",
     "scan_parts",
     "source_line",
@@ -109,9 +113,14 @@ def call_labels(eqn: JaxprEqn) -> frozenset[str]:
     return _LABELS if eqn.primitive in _CALLS else frozenset()
 
 
-def lower_on_cpu(primitive: Primitive, fn: Callable[..., Sequence[jax.Array]]) -> None:
-    """Compiles a primitive on CPUs as the operations of a function of arrays, which returns several."""
-    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True), platform="cpu")
+def lowering_rule(fn: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:
+    """A rule that compiles a primitive as the operations of a function of arrays, which returns several."""
+    return mlir.lower_fun(fn, multiple_results=True)
+
+
+def lower_as(traced: jax.stages.Traced, rules: tuple[tuple[Primitive, Callable[..., Any]], ...]) -> jax.stages.Lowered:
+    """Lowers a traced function, its primitives as the rules say; no other program is affected."""
+    return traced.lower(_private_parameters=mlir.LoweringParameters(override_lowering_rules=rules))  # type: ignore[arg-type]
 
 
 def context(eqn: JaxprEqn) -> Hashable:
@@ -177,6 +186,50 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds (loop bodies, branches, call bodies)."""
     for sub in jaxprs_in_params(eqn.params):
         yield sub.jaxpr if isinstance(sub, ClosedJaxpr) else sub
+
+
+def replace_jaxprs(eqn: JaxprEqn, of: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """An equation that holds `of(jaxpr)` in place of each jaxpr; `eqn` itself if that changes none."""
+
+    def replaced(param: Any) -> Any:
+        if isinstance(param, ClosedJaxpr):
+            new = of(param.jaxpr)
+            return param if new is param.jaxpr else ClosedJaxpr(new, param.consts)
+        if isinstance(param, Jaxpr):
+            return of(param)
+        if isinstance(param, tuple) and any(isinstance(p, ClosedJaxpr | Jaxpr) for p in param):
+            new = tuple(map(replaced, param))
+            return param if all(a is b for a, b in zip(new, param, strict=True)) else new
+        return param
+
+    params = {k: replaced(v) for k, v in eqn.params.items()}
+    return eqn if all(v is eqn.params[k] for k, v in params.items()) else eqn.replace(params=params)
+
+
+def inlined_at(eqn: JaxprEqn, fn: Callable[..., Any]) -> list[JaxprEqn]:
+    """The equations of a function of an equation's operands, in place of the equation; they keep its place in the source."""
+    closed = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(aval, eqn.invars)])
+    assert not closed.consts, "the function captures arrays"
+    atoms: dict[Atom, Atom] = {**dict(zip(closed.jaxpr.invars, eqn.invars, strict=True))}
+    results: dict[Atom, Var] = dict(zip(closed.jaxpr.outvars, eqn.outvars, strict=True))
+    made = []
+    for e in closed.jaxpr.eqns:
+        ins = [a if isinstance(a, Literal) else atoms.get(a) or results.get(a, a) for a in e.invars]
+        outs = [results.get(v, v) for v in e.outvars]
+        made.append(e.replace(invars=ins, outvars=outs, source_info=eqn.source_info, ctx=eqn.ctx))
+    return made
+
+
+def jaxprs_in(jaxpr: Jaxpr) -> Iterator[Jaxpr]:
+    """A jaxpr and all that it holds at any depth, each once: functions under `jax.jit` that are called twice share theirs."""
+    seen: set[int] = set()
+    stack = [jaxpr]
+    while stack:
+        current = stack.pop()
+        if id(current) not in seen:
+            seen.add(id(current))
+            yield current
+            stack += reversed([sub for eqn in current.eqns for sub in sub_jaxprs(eqn)])
 
 
 def fresh(var: Var) -> Var:

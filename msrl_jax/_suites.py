@@ -1,15 +1,12 @@
-"""Suites of environments: their names, read from their code without importing them, and how to install them."""
+"""Suites of environments: their names, read from their files without importing them, and how to install them."""
 
-import ast
 import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable
+import sys
 from pathlib import Path
-
-from msrl_jax import _jaxmarl, _pgx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +19,11 @@ class Suite:
       oldest: the first two numbers of the oldest version that will do.
       extra: the extra of this package that installs it.
       adapter: the module of `msrl_jax.envs` with the function `make(name, **params)`.
-      read: its own names of its environments, from its code; none if it is not installed.
       title: the suite's name in text.
+      files: where its names are: patterns of paths from where packages are installed; none if they are not in files.
+      pattern: what its names look like there, a regular expression with one group.
+      hidden: a regular expression of the names of those that cannot be made by name here.
+      needs: packages that it does not bring, and regular expressions of the names that need them.
     """
 
     prefix: str
@@ -31,8 +31,11 @@ class Suite:
     oldest: tuple[int, int]
     extra: str
     adapter: str
-    read: Callable[[], tuple[str, ...]]
     title: str
+    files: tuple[str, ...] = ()
+    pattern: str = ""
+    hidden: str = "(?!)"
+    needs: tuple[tuple[str, str], ...] = ()
 
     @property
     def install(self) -> str:
@@ -46,9 +49,20 @@ class Suite:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def lacks(self, name: str) -> str | None:
+        """The package that an environment needs and that is not installed; None if there is none."""
+        needed = (package for package, names in self.needs if re.fullmatch(names, name))
+        return next((package for package in needed if importlib.util.find_spec(package) is None), None)
+
+    @functools.cached_property
+    def own_names(self) -> tuple[str, ...]:
+        """Its own names of the environments that can be made here; none if it is not installed."""
+        found = dict.fromkeys(_found(self.files, self.pattern))
+        return tuple(name for name in found if not re.fullmatch(self.hidden, name) and not self.lacks(name))
+
     def names(self) -> list[str]:
         """The names of its environments here; none if it is not installed."""
-        return [f"{self.prefix}:{name}" for name in self.read()]
+        return [f"{self.prefix}:{name}" for name in self.own_names]
 
     def check_installed(self) -> None:
         """Raises ImportError if it is not installed, or too old; the message says how to install it."""
@@ -60,92 +74,56 @@ class Suite:
             raise ImportError(f"{needed}, and {version} is installed; install it with: {self.install}")
 
 
-def _code(module: str) -> list[ast.stmt]:
-    """The code of a module, which is not imported; nothing if it is not there."""
-    package, *parts = module.split(".")
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return []
-    path = Path(spec.submodule_search_locations[0], *parts)
-    file = next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
-    return ast.parse(file.read_text(encoding="utf-8")).body if file else []
+def _found(files: tuple[str, ...], pattern: str) -> list[str]:
+    """What matches a pattern in files of packages, which are not imported; nothing of those that are not installed."""
+    found: list[str] = []
+    for package, _, path in (file.partition("/") for file in files):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations if spec else None) or ():
+            for file in sorted(Path(folder).glob(path)):
+                found += re.findall(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found
 
 
-def _keys(*modules: str) -> tuple[str, ...]:
-    """The keys of the tables `_envs` of modules."""
-    tables = [
-        node.value
-        for module in modules for node in _code(module)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_envs" and isinstance(node.value, ast.Dict)
-    ]  # fmt: skip
-    return tuple(str(key.value) for table in tables for key in table.keys if isinstance(key, ast.Constant))
-
-
-def _registered(module: str) -> tuple[str, ...]:
-    """The names in the calls `register(id=NAME, ...)` of a module."""
-    calls = [node.value for node in _code(module) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    ids = [k.value for call in calls if ast.unparse(call.func) == "register" for k in call.keywords if k.arg == "id"]
-    return tuple(str(name.value) for name in ids if isinstance(name, ast.Constant))
-
-
-@functools.cache
-def _brax() -> tuple[str, ...]:
-    return _keys("brax.envs")
-
-
-@functools.cache
-def _playground() -> tuple[str, ...]:
-    return _keys(*(f"mujoco_playground._src.{part}" for part in ("dm_control_suite", "locomotion", "manipulation")))
-
-
-@functools.cache
-def _craftax() -> tuple[str, ...]:
-    words = [node.value for tree in _code("craftax.craftax_env") for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    names = [word for word in words if isinstance(word, str) and word.endswith("-v1") and "AutoReset" not in word]
-    return tuple(dict.fromkeys(names))
-
-
-@functools.cache
-def _gymnasium() -> tuple[str, ...]:
-    return _registered("gymnasium.envs")
-
-
-@functools.cache
-def _xminigrid() -> tuple[str, ...]:
-    return _registered("xminigrid")
-
-
-@functools.cache
-def _navix() -> tuple[str, ...]:
-    spec = importlib.util.find_spec("navix")
-    folders = spec.submodule_search_locations if spec else None
-    files = sorted(Path(folders[0], "environments").glob("*.py")) if folders else []
-    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-    words = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return tuple(sorted({word for word in words if re.fullmatch(r"Navix-[\w-]+-v\d+", word)}))
-
-
-@functools.cache
-def _jumanji() -> tuple[str, ...]:
-    return _registered("jumanji")
-
+_ID = r'^[^#\n]*\bid="([^"]+)"'
+_IN_LIST = r'^    "(.+)",$'
+_IN_TABLE = r"""^    ["'](\w+)["']: """
+_MUJOCO = r"(Reacher|Pusher|Inverted\w*|HalfCheetah|Hopper|Swimmer|Walker2d|Ant|Humanoid\w*)-v\d"
 
 SUITES: dict[str, Suite] = {
     suite.prefix: suite
     for suite in (
-        Suite("brax", "brax", (0, 14), "brax", "suites.brax_env", _brax, "Brax"),
-        Suite("craftax", "craftax", (1, 5), "craftax", "suites.craftax_env", _craftax, "Craftax"),
-        Suite("envpool", "envpool", (1, 2), "envpool", "suites.envpool_env", tuple, "EnvPool"),  # names need its import
-        Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "suites.gymnasium_env", _gymnasium, "Gymnasium"),
-        Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "agents.jaxmarl_env", _jaxmarl.available, "JaxMARL"),
-        Suite("jumanji", "jumanji", (1, 1), "jumanji", "suites.jumanji_env", _jumanji, "Jumanji"),
-        Suite("navix", "navix", (4, 0), "navix", "suites.navix_env", _navix, "NAVIX"),
-        Suite("pgx", "pgx", (2, 6), "marl", "agents.pgx_env", _pgx.games, "Pgx"),
-        Suite("playground", "playground", (0, 2), "playground", "suites.playground_env", _playground, "MuJoCo Playground"),
-        Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "suites.xminigrid_env", _xminigrid, "XLand-MiniGrid"),
+        Suite("brax", "brax", (0, 14), "brax", "suites.brax_env", "Brax", ("brax/envs/__init__.py",), _IN_TABLE),
+        Suite("craftax", "craftax", (1, 5), "craftax", "suites.craftax_env", "Craftax", ("craftax/craftax_env.py",),
+              r'"(Craftax-[\w-]+-v1)"', hidden=".*AutoReset.*"),
+        Suite("envpool", "envpool", (1, 2), "envpool", "suites.envpool_env", "EnvPool"),
+        # Versions that Gymnasium keeps for an error message alone have no path of a class; Pusher-v4 needs an old MuJoCo.
+        Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "suites.gymnasium_env", "Gymnasium",
+              ("gymnasium/envs/__init__.py",), r'id="([^"]+)",\s+entry_point="', hidden="Pusher-v4",
+              needs=(("mujoco", _MUJOCO), ("Box2D", r"(LunarLander|BipedalWalker|CarRacing).*"))),
+        Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "agents.jaxmarl_env", "JaxMARL", ("jaxmarl/registration.py",), _IN_LIST,
+              hidden="LearnedPolicyEnemySMAX",  # which takes a policy and its parameters
+              needs=(("brax", r"ant_4x2|halfcheetah_6x1|hopper_3x1|humanoid_9\|8|walker2d_2x3"),
+                     ("jaxrobotarium", "JaxRobotarium.*"))),
+        Suite("jumanji", "jumanji", (1, 1), "jumanji", "suites.jumanji_env", "Jumanji", ("jumanji/__init__.py",), _ID),
+        Suite("navix", "navix", (4, 0), "navix", "suites.navix_env", "NAVIX", ("navix/environments/*.py",),
+              r'"(Navix-[\w-]+-v\d+)"'),
+        Suite("pgx", "pgx", (2, 6), "marl", "agents.pgx_env", "Pgx", ("pgx/core.py",), _IN_LIST,
+              hidden="2048|bridge_bidding|sparrow_mahjong|minatar-.*"),  # not of two players
+        Suite("playground", "playground", (0, 2), "playground", "suites.playground_env", "MuJoCo Playground",
+              tuple(f"mujoco_playground/_src/{k}/__init__.py" for k in ("dm_control_suite", "locomotion", "manipulation")),
+              _IN_TABLE),
+        Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "suites.xminigrid_env", "XLand-MiniGrid",
+              ("xminigrid/__init__.py",), _ID),
     )
 }  # fmt: skip
 """The suites by prefix."""
+
+
+def gymnax_names() -> list[str]:
+    """The names of gymnax's environments, and of those that were registered with it."""
+    registration = sys.modules.get("gymnax.registration")
+    return list(registration.registered_envs if registration else _found(("gymnax/registration.py",), _IN_LIST))
 
 
 def suite_of(name: str) -> Suite | None:
@@ -155,5 +133,5 @@ def suite_of(name: str) -> Suite | None:
 
 
 def names() -> list[str]:
-    """The names of the environments of all suites that are installed."""
-    return [name for suite in SUITES.values() for name in suite.names()]
+    """The names of gymnax's environments, and of those of all suites that are installed."""
+    return gymnax_names() + [name for suite in SUITES.values() for name in suite.names()]

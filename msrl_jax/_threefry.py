@@ -1,14 +1,17 @@
 """Random bits on CPUs: JAX's Threefry generator as straight-line code.
 
 JAX's own code for CPUs is a loop over groups of rounds, of about 80 small operations. In a training loop that draws a few
-numbers per step, the operations of that loop take longer than all others together. The bits are the same.
+numbers per step, the operations of that loop take longer than all others together. The bits are the same. Only programs that
+`lower` lowers have this code; everybody else's keep JAX's.
 """
+
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from msrl_jax._compat import lower_on_cpu, threefry2x32_p
+from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
@@ -39,4 +42,12 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
     return x0, x1
 
 
-lower_on_cpu(threefry2x32_p, threefry2x32)  # wherever this process draws random bits on a CPU
+_ON_CPU = ((threefry2x32_p, lowering_rule(threefry2x32)),)
+
+
+def lower(jitted: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
+    """Lowers a jitted function as `jitted.lower(*args)` does, with this module's generator if it is for CPUs."""
+    traced = jitted.trace(*args)
+    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    platforms = {device.platform for at in placed if at for device in at.device_set} or {jax.default_backend()}
+    return lower_as(traced, _ON_CPU) if platforms == {"cpu"} else traced.lower()

@@ -24,7 +24,7 @@ class Codec:
       takes: whether an array of this shape and dtype can be packed; other arrays cross unpacked.
       holds: array -> bool, whether `decode` keeps the codec's promise; None if it always does.
       promise: the precision of the unpacked values in words, for plans and errors.
-      lossless: whether unpacked values equal the original to the bit.
+      lossless: whether unpacked values equal the original, as XLA compares: -0.0 is 0.0, and so may numbers below 1.2e-38 be.
     """
 
     name: str
@@ -84,7 +84,7 @@ UINT8 = Codec(
     decode=lambda x, aval: x.astype(aval.dtype),
     takes=lambda aval: aval.dtype in (jnp.float32, jnp.int32, jnp.int16, jnp.uint32) and aval.size > 1,
     holds=lambda x: (x.astype(jnp.uint8).astype(x.dtype) == x).all(),
-    promise="the same values, if they are whole numbers from 0 to 255",
+    promise="the same values, if they are whole numbers from 0 to 255 (-0.0 and subnormal numbers become 0.0)",
     lossless=True,
 )
 

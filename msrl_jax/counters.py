@@ -26,61 +26,42 @@ class Counter(NamedTuple):
 
 
 def counter(value: int = 0) -> Counter:
-    """Makes a counter.
-
-    Args:
-      value: its start, from 0 to `2**64 - 1`.
-
-    Returns:
-      The counter, with scalar words.
-
-    Raises:
-      ValueError: if the number is out of range.
-    """
+    """Makes a counter with scalar words, which starts from a number from 0 to `2**64 - 1`; raises ValueError on others."""
     if not 0 <= value < _WORD**2:
         raise ValueError(f"a counter starts from a number in [0, 2**64), not from {value}")
     return Counter(jnp.uint32(value // _WORD), jnp.uint32(value % _WORD))
 
 
 def advance(count: Counter, by: jax.Array | int = 1) -> Counter:
-    """Adds to a counter.
-
-    Args:
-      count: the counter.
-      by: the increment: a Python integer below 2**64, or an array of nonnegative integers, which broadcasts.
-
-    Returns:
-      The sum.
-    """
+    """Adds a Python integer below 2**64, or an array of nonnegative integers, which broadcasts."""
     upper, lower = divmod(by, _WORD) if isinstance(by, int) else (0, by)
     added = jnp.asarray(lower).astype(jnp.uint32) if not isinstance(lower, int) else jnp.uint32(lower)
     low = count.low + added
     return Counter(count.high + jnp.uint32(upper) + (low < added).astype(jnp.uint32), low)
 
 
+def times(count: Counter, by: int) -> Counter:
+    """Multiplies by a Python integer from 0 to `2**32 - 1`, modulo 2**64."""
+    product = Counter(count.high * jnp.uint32(by), jnp.zeros_like(count.low))
+    for i, half in enumerate((count.low & 0xFFFF, count.low >> 16)):
+        for j, factor in enumerate((by & 0xFFFF, by >> 16)):
+            part, places = half * jnp.uint32(factor), i + j  # of 16 bits each
+            upper = (jnp.zeros_like(part), part >> 16, part)[places]
+            lower = (part, part << 16, jnp.zeros_like(part))[places]
+            product = advance(product._replace(high=product.high + upper), lower)
+    return product
+
+
 def difference(later: Counter, earlier: Counter) -> jax.Array:
-    """Subtracts two counters.
-
-    Args:
-      later: a counter.
-      earlier: another one, less than 2**31 away.
-
-    Returns:
-      `later - earlier`. int32
-    """
+    """The difference of two counters less than 2**31 apart. int32"""
     return (later.low - earlier.low).astype(jnp.int32)
 
 
 def fraction(count: Counter, scale: int, total: int) -> jax.Array:
-    """The fraction of a total that a counter has reached.
+    """The fraction of a total that a counter has reached: `min(1, count * scale / total)`. float32
 
-    Args:
-      count: the counter.
-      scale: units per count, such as environment steps per iteration.
-      total: the total in these units; at least 1.
-
-    Returns:
-      `min(1, count * scale / total)`, with a relative error of at most 2**-22. float32
+    The scale is units per count, such as environment steps per iteration, and the total is in these units. The relative error
+    is at most 2**-22.
     """
     high, low = np.float32(_WORD * scale / total), np.float32(scale / total)
     reached = count.high.astype(jnp.float32) * high + count.low.astype(jnp.float32) * low
@@ -88,18 +69,7 @@ def fraction(count: Counter, scale: int, total: int) -> jax.Array:
 
 
 def remainder(count: Counter, period: int) -> jax.Array:
-    """The remainder of a counter after division.
-
-    Args:
-      count: the counter.
-      period: the divisor, from 1 to 2**24.
-
-    Returns:
-      `count % period`. int32
-
-    Raises:
-      ValueError: if the period is out of range.
-    """
+    """The remainder after division by a period, int32; raises ValueError unless it is from 1 to 2**24."""
     if not 1 <= period <= 2**24:
         raise ValueError(f"a period of {period} is not in [1, 2**24]; use one that is")
     rest = jnp.zeros_like(count.low)
@@ -110,38 +80,16 @@ def remainder(count: Counter, period: int) -> jax.Array:
 
 
 def at_least(count: Counter, number: int) -> jax.Array:
-    """Whether a counter has reached a number.
-
-    Args:
-      count: the counter.
-      number: the number; a negative one is always reached.
-
-    Returns:
-      `count >= number`. bool
-    """
+    """Whether a counter has reached a number; a negative one is always reached. bool"""
     limit = counter(max(number, 0))
     return (count.high > limit.high) | ((count.high == limit.high) & (count.low >= limit.low))
 
 
 def to_float(count: Counter) -> jax.Array:
-    """Converts a counter to float32, for metrics and weights.
-
-    Args:
-      count: the counter.
-
-    Returns:
-      The number, with a relative error of at most 2**-22. float32
-    """
+    """Converts to float32, for metrics and weights, with a relative error of at most 2**-22."""
     return count.high.astype(jnp.float32) * jnp.float32(_WORD) + count.low.astype(jnp.float32)
 
 
 def to_int(count: Counter) -> int:
-    """Converts a counter to an exact integer, on the host.
-
-    Args:
-      count: a counter with scalar words that are not traced.
-
-    Returns:
-      The number.
-    """
+    """Converts a counter with scalar words that are not traced to an exact integer, on the host."""
     return int(count.high) * _WORD + int(count.low)

@@ -58,6 +58,12 @@ def test_fractions_are_exact_to_four_roundings(count, scale, total):
     np.testing.assert_allclose(counters.to_float(counters.counter(count)), float(count), rtol=2**-22)
 
 
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(count=numbers, by=st.one_of(st.sampled_from([0, 1, 2**16 - 1, 2**16, 2**32 - 1]), st.integers(0, 2**32 - 1)))
+def test_products_are_exact(count, by):
+    assert counters.to_int(counters.times(counters.counter(count), by)) == count * by % 2**64
+
+
 def test_numbers_out_of_range_are_refused():
     for value in (-1, 2**64):
         with pytest.raises(ValueError, match="starts from a number"):

@@ -20,10 +20,9 @@ FLOORS = [
     {"codecs"},
     {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
-        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_gymnax", "_jaxmarl", "_lazy",
-        "_pgx", "_simulate", "_spelling", "counters", "metrics",
+        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_lazy", "_simulate", "_spelling", "counters",
+        "metrics",
     },
-    {"_put_off"},
 ]  # fmt: skip
 """From the top layer to the bottom; packages of one layer do not import each other."""
 

@@ -32,7 +32,9 @@ TINY = [
     "train", "--total-steps", "64", "--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--eval-episodes", "2",
     "--progress", "none",
 ]  # fmt: skip
-TRAIN = f"""{RUN}
+TRAIN = f"""
+import gymnax  # which compiles a program as it is imported
+{RUN}
 from msrl_jax.cli import main
 code = main({TINY} + ["--out", sys.argv[1]])
 folder = jax.config.jax_compilation_cache_dir
@@ -82,26 +84,22 @@ def test_every_name_of_the_package_is_there():
         _ = msrl.trian
 
 
-def test_an_environment_is_imported_alone_and_gymnax_stays_whole():
+def test_what_this_package_does_not_use_is_not_imported():
     code = """
 import sys
 from msrl_jax import envs
+envs.make("KuhnPoker"), envs.names()
+suites = {"brax", "gymnax", "gymnasium", "jaxmarl", "jumanji", "mujoco_playground", "pgx", "xminigrid"}
+print(sorted(suites & set(sys.modules)))
 names = envs.names()
-env = envs.make("CartPole-v1")
-slow = {"matplotlib.pyplot", "pandas", "scipy", "seaborn", "gymnax.environments.misc.pong", "jaxmarl", "pgx"}
-assert not slow & set(sys.modules), slow & set(sys.modules)
 import gymnax
-import gymnax.environments.classic_control.cartpole as module
-assert gymnax.make("CartPole-v1")[0].__class__ is env.env.__class__ is module.CartPole
-assert gymnax.environments.classic_control.cartpole is module and gymnax.environments.CartPole is module.CartPole
 ours = {"KuhnPoker", "RockPaperScissors"} | {name for name in names if ":" in name}
 assert sorted({*gymnax.registered_envs, *ours}) == sorted(names), "the names that were read are those of gymnax"
-assert type(gymnax) is type(sys) and {"make", "register", "EnvParams"} <= set(dir(gymnax))
-from gymnax.environments import *
+from gymnax.environments import Pong
 gymnax.register("Mine-v0", Pong)
 assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
 """
-    python(code)
+    assert python(code).stdout == "['gymnasium']\n"
 
 
 @pytest.fixture(scope="module")

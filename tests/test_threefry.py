@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax._threefry import threefry2x32
+from msrl_jax._threefry import lower, threefry2x32
+from msrl_jax.fragments.executables import Executables
 from tests.support import processes
 
 # Known-answer tests of Random123 1.14 (kat_vectors): counters, keys, results.
@@ -44,6 +45,8 @@ def test_numbers_are_those_of_jax_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     namespace = {}
     exec(DRAW, namespace)
+    program = lower(jax.jit(namespace["draw"]), jax.random.key(0)).compile()
+    namespace["drawn"] = [program(jax.random.key(seed)) for seed in (0, 1, 2**31 + 7)]
     with np.load(tmp_path / "x.npz") as alone:
         for mine, name in zip(jax.tree.leaves(namespace["drawn"]), alone, strict=True):
             np.testing.assert_array_equal(mine, alone[name])
@@ -51,4 +54,23 @@ def test_numbers_are_those_of_jax_alone(tmp_path):
 
 @pytest.mark.parametrize("draw", [lambda k: jax.random.bits(k, (16,)), lambda k: jax.random.split(k, 4), jax.random.uniform])
 def test_the_compiled_program_has_no_loop(draw):
-    assert " while(" not in jax.jit(draw).lower(jax.random.key(0)).compile().as_text()
+    key = jax.device_put(jax.random.key(0), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    spec = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=key.sharding)
+    program = Executables().compile("draw", lambda key: (draw(key),), [spec], (), None)
+    assert " while(" not in program.as_text()
+
+
+def test_other_programs_of_the_process_stay_as_jax_compiles_them():
+    code = """
+import jax
+def text():
+    return jax.jit(lambda key: jax.random.bits(key, (16,))).lower(jax.random.key(0)).as_text()
+before = text()
+import msrl_jax as msrl
+assert text() == before
+msrl.train("ppo", "CartPole-v1", total_steps=64, num_envs=4, unroll_length=8, hidden_sizes=(8,))
+jax.clear_caches()
+assert text() == before and "while" in before
+"""
+    done = processes.run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from msrl_jax import counters, envs
 from msrl_jax.algorithms.config import ALGORITHMS
 from msrl_jax.counters import Counter
 from msrl_jax.envs import Environment, VectorEnvironment
-from msrl_jax.envs.base import env_name
+from msrl_jax.envs.base import check_made, env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
 
@@ -43,6 +43,10 @@ class Progress:
     def fraction_of(self, iterations: int, scale: int = 1) -> jax.Array:
         """The iterations done, times `scale`, as a fraction of a number, at most 1. `[]` float32."""
         return counters.fraction(self.iteration, scale, iterations)
+
+    def times(self, number: int) -> Counter:
+        """The iterations done, times a number below 2**32, exactly: steps or updates done. shape=()."""
+        return counters.times(self.iteration, number)
 
     def remainder(self, period: int) -> jax.Array:
         """The remainder of the iterations done after division by a period of at most 2**24. `[]` int32."""
@@ -207,7 +211,23 @@ def logical_axes(state: type[StateT], **axes: Any) -> StateT:
 
 
 def check_env(config: Any, env: Any) -> None:
-    """Raises TypeError if the environment has several agents and the algorithm trains one, or the reverse."""
+    """Checks that an algorithm can train in an environment.
+
+    Args:
+      config: the algorithm.
+      env: the environment.
+
+    Raises:
+      TypeError: if the environment is a class, or has several agents and the algorithm trains one, or the reverse.
+      ValueError: if JAX is set not to promote dtypes or ranks.
+    """
+    check_made(env)
+    for setting, default in {"dtype": "standard", "rank": "allow"}.items():
+        if (value := str(getattr(jax.config, f"jax_numpy_{setting}_promotion"))) not in (default, "warn"):
+            raise ValueError(
+                f"jax_numpy_{setting}_promotion={value!r}: algorithms rely on the promotion of {setting}s; "
+                f"call this under jax.numpy_{setting}_promotion({default!r})"
+            )
     if envs.has_agents(env) == config.many_agents:
         return
     name = env_name(env)

@@ -4,19 +4,20 @@ Efficient training of artificial neural networks for autonomous navigation, http
 This file has the loss and the update; the loop is in `loops/offline.py`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer
 from msrl_jax.algorithms.networks.actions import check_bounded, check_policy_space, has_scale
-from msrl_jax.algorithms.networks.cores import Carry
+from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -24,57 +25,47 @@ from msrl_jax.fragments import fragment
 
 @config("bc", offline=True)
 class BC:
-    """What behavior cloning computes; a distribution policy decides where it runs."""
+    """Behavior cloning; for actions that are discrete, integers or bounded floats."""
 
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
-    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: the gcd of `batch_size` and 8. Usual: None."
     )
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
     )
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     validation_fraction: float = field(
-        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
     )
 
+    def check(self) -> None:
+        """Raises ValueError unless the data are a path or a data set."""
+        check_data(self)
+
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment.
+
+        Raises:
+          TypeError: if a space is not supported.
+          ValueError: if the data or sizes do not fit, if actions are not bounded, or if an integer has too many values.
+        """
         return build(env, self)
 
 
 def build(env: Environment, config: BC) -> Agent:
-    """Builds behavior cloning for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`, a `Box` of integers, or a bounded `Box` of floats.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if an integer of
-        an action has too many values.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `BC.build`."""
     space = check_policy_space(env.action_space)
     policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
@@ -95,12 +86,11 @@ def build(env: Environment, config: BC) -> Agent:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (losses, stats) = gradients(learner.params, batch.experience)
-        rate = annealed(config, progress.update, 1)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
+        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
         return Learner(params, (), opt_state), losses, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return policy.choose_action(params, obs, key), carry
+        return choose(policy.apply(params, obs), key), carry
 
     return offline_agent(env, config, Rule(init, update, choose_action), read_data(env, config))
-

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from msrl_jax._spelling import nearest, suggestion
@@ -271,10 +270,8 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
             number = math.inf
         if not (math.isfinite(number) and _within(number, bounds)):
             return f"a finite number {wanted}".rstrip()
-        with np.errstate(over="ignore", under="ignore"):
-            data = np.float32(number)
-        lost = bool((data == 0) != (number == 0)) or bool(np.isinf(data))
-        return f"a number from 1e-38 to 3e38 in size: it is {data} in float32" if lost else None
+        held = number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
+        return None if held else "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38"
     if int in kinds:
         bounds = bounds if bounds else {"at least": 1}
         wanted = " and ".join(f"{relation} {bound:.0f}" for relation, bound in bounds.items())

@@ -5,29 +5,27 @@ file has both rules; the loop is in `loops/offline.py`. In the shape description
 critics, `D` is the length of a continuous action and `S` is `num_samples`.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.buffers import check_data
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
-from msrl_jax.algorithms.networks.cores import Carry
-from msrl_jax.algorithms.networks.critics import init_critics, make_critics
-from msrl_jax.algorithms.networks.distributions import TanhNormal
-from msrl_jax.algorithms.networks.policies import make_policy
+from msrl_jax.algorithms.networks.distributions import TanhNormal, choose
+from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.policies import make_critics, make_policy
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal
@@ -36,100 +34,83 @@ from msrl_jax.fragments import fragment
 
 @config("cql", offline=True)
 class CQL:
-    """What CQL computes; a distribution policy decides where it runs.
+    """Conservative Q-learning; for actions that are discrete or bounded floats.
 
-    The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate."""
+    The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate.
+    """
 
     tau: float = tunable(
-        default=0.005, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
     )
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
-    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: the gcd of `batch_size` and 8. Usual: None."
     )
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=10.0, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=10.0, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: 10.", above=0
     )
     hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     validation_fraction: float = field(
-        default=0.1, doc="share of the episodes held out for the `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
     )
     conservative_weight: float | None = tunable(
-        default=None, low=0,
-        doc="weight of the conservative penalty; None takes 0.5 for discrete actions and 5 for continuous ones. Larger rewards "
-        "need a larger weight. Usual: 0.1 to 10.",
+        default=None,
+        low=0,
+        doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
+        "Usual: 0.1 to 10.",
     )
     target_gap: float | None = tunable(
         default=None,
-        doc="target for the gap between the soft maximum of all values and the value of the data's action. If it is given, the "
-        "weight of the penalty starts at `conservative_weight` and is learned (the paper's Lagrange variant); for "
-        "continuous actions only. Usual: None, or 5 to 10.",
+        doc="target of the gap that the penalty lowers, whose weight is then learned (the paper's Lagrange variant); for "
+        "continuous actions. Usual: None, or 5 to 10.",
     )
     num_samples: int = field(
         default=4,
-        doc="number of actions drawn from each of three distributions (uniform, the policy now, the policy one step later) to "
-        "estimate the soft maximum, `S`; for continuous actions. Usual: 4 to 10.",
+        doc="actions drawn at random, from the policy now and one step later, each, to estimate the soft maximum, `S`; for "
+        "continuous actions. Usual: 4 to 10.",
     )
     initial_temperature: float = tunable(
         default=1.0, doc="initial weight of the entropy; for continuous actions. Usual: 0.1 to 1.", above=0
     )
-    learn_temperature: bool = field(
-        default=True, doc="whether the temperature is learned; otherwise it is constant. Usual: True."
-    )
+    learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
         default=None,
         doc="target entropy of the learned temperature, in nats; None takes minus the length of an action. Usual: None.",
     )
     double: bool = field(
-        default=True,
-        doc="whether the online network chooses the action of a target and the target network values it (double DQN); for "
-        "discrete actions. Usual: True.",
+        default=True, doc="whether the online network chooses the action of a target; for discrete actions. Usual: True."
     )
 
     def check(self) -> None:
-        """Raises ValueError unless the numbers are in their ranges."""
+        """Raises ValueError unless the data are some, and a learned weight starts above 0."""
+        check_data(self)
         if self.target_gap is not None and self.conservative_weight == 0:
             raise ValueError("CQL.conservative_weight=0 cannot be learned; use a weight above 0, or target_gap=None")
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment.
+
+        Raises:
+          TypeError: if a space is not supported.
+          ValueError: if the data or sizes do not fit, if actions are not bounded, or if discrete ones have a `target_gap`.
+        """
         return build(env, self)
 
 
 def build(env: Environment, config: CQL) -> Agent:
-    """Builds CQL for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the data do not fit the environment, if sizes do not fit, if actions are not bounded, or if `target_gap` is
-        given for discrete actions.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `CQL.build`."""
     action_space = check_discrete_or_bounded("cql", env.action_space)
     if isinstance(action_space, Discrete):
         rule = discrete_rule(env, action_space, config)
@@ -139,19 +120,7 @@ def build(env: Environment, config: CQL) -> Agent:
 
 
 def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule:
-    """Double DQN, with the penalty added to the loss of every example.
-
-    Args:
-      env: the environment, for the shapes of observations.
-      action_space: its actions.
-      config: the settings of the algorithm.
-
-    Returns:
-      The rule; parameters are those of the Q-network.
-
-    Raises:
-      ValueError: if `target_gap` is given.
-    """
+    """Double DQN, with the penalty added to the loss of every example."""
     if config.target_gap is not None:
         raise ValueError(
             f"CQL.target_gap={config.target_gap} does not work for discrete actions ({action_space}); use "
@@ -179,7 +148,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
             q = values(params, e.obs)
             taken = jnp.take_along_axis(q, e.action[:, None], 1)[:, 0]
             gap = conservative_gap(only_legal(q, e.obs), e.action)
-            losses = value_loss(taken, target) + weight * gap
+            losses = optax.l2_loss(taken, target) + weight * gap
             stats = {"value": taken.mean(), "conservative_gap": gap.mean(), "loss": losses.mean()}
             return losses.mean(), (target - taken, stats)
 
@@ -187,9 +156,9 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        rate = annealed(config, progress.update, 1)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
-        target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
+        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
+        target_params = polyak_update(learner.target_params, params, jnp.where(batch.ready, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
@@ -199,16 +168,7 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
 
 
 def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
-    """SAC, with the penalty added to the loss of the critics.
-
-    Args:
-      env: the environment, for the shapes of observations.
-      action_space: its actions.
-      config: the settings of the algorithm.
-
-    Returns:
-      The rule; parameters have the entries "actor", "critic", "log_temperature" and, if it is learned, "log_weight".
-    """
+    """SAC, with the penalty added to the loss of the critics."""
     policy = make_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)
     size, count = math.prod(action_space.shape), config.num_samples
@@ -221,7 +181,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
         actor_key, critic_key = jax.random.split(key)
         params = {
             "actor": policy.init(actor_key, obs),
-            "critic": init_critics(critics, critic_key, action_space, obs),
+            "critic": critics.init(critic_key, obs),
             "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
         }
         if config.target_gap is not None:
@@ -256,7 +216,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
         # Gradients flow through `trained` only; the loss treats `params` as constants.
         def loss(trained):
             q = critics.apply(trained["critic"], e.obs, e.action)
-            critic_loss = jax.vmap(value_loss, (0, None))(q, target).sum(0).mean()
+            critic_loss = jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()
             action, log_prob = draw(trained["actor"], e.obs, now_keys)
             soft = soft_value(pessimistic_value(critics.apply(params["critic"], e.obs, action)), log_prob, temperature)
             total = critic_loss - soft.mean()
@@ -286,14 +246,13 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed(config, progress.update, 1)
+        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
         for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
-        share = jnp.where(progress.ready, config.tau, 0.0)
+            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
+        share = jnp.where(batch.ready, config.tau, 0.0)
         return Learner(params, polyak_update(learner.target_params, params["critic"], share), opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return policy.choose_action(params["actor"], obs, key), carry
+        return choose(policy.apply(params["actor"], obs), key), carry
 
     return Rule(init, update, choose_action)
-

@@ -5,8 +5,7 @@ This file has the network, the loss and the update; the loop is in `loops/off_po
 distribution.
 """
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,17 +13,14 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import n_step_buffer
-from msrl_jax.algorithms.loops.exploration import epsilon_greedy
-from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable, variant
+from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
 from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.cores import Carry
+from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
@@ -35,54 +31,45 @@ from msrl_jax.replay import NStep
 
 @config("dqn")
 class DQN:
-    """What DQN computes; a distribution policy decides where it runs.
+    """Deep Q-learning, with the extensions of Rainbow; for discrete actions.
 
     The defaults are for small tasks on a CPU: many environments, large batches, Adam and a target network that follows
-    slowly. The papers have one environment, batches of 32, RMSProp and a target network that is copied."""
+    slowly. The papers have one environment, batches of 32, RMSProp and a target network that is copied.
+    """
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=128, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=128, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=20000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
-        default=1000,
-        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+        default=1000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.00025, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=10.0, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+        default=10.0, above=0, doc="largest global norm of the gradients; larger ones are scaled down. Usual: 10 to 40."
     )
     prioritised: bool = field(
-        default=False,
-        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+        default=False, doc="whether items with larger TD errors are drawn more often. Usual: True for images."
     )
-    alpha: float = tunable(
-        default=0.4, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
-    )
+    alpha: float = tunable(default=0.4, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.", low=0)
     beta: float | None = tunable(
-        default=0.4, low=0, high=1,
-        doc="initial exponent of importance weights, which rises to 1 over the run; None gives all weight 1. Usual: 0.4 to 0.6, "
-        "or None for sequences.",
+        default=0.4,
+        low=0,
+        high=1,
+        doc="initial exponent of importance weights, which rises to 1; None: all are 1. Usual: 0.4 to 0.6.",
     )
     exploration: Literal["annealed", "per_env"] = field(
-        default="annealed",
-        doc='"annealed": one epsilon that falls during training; "per_env": a constant one for each environment. Usual: '
-        '"annealed".',
+        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
     )
     exploration_steps: int = field(
         default=10000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
@@ -91,68 +78,50 @@ class DQN:
         default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
     )
     base_epsilon: float = tunable(
-        default=0.4, low=0, high=1,
-        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933, section 4.1). '
-        'Usual: 0.4.',
+        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
     actor_period: int = field(
-        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+        default=1, doc="iterations between two copies of parameters to the actors. Usual: 1.", high=2**24, low=1
     )
     tau: float = tunable(
-        default=0.02, above=0, high=1,
-        doc="share of the way that the target network moves each time; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+        default=0.02, above=0, high=1, doc="share of the way that the target moves; 1 copies. Usual: 1, or 0.005 to 0.05."
     )
     target_period: int = field(
-        default=1, high=2**24, low=1,
-        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+        default=1, high=2**24, low=1, doc="updates between two moves of the target. Usual: 1, or 100 to 10,000."
     )
-    dueling: bool = field(
-        default=False,
-        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
-    )
+    dueling: bool = field(default=False, doc="whether values and advantages have streams of their own. Usual: True for images.")
     huber_delta: float | None = tunable(
-        default=None, above=0,
-        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+        default=None, above=0, doc="errors above this size count linearly (Huber loss). Usual: None, or 1."
     )
-    adam_epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
-    )
-    data: str | None = field(
-        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
-    )
+    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
+    data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(
-        default=0.5, above=0, high=1,
-        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
     )
     hidden_sizes: tuple[int, ...] = field(
         default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
     )
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     double: bool = field(default=True, doc="whether the online network chooses the action of a target. Usual: True.")
     distribution: Literal["none", "c51", "qr"] = field(
         default="none",
-        doc='"none" learns expected returns, "c51" the probabilities of returns at fixed atoms, "qr" quantiles of returns. '
-        'Quantiles need a higher learning rate and a slower target network: for CartPole-v1, `learning_rate=5e-4` and '
-        '`tau=0.005`. Usual: "none".',
+        doc='"none": expected returns; "c51": probabilities of atoms; "qr": quantiles, which need a higher learning rate and a '
+        'slower target (for CartPole-v1, `learning_rate=5e-4` and `tau=0.005`). Usual: "none".',
     )
     num_atoms: int = field(default=51, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.", low=2)
     v_min: float | None = tunable(
-        default=None,
-        doc='the lowest atom of "c51"; None takes `-1 / (1 - discount)`, the smallest return if rewards are at least -1. Usual: '
-        'the smallest possible return.',
+        default=None, doc='the lowest atom of "c51"; None takes `-1 / (1 - discount)`. Usual: the smallest possible return.'
     )
     v_max: float | None = tunable(
         default=None, doc='the highest atom of "c51"; None takes `1 / (1 - discount)`. Usual: the largest possible return.'
     )
 
     def check(self) -> None:
-        """Raises ValueError unless there are at least two atoms, and limits for the atoms of "c51"."""
+        """Raises ValueError unless the data are some, and the atoms of "c51" have limits."""
+        check_data(self)
         if self.distribution != "c51":
             return
         name = type(self).__name__
@@ -164,6 +133,10 @@ class DQN:
         if v_min >= v_max:
             raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
 
+    def check_given(self, names: Collection[str]) -> None:
+        """Raises ValueError if a share is given of no data."""
+        check_data(self, names)
+
     @property
     def support(self) -> tuple[float, float]:
         """The lowest and the highest atom of "c51"."""
@@ -171,24 +144,17 @@ class DQN:
         return v_min, 1 / (1 - self.discount) if self.v_max is None else self.v_max
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment.
+
+        Raises:
+          TypeError: if a space is not supported.
+          ValueError: if the sizes of the buffer, the data or the network do not fit.
+        """
         return build(env, self)
 
 
 def build(env: Environment, config: DQN) -> Agent:
-    """Builds DQN for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the sizes of the buffer do not fit, or if the network does not.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `DQN.build`."""
     action_space = check_discrete("DQN", env.action_space)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     buffer = n_step_buffer(env, config)
@@ -219,7 +185,7 @@ def build(env: Environment, config: DQN) -> Agent:
         if config.distribution == "qr":
             return quantile_huber_loss(outputs, target), error
         if config.huber_delta is None:
-            return value_loss(outputs.mean(), target.mean()), error
+            return optax.l2_loss(outputs.mean(), target.mean()), error
         return optax.huber_loss(outputs.mean(), target.mean(), delta=config.huber_delta), error
 
     @fragment(role="learner")
@@ -239,8 +205,8 @@ def build(env: Environment, config: DQN) -> Agent:
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
         rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
-        moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
+        moves = batch.ready & (remainder(advance(batch.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
 
@@ -264,21 +230,21 @@ def build(env: Environment, config: DQN) -> Agent:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ApexDQN(DQN):
-    """Ape-X DQN (Horgan et al., 2018, arXiv 1803.00933) as settings of DQN: many environments, each with its own epsilon.
+ApexDQN = variant(
+    DQN,
+    "ApexDQN",
+    "apex_dqn",
+    """Ape-X DQN (Horgan et al., 2018, arXiv 1803.00933): DQN with many environments, each with its own epsilon.
 
     There are two differences from the paper. A new window has the largest priority so far; in the paper, the actor computes an
     initial priority. Actors and learner take turns at a fixed ratio, or run at the same time under a policy with `staleness`.
-    """
-
-    num_envs: int = 64
-    num_updates: int = 8
-    n_step: int = 3
-    double: bool = True
-    dueling: bool = True
-    prioritised: bool = True
-    exploration: Literal["annealed", "per_env"] = "per_env"
-    actor_period: int = 4
-
-ApexDQN = register(Algorithm("apex_dqn", ApexDQN, build))
+    """,
+    num_envs=64,
+    num_updates=8,
+    n_step=3,
+    double=True,
+    dueling=True,
+    prioritised=True,
+    exploration="per_env",
+    actor_period=4,
+)

@@ -10,7 +10,6 @@ So a shuffle moves nothing between devices. With `share_parameters`, the agents 
 without, every agent has a network, a gradient and an optimizer of its own.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -19,76 +18,71 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Metrics
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorithm
-from msrl_jax.algorithms.loops.trajectory import next_values, parameter_age, split_keys, truncated_values
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, pick, proximal_updates, shuffled_members, shuffled_times
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable, variant
+from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
+from msrl_jax.algorithms.loops.trajectory import next_values, split_keys, truncated_values
+from msrl_jax.algorithms.loops.updates import (
+    annealed,
+    make_optimizer,
+    pick,
+    proximal_updates,
+    shuffled_members,
+    shuffled_times,
+)
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
-from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
-from msrl_jax.algorithms.networks.cores import forget
-from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.algorithms.networks.agents import centralized_network, independent_network
+from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
-from msrl_jax.counters import Counter, advance, counter
-from msrl_jax.envs import VectorizedAgents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
 @config("ippo", many_agents=True)
 class IPPO:
-    """What IPPO computes; a distribution policy decides where it runs."""
+    """PPO for several agents, which share a network or have their own; each learns from its own observations and rewards."""
 
     num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
-    gae_lambda: float = tunable(
-        default=0.95, low=0, high=1,
-        doc="lambda of advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.",
-    )
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    clip_ratio: float = tunable(
-        default=0.2, doc="the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.", above=0
+    learning_rate: float = tunable(default=1e-3, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
     )
-    clip_value: float | None = tunable(
-        default=None, above=0,
-        doc="the change of a value in one iteration is clipped to this size, in units of the return. Usual: None.",
-    )
-    target_kl: float | None = tunable(
-        default=None, above=0,
-        doc="an iteration ends its updates once the policy has moved this far, in nats of KL divergence. Usual: None, or 0.01 "
-        "to 0.03.",
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(
+        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
     )
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch",
-        doc='whether advantages are standardized, over each "minibatch" or the whole "batch". Usual: "minibatch".',
+        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
     )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+    clip_ratio: float = tunable(
+        default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0
     )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    clip_value: float | None = tunable(
+        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
     )
-    activation: Activation = field(
-        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    target_kl: float | None = tunable(
+        default=None,
+        doc="an iteration skips its other updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
+        above=0,
     )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.", low=0)
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     shared_torso: bool = field(
         default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
     )
     core: Literal["none", "gru", "lstm", "min_gru"] = field(
-        default="none",
-        doc='"none" for feed-forward networks, "gru", "lstm", or "min_gru" for recurrent ones. Usual: "none", or "gru" if '
-        'agents see a part of the state.',
+        default="none", doc='"none", or the recurrent layer of agents that remember. Usual: "none"; "gru" if they see little.'
     )
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
     share_parameters: bool = field(
@@ -103,36 +97,49 @@ class IPPO:
     )
     normalize_values: bool = field(
         default=False,
-        doc="whether critics predict values standardized by running statistics of their targets. Usual: True for returns far "
-        "from 1, as in MAPPO's paper.",
+        doc="whether critics predict values standardized by running statistics. Usual: True for returns far from 1.",
     )
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
-        shuffled: Literal["unroll_length", "num_envs"] = "unroll_length" if self.core == "none" else "num_envs"
-        size = getattr(self, shuffled)
-        if size % self.num_minibatches:
-            above = size + -size % self.num_minibatches
-            raise ValueError(
-                f"{type(self).__name__}.{shuffled}={size} cannot be split into num_minibatches={self.num_minibatches} groups "
-                f"of {'time steps' if self.core == 'none' else 'whole sequences'}; use {shuffled}={above}, or a "
-                "num_minibatches that divides it"
-            )
+        check_minibatches(self, recurrent=self.core != "none")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        """Builds the agent for one environment.
+
+        Raises:
+          ValueError: if the network does not fit.
+          TypeError: if a space is not supported.
+        """
+        return agent_of(self, env)
+
+    def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
+        """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
+        return make_team(venv, num_agents, self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MAPPOConfig(IPPO):
-    """What MAPPO computes: IPPO with a critic that sees the global state and which agent it values."""
+MAPPO = variant(
+    IPPO,
+    "MAPPO",
+    "mappo",
+    "PPO for several agents with a critic that sees the global state and which agent it values.",
+    central_critic=True,
+)
 
-    central_critic: bool = True
+
+def check_minibatches(config: Any, *, recurrent: bool) -> None:
+    """Raises ValueError unless `num_minibatches` divides the time steps, or the environments of recurrent networks."""
+    name, groups = ("num_envs", "whole sequences") if recurrent else ("unroll_length", "time steps")
+    size = getattr(config, name)
+    if size % config.num_minibatches:
+        raise ValueError(
+            f"{type(config).__name__}.{name}={size} cannot be split into num_minibatches={config.num_minibatches} groups of "
+            f"{groups}; use {name}={size + -size % config.num_minibatches}, or a num_minibatches that divides it"
+        )
 
 
 class Learner(NamedTuple):
-    """What a team keeps beside its parameters.
+    """What a team keeps besides its parameters.
 
     Attributes:
       opt_state: state of the optimizer, one for each network.
@@ -158,7 +165,7 @@ class Batch(NamedTuple):
       advantage: the estimated advantages.
       old_value: values before the updates.
       target: targets of the values.
-      present: whether the step counts.
+      present: which steps count; all if None.
     """
 
     inputs: Any
@@ -168,24 +175,11 @@ class Batch(NamedTuple):
     advantage: jax.Array
     old_value: jax.Array
     target: jax.Array
-    present: jax.Array
+    present: jax.Array | None
 
 
 def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
-    """Makes a team that learns by PPO.
-
-    Args:
-      venv: the vector environment.
-      num_agents: number of agents of the team, `A`.
-      config: the settings of the algorithm.
-
-    Returns:
-      The team.
-
-    Raises:
-      ValueError: if the config anneals the learning rate without `total_steps`, or if the network does not fit.
-      TypeError: if a space is not supported.
-    """
+    """The team of `IPPO.build_team`."""
     shared, recurrent = config.share_parameters, config.core != "none"
     identify = shared and num_agents > 1
     network = _make_network(venv, num_agents, config)
@@ -204,7 +198,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         opt_state = optimizer.init(params) if shared else jax.vmap(optimizer.init)(params)
         actor_keys = jax.random.split(actor_key, config.num_envs * num_agents).reshape(config.num_envs, num_agents)
         scale = value_scale(*() if shared else (num_agents,)) if config.normalize_values else ()
-        return params, Learner(opt_state, counter(), learner_key, actor_keys, scale)
+        return params, Learner(opt_state, learner_key, actor_keys, scale)
 
     def inputs_of(obs: Any, state: jax.Array) -> Any:
         """What the networks see: observations `[..., A, ...]`, with a central critic also states `[..., S]`."""
@@ -227,7 +221,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
     def draw_keys(keys):
         return jax.vmap(lambda keys: split_keys(keys, config.unroll_length), in_axes=1, out_axes=(1, 2))(keys)
 
-    def begin(params: Any, rest: Learner) -> tuple[Any, Learner, jax.Array]:
+    def begin(params: Any, rest: Learner, progress: Progress) -> tuple[Any, Learner, jax.Array]:
         actor_keys, keys = draw_keys(rest.actor_keys)
         return params, rest._replace(actor_keys=actor_keys), keys
 
@@ -253,9 +247,9 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
 
     # The actors compute the values of the last observations, so that numbers cross to the learner and observations do not.
     @fragment(role="actor")
-    def bootstrap(params, version, final_obs, final_state, carries, truncated):
+    def bootstrap(params, final_obs, final_state, carries, truncated):
         value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
-        return truncated_values(value, final, truncated, also_last=True) if recurrent else jax.vmap(value)(final), version
+        return truncated_values(value, final, truncated, also_last=True) if recurrent else jax.vmap(value)(final)
 
     @fragment(role="learner")
     def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
@@ -287,10 +281,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         """Merges `[T, E, A, ...]` into `[T, B, ...]`."""
         return jax.tree.map(lambda x: x.reshape(len(x), -1, *x.shape[leading:]), x)
 
-    def counted(present: jax.Array) -> jax.Array | None:
-        """Which examples count; None for all, where one agent is alone: its episode ends when it leaves."""
-        return present if venv.num_agents > 1 else None
-
     @fragment(role="learner")
     def gradients(params, batch, carry, chosen):
         if recurrent:
@@ -298,8 +288,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
             b = sequences(jax.tree.map(lambda x: pick(x, chosen), batch))
         else:
             b = rows(jax.tree.map(lambda x: x[chosen], batch))
-        counts = counted(b.present)
-        advantage = standardize(b.advantage, counts) if config.normalize_advantage == "minibatch" else b.advantage
+        advantage = standardize(b.advantage, b.present) if config.normalize_advantage == "minibatch" else b.advantage
 
         def loss(params):
             (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
@@ -311,8 +300,11 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
                 advantage=advantage,
                 old_value=b.old_value,
                 target=b.target,
-                config=config,
-                counts=counts,
+                clip_ratio=config.clip_ratio,
+                clip_value=config.clip_value,
+                value_coef=config.value_coef,
+                entropy_coef=config.entropy_coef,
+                counts=b.present,
             )
 
         return jax.grad(loss, has_aux=True)(params)
@@ -322,7 +314,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
     def train_network(params, opt_state, batch, carry, minibatches, learning_rate):
         """All updates of one network; returns its parameters, the state of its optimizer and the mean statistics."""
         if config.normalize_advantage == "batch":
-            batch = batch._replace(advantage=standardize(batch.advantage, counted(batch.present)))
+            batch = batch._replace(advantage=standardize(batch.advantage, batch.present))
         return run_updates(params, opt_state, minibatches, learning_rate, batch, carry)
 
     def shuffle(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -333,33 +325,33 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         return shuffled_times(key, unroll_length=config.unroll_length, **sizes)
 
     @fragment(role="learner")
-    def update_networks(params, opt_state, iteration, key, scale, experience, now, carry, value, bootstrap_value, version):
+    def update_networks(params, opt_state, progress, key, scale, experience, now, carry, value, bootstrap_value):
         t = experience
         value, advantage, target, scale = estimate_advantages(params, t, now, value, bootstrap_value, scale)
         is_first = jnp.broadcast_to(t.is_first[..., None], t.terminated.shape)
-        batch = Batch(
-            inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, t.present
-        )
+        present = t.present if venv.num_agents > 1 else None  # the episode of an agent that is alone ends when it leaves
+        batch = Batch(inputs_of(t.obs, t.state), is_first, t.action, t.extras[0], advantage, value, target, present)
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffle(key)
         agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
         train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
         params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
         metrics = jax.tree.map(jnp.mean, stats)
-        metrics |= {"learning_rate": learning_rate, "parameter_age": parameter_age(iteration, version)}
-        return params, opt_state, advance(iteration), key, scale, metrics
+        return params, opt_state, key, scale, metrics | {"learning_rate": learning_rate}
 
-    def learn(params: Any, rest: Learner, experience: Experience, now: Now, carry: Any) -> tuple[Any, Learner, Metrics]:
+    def learn(
+        params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
+    ) -> tuple[Any, Learner, Metrics]:
         t = experience
         value, carries = t.extras[1:] if recurrent else ((), memoryless)
         truncated = t.truncated if recurrent else ()
-        bootstrap_value, version = bootstrap(params, rest.iteration.low, t.final_obs, t.final_state, carries, truncated)
+        bootstrap_value = bootstrap(params, t.final_obs, t.final_state, carries, truncated)
         # What only the actors need stays with them.
         t = t._replace(extras=t.extras[:1], final_obs=(), final_state=())
-        params, opt_state, count, key, scale, metrics = update_networks(
-            params, rest.opt_state, rest.iteration, rest.key, rest.value_scale, t, now, carry, value, bootstrap_value, version
+        params, opt_state, key, scale, metrics = update_networks(
+            params, rest.opt_state, progress, rest.key, rest.value_scale, t, now, carry, value, bootstrap_value
         )
-        return params, Learner(opt_state, count, key, rest.actor_keys, scale), metrics
+        return params, Learner(opt_state, key, rest.actor_keys, scale), metrics
 
     def policy_of(params: Any, obs: Any, carry: Any) -> tuple[Any, Any]:
         """Distributions over actions `[E, A]` outside of training, and the carry."""
@@ -381,7 +373,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
     agent, env = P() if shared else P("agent"), P("env") if shared else P("env", "agent")
     return Team(
         init=init,
-        axes=(agent, Learner(agent, P(), P(), env, agent if config.normalize_values else ())),  # type: ignore[arg-type]
+        axes=(agent, Learner(agent, P(), env, agent if config.normalize_values else ())),  # type: ignore[arg-type]
         begin=begin,
         act=act,
         learn=learn,
@@ -403,18 +395,5 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
         space = with_ids_space(space, num_agents)
     if config.central_critic:
         state_size = venv.state_size + (num_agents if identify else 0)
-        return centralized_network(
-            space, venv.action_space, state_size, config, core=config.core, memory_size=config.memory_size
-        )
-    return independent_network(
-        space,
-        venv.action_space,
-        config,
-        core=config.core,
-        memory_size=config.memory_size,
-        shared_torso=config.shared_torso,
-    )
-
-
-IPPO = register(team_algorithm("ippo", IPPO, make_team))
-MAPPO = register(team_algorithm("mappo", MAPPOConfig, make_team))
+        return centralized_network(space, venv.action_space, state_size, config)
+    return independent_network(space, venv.action_space, config)

@@ -6,14 +6,13 @@ the straight-through Gumbel-softmax (Jang et al., 2017, arXiv 1611.01144), as in
 2006.07869); the paper's environments take relaxed actions instead. Continuous actions are deterministic with Gaussian noise.
 
 The team acts as one agent with joint observations and joint actions; the loops are in `loops/agents.py` and
-`loops/replaying.py`. The critics see the actions of their own team. One update takes all gradients at the same parameters, so
+`loops/off_policy.py`. The critics see the actions of their own team. One update takes all gradients at the same parameters, so
 that devices exchange gradients once; the paper updates the critics first.
 
 In the shape descriptions, `E` is `num_envs`, `B` is `batch_size`, `A` the number of agents, `S` the length of a global state
 and `D` the number of discrete actions or the length of a continuous one.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,30 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.agent import 
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
-from msrl_jax.algorithms.loops.agents import Team, team_algorithm
+from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
+from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import agents_buffer
-from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.loops.replaying import (
-    Batch,
-    Learner,
-    Progress,
-    Rule,
-    make_apply_update,
-    polyak_update,
-)
-from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.networks.agents import with_ids, with_ids_space
-from msrl_jax.algorithms.networks.cores import Carry
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.losses.policy_gradient import value_loss
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.counters import Counter, at_least
-from msrl_jax.envs import Box, Discrete, JointObservation, TeamView, VectorizedAgents
+from msrl_jax.envs import Box, Discrete, JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
@@ -53,7 +43,7 @@ from msrl_jax.fragments import fragment
 
 @config("maddpg", many_agents=True)
 class MADDPG:
-    """What MADDPG computes; a distribution policy decides where it runs."""
+    """Actors that see their own observations, critics that see everything; for discrete actions and bounded floats."""
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
@@ -62,21 +52,16 @@ class MADDPG:
         doc="discount factor per step. Usual: 0.9 or 0.95 (the paper) for games of 25 steps as MPE's, or 0.99.",
     )
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
     capacity: int = field(default=100000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
-        default=4000,
-        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+        default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
     n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(
@@ -84,66 +69,50 @@ class MADDPG:
     )
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float | None = tunable(
-        default=0.5, above=0,
-        doc="largest norm of the gradients of each network; larger gradients are scaled down to it. Usual: 0.5.",
+        default=0.5, doc="largest norm of the gradients of each network; larger ones are scaled down. Usual: 0.5.", above=0
     )
     tau: float = tunable(
         default=0.01, above=0, high=1,
         doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
     )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
-    )
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     temperature: float = tunable(
-        default=1.0, above=0,
-        doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5.",
+        default=1.0, doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5.", above=0
     )
     output_penalty: float = tunable(
-        default=0.001, low=0,
-        doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3 (the paper), or 0.",
+        default=1e-3, doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3, or 0.", low=0
     )
     exploration_noise: float = tunable(
         default=0.1, doc="standard deviation of the noise on continuous actions in [-1, 1]. Usual: 0.1.", low=0
     )
     share_parameters: bool = field(
-        default=False,
-        doc="whether all agents have one actor and one critic, or each its own. Usual: False (the paper), or True for agents of "
-        "one kind.",
+        default=False, doc="whether all agents have one actor and one critic, or each its own. Usual: False (the paper)."
     )
     agent_ids: bool = field(
         default=True,
-        doc="whether a shared actor also sees which agent it acts for; a shared critic always does. Usual: True if observations "
-        "do not tell.",
+        doc="whether a shared actor sees which agent it acts for, as its critic does. Usual: True if observations do not tell.",
     )
 
-
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        """Builds the agent for one environment.
+
+        Raises:
+          ValueError: if the sizes of the buffer or the network do not fit, or if actions are not bounded.
+          TypeError: if a space is not supported.
+        """
+        return agent_of(self, env)
+
+    def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
+        """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
+        return make_team(venv, num_agents, self)
 
 
 def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
-    """Makes a team that learns by MADDPG; every agent has its own rewards and its own end.
-
-    Args:
-      venv: the vector environment; its action space is `Discrete` or a bounded `Box` of floats.
-      num_agents: number of agents of the team, `A`.
-      config: the settings of the algorithm.
-
-    Returns:
-      The team.
-
-    Raises:
-      ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the config anneals the learning rate without `total_steps`.
-      TypeError: if a space is not supported.
-    """
+    """The team of `MADDPG.build_team`; every agent has its own rewards and its own end."""
     space, shared = check_discrete_or_bounded("maddpg", venv.action_space), config.share_parameters
     view, discrete = TeamView(venv, num_agents), isinstance(space, Discrete)
     size = space.n if isinstance(space, Discrete) else math.prod(space.shape)
@@ -235,8 +204,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
         params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
         for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
-        target_params = polyak_update(learner.target_params, params, jnp.where(progress.ready, config.tau, 0.0))
+            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
+        target_params = polyak_update(learner.target_params, params, jnp.where(batch.ready, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
@@ -270,18 +239,9 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:
-    """The largest logit as a one-hot vector, with the gradient of a softmax (Jang et al., 2017, arXiv 1611.01144).
+    """The largest logit `[..., N]` as a one-hot vector, with the gradient of a softmax (Jang et al., 2017, arXiv 1611.01144).
 
-    Args:
-      logits: logits of a policy plus Gumbel noise, so that the largest one is drawn from the policy; -inf forbids an action.
-        `[..., N]`
-      temperature: of the softmax.
-
-    Returns:
-      The vectors. `[..., N]` float32
+    The logits of a policy plus Gumbel noise draw from the policy; -inf forbids an action.
     """
     soft = jax.nn.softmax(logits / temperature)
     return jax.nn.one_hot(logits.argmax(-1), logits.shape[-1]) + (soft - jax.lax.stop_gradient(soft))
-
-
-MADDPG = register(team_algorithm("maddpg", MADDPG, make_team))

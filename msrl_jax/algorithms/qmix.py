@@ -2,37 +2,36 @@
 
 QMIX: Rashid et al., 2018, arXiv 1803.11485. VDN: Sunehag et al., 2017, arXiv 1706.05296. The team is one agent with joint
 observations and joint actions, and learns from replayed sequences as R2D2 does; the loops are in `loops/agents.py` and
-`loops/replaying.py`.
+`loops/off_policy.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of agents, `N` the number of actions of
 an agent, `L` is `trace_length` and `H` is `memory_size`.
 """
 
-import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 
-from msrl_jax.algorithms.agent import 
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.loops.agents import Team, team_algorithm
+from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable, variant
+from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.loops.exploration import epsilon_greedy
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
-from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.q_learning import sequence_priority
-from msrl_jax.algorithms.networks.agents import Core, agent_values
-from msrl_jax.algorithms.networks.cores import Carry
-from msrl_jax.algorithms.networks.mixers import monotonic_mixer, sum_mixer
-from msrl_jax.algorithms.r2d2 import replay_successors, replay_values, sequence_target
+from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.networks.layers import Carry, Network, dense
+from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward
 from msrl_jax.counters import Counter, advance, remainder
-from msrl_jax.envs import JointObservation, TeamView, VectorizedAgents
+from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Transition
@@ -40,9 +39,10 @@ from msrl_jax.replay import Transition
 
 @config("qmix", many_agents=True)
 class QMIX:
-    """What QMIX computes; a distribution policy decides where it runs.
+    """Q-learning of a team whose joint value rises with the value of every agent; rewards are summed, actions discrete.
 
-    Windows may span several episodes; the carry is cleared between them, and time limits bootstrap."""
+    Windows may span several episodes; the carry is cleared between them, and time limits bootstrap.
+    """
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=26, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
@@ -51,21 +51,16 @@ class QMIX:
         doc="discount factor per step. Usual: 0.9 for games of 25 steps as MPE's (JaxMARL's tuned value), or 0.99.",
     )
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=32, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
     capacity: int = field(default=100000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
-        default=4000,
-        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+        default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
     n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.003, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
@@ -83,32 +78,27 @@ class QMIX:
     )
     beta: float | None = tunable(
         default=0.4, low=0, high=1,
-        doc="initial exponent of importance weights, which rises to 1 over the run; None gives all weight 1. Usual: 0.4 to 0.6, "
-        "or None for sequences.",
+        doc="initial exponent of importance weights, rising to 1 over the run; None: all weight 1. Usual: 0.4 to 0.6, or None.",
     )
     exploration: Literal["annealed", "per_env"] = field(
-        default="annealed",
-        doc='"annealed": one epsilon that falls during training; "per_env": a constant one for each environment. Usual: '
-        '"annealed".',
+        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
     )
     exploration_steps: int = field(
-        default=100000,
-        doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.',
+        default=100000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
     )
     final_epsilon: float = tunable(
         default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
     )
     base_epsilon: float = tunable(
         default=0.4, low=0, high=1,
-        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933, section 4.1). '
-        'Usual: 0.4.',
+        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933). Usual: 0.4.',
     )
     actor_period: int = field(
         default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
     )
     tau: float = tunable(
         default=0.02, above=0, high=1,
-        doc="share of the way that the target network moves each time; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+        doc="share of the way that the target network moves; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
     )
     target_period: int = field(
         default=1, high=2**24, low=1,
@@ -127,20 +117,18 @@ class QMIX:
         doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
     )
     hidden_sizes: tuple[int, ...] = field(
-        default=(64,), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
     )
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     core: Literal["none", "gru", "lstm", "min_gru"] = field(
         default="gru", doc='"gru", "lstm" or "min_gru" for recurrent networks, or "none". Usual: "gru".'
     )
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64.")
     mixer: Literal["monotonic", "sum"] = field(
-        default="monotonic", doc='"monotonic" for QMIX, "sum" for VDN. Usual: "monotonic".'
+        default="monotonic", doc='"monotonic" for QMIX, "sum" for VDN. Usual: as the algorithm says.'
     )
     mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
     hyper_size: int = field(
@@ -155,56 +143,35 @@ class QMIX:
         default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
     )
     agent_ids: bool = field(
-        default=True,
-        doc="whether a shared network also sees which agent it acts for. Usual: True if observations do not tell.",
+        default=True, doc="whether a shared network also sees which agent it acts for. Usual: True if observations do not tell."
     )
 
-
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
-        return build(env, self)
+        """Builds the agent for one environment.
+
+        Raises:
+          ValueError: if the sizes of the buffer or the network do not fit.
+          TypeError: if a space is not supported.
+        """
+        return agent_of(self, env)
+
+    def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
+        """Builds a team of `num_agents` agents of an environment; raises what `build` raises."""
+        return make_team(venv, num_agents, self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VDNConfig(QMIX):
-    """What VDN computes: the value of a joint action is the sum of the agents' values."""
-
-    mixer: Literal["monotonic", "sum"] = "sum"
+VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the sum of the agents' values.", mixer="sum")
 
 
 def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
-    """Makes a team that learns by QMIX or VDN; its rewards are summed.
-
-    Args:
-      venv: the vector environment; its action space is `Discrete`.
-      num_agents: number of agents of the team, `A`.
-      config: the settings of the algorithm.
-
-    Returns:
-      The team.
-
-    Raises:
-      ValueError: if the sizes of the buffer do not fit, or if the network does not.
-      TypeError: if a space is not supported.
-    """
-    action_space = check_discrete(type(config).__name__.removesuffix("Config"), venv.action_space)
+    """The team of `QMIX.build_team`."""
+    action_space = check_discrete(type(config).__name__, venv.action_space)
     view, recurrent = TeamView(venv, num_agents, central=config.mixer == "monotonic"), config.core != "none"
-    network = agent_values(
-        view.observation_space,
-        action_space,
-        num_agents,
-        config,
-        core=config.core,
-        memory_size=config.memory_size,
-        dueling=config.dueling,
-        shared=config.share_parameters,
-        agent_ids=config.agent_ids,
-    )
-    mixer = (
-        sum_mixer()
-        if config.mixer == "sum"
-        else monotonic_mixer(num_agents, view.state_size, mixing_size=config.mixing_size, hyper_size=config.hyper_size)
-    )
+    network = agent_values(view.observation_space, action_space, num_agents, config)
+    mixer = sum_mixer()
+    if config.mixer == "monotonic":
+        sizes = {"mixing_size": config.mixing_size, "hyper_size": config.hyper_size}
+        mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
     buffer = sequence_buffer(
         view.observation_type,
         jax.ShapeDtypeStruct((num_agents,), jnp.int32),
@@ -242,7 +209,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
             target = sequence_target(next_value, after, discount=config.discount, num_steps=config.n_step, epsilon=None)
             taken = mix(params, _of_actions(values, after.action), after.obs)[: config.trace_length]
             delta = config.huber_delta
-            losses = value_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
+            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
             stats = {"loss": losses.mean(), "value": taken.mean()}
             return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
 
@@ -251,8 +218,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
         rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
-        moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
+        moves = batch.ready & (remainder(advance(batch.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
 
@@ -290,5 +257,90 @@ def _keys_of_agents(keys: jax.Array, num_agents: int) -> jax.Array:
     return jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
 
 
-QMIX = register(team_algorithm("qmix", QMIX, make_team))
-VDN = register(team_algorithm("vdn", VDNConfig, make_team))
+def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
+    """Makes the action values of every agent of a team, from joint observations.
+
+    Args:
+      observation_space: the space of one agent's observations.
+      action_space: the space of one agent's `N` actions.
+      num_agents: number of agents, `A`.
+      config: the layers; whether the network is `dueling`, whether agents `share_parameters`, and whether a shared network
+        also sees `agent_ids`.
+
+    Returns:
+      The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
+    """
+    shared = config.share_parameters
+    identify = shared and config.agent_ids and num_agents > 1
+    space = with_ids_space(observation_space, num_agents) if identify else observation_space
+    if config.core == "none":
+        values = q_network(space, action_space, config, dueling=config.dueling)
+        one = feed_forward(space, Network(values.init, lambda params, obs: values.apply(params, obs)[..., 0]))
+    else:
+        one = recurrent_q_network(space, action_space, config, dueling=config.dueling)
+
+    def init(key: jax.Array) -> Any:
+        # One after another: a batched QR decomposition of orthogonal initializers is slow.
+        return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
+
+    def seen(joint: Any) -> Any:
+        return with_ids(joint.obs, num_agents, observation_space) if identify else joint.obs
+
+    def step(params: Any, joint: Any, carry: Any) -> tuple[jax.Array, Any]:
+        obs = seen(joint)
+        if shared:
+            return one.step(params, obs, carry)
+        axis = joint.present.ndim - 1
+        return jax.vmap(one.step, in_axes=(0, axis, axis), out_axes=axis)(params, obs, carry)
+
+    def unroll(params: Any, joint: Any, is_first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        obs = seen(joint)
+        if not shared:
+            return jax.vmap(one.unroll, in_axes=(0, 2, None, 1), out_axes=2)(params, obs, is_first, carry)
+        # The agents of an environment are rows of the one network.
+        length, batch = is_first.shape
+        rows = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[3:]), obs)
+        carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)
+        outputs = one.unroll(params, rows, jnp.repeat(is_first, num_agents, axis=1), carry)
+        return jax.tree.map(lambda x: x.reshape(length, batch, num_agents, *x.shape[2:]), outputs)
+
+    return RecurrentNetwork(init, lambda batch_shape: one.initial_carry((*batch_shape, num_agents)), step, unroll)
+
+
+def sum_mixer() -> Network:
+    """Makes the mixer of VDN: the sum (Sunehag et al., 2017, arXiv 1706.05296). It has no parameters."""
+    return Network(lambda key: {}, lambda params, values, state: values.sum(-1))
+
+
+def monotonic_mixer(num_agents: int, state_size: int, *, mixing_size: int, hyper_size: int) -> Network:
+    """Makes the mixer of QMIX (Rashid et al., 2018, arXiv 1803.11485, section 4.1).
+
+    It maps values `[..., A]` and states `[..., S]` to `[...]`, and never falls if one of the values rises, so the best joint
+    action is the best action of every agent. Its layers are `elu` and linear. Hypernetworks of two layers compute their
+    weights, of which absolute values are taken, and their biases, which may have any sign, from the global state.
+    """
+    module = _Monotonic(num_agents, mixing_size, hyper_size)
+    init = lambda key: module.init(key, jnp.zeros((1, num_agents)), jnp.zeros((1, state_size)))  # noqa: E731
+    return Network(init, module.apply)
+
+
+class _Monotonic(nn.Module):
+    """The mixer of QMIX."""
+
+    num_agents: int
+    mixing_size: int
+    hyper_size: int
+
+    @nn.compact
+    def __call__(self, values: jax.Array, state: jax.Array) -> jax.Array:
+        """Maps values `[..., A]` and states `[..., S]` to `[...]`."""
+
+        # Small at first: weights of about 1 would multiply the agents' values, and their gradients, by more than ten.
+        def hyper(size: int) -> jax.Array:
+            return dense(size, 0.1)(nn.relu(dense(self.hyper_size, math.sqrt(2))(state)))
+
+        weights = jnp.abs(hyper(self.num_agents * self.mixing_size))
+        weights = weights.reshape(*weights.shape[:-1], self.num_agents, self.mixing_size)
+        bias = dense(self.mixing_size, 0.1)(state)
+        hidden = nn.elu(jnp.sum(values[..., None] * weights, axis=-2) + bias)
+        return jnp.sum(hidden * jnp.abs(hyper(self.mixing_size)), axis=-1) + hyper(1)[..., 0]

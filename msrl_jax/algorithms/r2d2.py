@@ -8,88 +8,78 @@ In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the 
 carry. The loss is taken over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
-from msrl_jax.algorithms.loops.exploration import epsilon_greedy
-from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
-from msrl_jax.algorithms.loops.trajectory import truncated_values
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.losses import value_loss
-from msrl_jax.algorithms.losses.q_learning import greedy_target, rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
+from msrl_jax.algorithms.loops.sequences import (
+    recurrent_q_network,
+    replay_successors,
+    replay_values,
+    sequence_target,
+)
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.cores import Carry
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_q_network
-from msrl_jax.algorithms.returns import n_step_return
+from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import is_on_host
-from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.masks import observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, Transition
 
 
 @config("r2d2")
 class R2D2:
-    """What R2D2 computes; a distribution policy decides where it runs.
+    """Recurrent deep Q-learning from replayed sequences; for discrete actions.
 
     The defaults are for small tasks on a CPU. There are other differences from the paper. Windows may span several episodes;
     the carry is cleared between them, and time limits bootstrap. The network does not observe the last action and reward. A
-    new window has the largest priority so far; in the paper, the actor computes an initial priority."""
+    new window has the largest priority so far; in the paper, the actor computes an initial priority.
+    """
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=32, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=50000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
-        default=2000,
-        doc="environment steps with random actions before the first update; None: as many as a batch needs. Usual: 1e3 to 5e4.",
+        default=2000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
-    n_step: int = field(default=5, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=10.0, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
+        default=10.0, above=0, doc="largest global norm of the gradients; larger ones are scaled down. Usual: 10 to 40."
     )
     prioritised: bool = field(
-        default=True,
-        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
+        default=True, doc="whether items with larger TD errors are drawn more often. Usual: True for images."
     )
-    alpha: float = tunable(
-        default=0.9, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
-    )
+    alpha: float = tunable(default=0.9, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.", low=0)
     beta: float | None = tunable(
-        default=None, low=0, high=1,
-        doc="initial exponent of importance weights, which rises to 1 over the run; None gives all weight 1. Usual: 0.4 to 0.6, "
-        "or None for sequences.",
+        default=None,
+        low=0,
+        high=1,
+        doc="initial exponent of importance weights, which rises to 1; None: all are 1. Usual: 0.4 to 0.6.",
     )
     exploration: Literal["annealed", "per_env"] = field(
-        default="annealed",
-        doc='"annealed": one epsilon that falls during training; "per_env": a constant one for each environment. Usual: '
-        '"annealed".',
+        default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
     )
     exploration_steps: int = field(
         default=20000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
@@ -98,41 +88,28 @@ class R2D2:
         default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
     )
     base_epsilon: float = tunable(
-        default=0.4, low=0, high=1,
-        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933, section 4.1). '
-        'Usual: 0.4.',
+        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
     actor_period: int = field(
-        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
+        default=1, doc="iterations between two copies of parameters to the actors. Usual: 1.", high=2**24, low=1
     )
     tau: float = tunable(
-        default=0.02, above=0, high=1,
-        doc="share of the way that the target network moves each time; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
+        default=0.02, above=0, high=1, doc="share of the way that the target moves; 1 copies. Usual: 1, or 0.005 to 0.05."
     )
     target_period: int = field(
-        default=1, high=2**24, low=1,
-        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
+        default=1, high=2**24, low=1, doc="updates between two moves of the target. Usual: 1, or 100 to 10,000."
     )
-    dueling: bool = field(
-        default=True,
-        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
-    )
+    dueling: bool = field(default=True, doc="whether values and advantages have streams of their own. Usual: True for images.")
     huber_delta: float | None = tunable(
-        default=None, above=0,
-        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
+        default=None, above=0, doc="errors above this size count linearly (Huber loss). Usual: None, or 1."
     )
-    adam_epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
-    )
+    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
     hidden_sizes: tuple[int, ...] = field(
         default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
     )
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     core: Literal["gru", "lstm", "min_gru"] = field(
         default="gru",
@@ -140,44 +117,39 @@ class R2D2:
     )
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     burn_in: int = field(
-        default=8, low=0,
+        default=8,
+        low=0,
         doc="first steps of a window, which only refresh the stored carry; 0 uses the stored carry unchanged. Usual: 0 to 40.",
     )
     trace_length: int = field(
         default=32,
-        doc="steps of a window in the loss, `L`; gradients flow back through at most as many steps. Windows overlap by half of "
-        "it. Usual: 16 to 80.",
+        doc="steps of a window in the loss, `L`, and of the flow of gradients; windows overlap by half of it. Usual: 16 to 80.",
     )
     rescale_epsilon: float | None = tunable(
-        default=None, above=0,
-        doc="`epsilon` of the transformed return `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` that the network learns (Pohlen et "
-        "al., 2018, arXiv 1805.11593); None learns the return itself. Usual: 1e-3 for rewards of any size, or None.",
+        default=None,
+        above=0,
+        doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593); None: the "
+        "return itself. Usual: 1e-3 for rewards of any size, or None.",
     )
     eta: float = tunable(
-        default=0.9, low=0, high=1,
+        default=0.9,
+        low=0,
+        high=1,
         doc="weight of a window's largest error in its priority; the mean error has the weight `1 - eta`. Usual: 0.9.",
     )
 
-
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment.
+
+        Raises:
+          TypeError: if a space is not supported.
+          ValueError: if the sizes of the buffer or the network do not fit.
+        """
         return build(env, self)
 
 
 def make_buffer(env: Environment, carry: Any, config: R2D2) -> Replay:
-    """Makes the replay buffer of windows of `Transition`, with the carries of the acting network.
-
-    Args:
-      env: the environment, for the shapes of its steps.
-      carry: shapes and dtypes of the carry of one environment. `[H]` each
-      config: the size and kind of the buffer.
-
-    Returns:
-      The buffer.
-
-    Raises:
-      ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
-    """
+    """The replay buffer of windows of `Transition`, with the carries of the acting network, arrays `[H]`."""
     return sequence_buffer(
         observation_type(env),
         action_type(env.action_space),
@@ -190,89 +162,8 @@ def make_buffer(env: Environment, carry: Any, config: R2D2) -> Replay:
     )
 
 
-def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
-    """Computes values along windows, from the stored carry of the first step.
-
-    Args:
-      network: the network.
-      params: its parameters; no gradient flows through the burn-in.
-      window: windows. `[S, B, ...]`
-      burn_in: initial steps that only refresh the carry.
-
-    Returns:
-      Values `[S - burn_in, B, A]` of the later steps, and the carries after them `[S - burn_in, B, H]`.
-    """
-    ends = window.terminated | window.truncated
-    # The stored carry is already zero if the step is the first of an episode.
-    is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    carry = tuple(x[0] for x in window.carry)
-    if burn_in:
-        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
-        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
-        carry = tuple(x[-1] for x in carries)
-    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
-    return network.unroll(params, after, is_first[burn_in:], carry)
-
-
-def replay_successors(
-    network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
-) -> jax.Array:
-    """Computes values of the true successors; where an episode is truncated, the true successor is not the next step.
-
-    Args:
-      network: the network.
-      params: its parameters.
-      window: windows. `[T, B, ...]`
-      values: the values of their steps. `[T, B, A]`
-      carries: the carries after these steps. `[T, B, H]`
-
-    Returns:
-      The values; those of terminated steps have no meaning. `[T, B, A]`
-    """
-    last = truncated_values(
-        lambda final: network.step(params, *final)[0], (window.next_obs, carries), window.truncated, also_last=True
-    )
-    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
-    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
-
-
-def sequence_target(
-    next_value: jax.Array, window: Transition, *, discount: float, num_steps: int, epsilon: float | None
-) -> jax.Array:
-    """n-step targets along windows, squeezed by `rescale` if an `epsilon` is given.
-
-    Args:
-      next_value: the target network's values of the successors, for the best actions. `[T, B]`
-      window: rewards and ends of episodes. `[T, B]`
-      discount: discount factor per step.
-      num_steps: number of rewards before the target bootstraps, `n`.
-      epsilon: the `epsilon` of `rescale`; None if values are not rescaled.
-
-    Returns:
-      The targets of all but the last `n - 1` steps. `[T - n + 1, B]`
-    """
-    if epsilon is not None:
-        next_value = unrescale(next_value, epsilon)
-    target = n_step_return(
-        window.reward, next_value, window.terminated, window.truncated, discount=discount, num_steps=num_steps
-    )[: len(next_value) - num_steps + 1]
-    return target if epsilon is None else rescale(target, epsilon)
-
-
 def build(env: Environment, config: R2D2) -> Agent:
-    """Builds R2D2 for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete`.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent; it acts with a carry.
-
-    Raises:
-      ValueError: if the sizes of the buffer do not fit, or if the network does not.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `R2D2.build`."""
     action_space = check_discrete("R2D2", env.action_space)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     network = recurrent_q_network(venv.observation_space, action_space, config, dueling=config.dueling)
@@ -300,7 +191,7 @@ def build(env: Environment, config: R2D2) -> Agent:
             )
             taken = jnp.take_along_axis(values, after.action[..., None], -1)[: config.trace_length, :, 0]
             delta = config.huber_delta
-            losses = value_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
+            losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
             stats = {"loss": losses.mean(), "value": taken.mean()}
             return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, config.eta), stats)
 
@@ -309,8 +200,8 @@ def build(env: Environment, config: R2D2) -> Agent:
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
         rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, progress.ready)
-        moves = progress.ready & (remainder(advance(progress.update), config.target_period) == 0)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
+        moves = batch.ready & (remainder(advance(batch.update), config.target_period) == 0)
         target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
 
@@ -333,4 +224,3 @@ def build(env: Environment, config: R2D2) -> Agent:
         num_updates=config.num_updates,
         refresh_period=config.actor_period,
     )
-

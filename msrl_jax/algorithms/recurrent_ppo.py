@@ -18,9 +18,10 @@ from msrl_jax.algorithms.loops.trajectory import next_values, split_keys, trunca
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, pick, proximal_updates, shuffled_members
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import action_transform
-from msrl_jax.algorithms.networks.cores import Carry, forget
+from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.recurrent import recurrent_actor_critic
+from msrl_jax.algorithms.networks.layers import Carry, forget
+from msrl_jax.algorithms.networks.recurrent import recurrent_network
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -161,7 +162,8 @@ class Sequences(NamedTuple):
 def build(env: Environment, config: RecurrentPPO) -> Agent:
     """The agent of `RecurrentPPO.build`."""
     venv = training_environment(env, config)
-    network = recurrent_actor_critic(venv.observation_space, venv.action_space, config)
+    heads = lambda features: linear_actor_critic(features, venv.action_space)  # noqa: E731
+    network = recurrent_network(venv.observation_space, heads, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
 

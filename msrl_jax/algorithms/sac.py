@@ -5,29 +5,25 @@ This file has the networks, the losses and the update; the loop is in `loops/off
 devices exchange gradients once. The papers update the critics first.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
+from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import n_step_buffer
-from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, uniform_actions
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
-from msrl_jax.algorithms.networks.cores import Carry
-from msrl_jax.algorithms.networks.critics import init_critics, make_critics, taken_value
-from msrl_jax.algorithms.networks.distributions import Categorical
-from msrl_jax.algorithms.networks.policies import make_policy
+from msrl_jax.algorithms.networks.distributions import Categorical, choose
+from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value
 from msrl_jax.counters import Counter, at_least
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.masks import mask_of
@@ -36,84 +32,70 @@ from msrl_jax.fragments import fragment
 
 @config("sac")
 class SAC:
-    """What SAC computes; a distribution policy decides where it runs.
+    """Soft actor-critic; for actions that are discrete or bounded floats.
 
-    The defaults are the papers', except for 1/2 instead of 1 update per step and the learning rate."""
+    The defaults are the papers', except for 1/2 instead of 1 update per step and the learning rate.
+    """
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=200000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
-    learning_starts: int = field(
-        default=1000, doc="environment steps with uniformly random actions before the first update. Usual: 1e3 to 1e4."
-    )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    data: str | None = field(
-        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
-    )
+    capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
+    learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(
-        default=0.5, above=0, high=1,
-        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
     )
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
     )
     tau: float = tunable(
-        default=0.005, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
     )
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     initial_temperature: float = tunable(default=1.0, doc="initial weight of the entropy. Usual: 0.1 to 1.", above=0)
-    learn_temperature: bool = field(
-        default=True, doc="whether the temperature is learned; otherwise it is constant. Usual: True."
-    )
+    learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
         default=None,
-        doc="target entropy of the learned temperature, in nats. None takes minus the length of a continuous action, or half "
-        "the logarithm of the number of legal discrete actions (the paper takes 98 %, which is almost random). Usual: None.",
+        doc="target entropy in nats. None takes minus the length of a continuous action, or half the logarithm of the number "
+        "of legal discrete actions (the paper takes 98 %, which is almost random). Usual: None.",
     )
 
+    def check(self) -> None:
+        """Raises ValueError unless the data are a path or a data set, with a share of every batch."""
+        check_data(self)
+
+    def check_given(self, names: Collection[str]) -> None:
+        """Raises ValueError if a share is given of no data."""
+        check_data(self, names)
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment.
+
+        Raises:
+          TypeError: if a space is not supported.
+          ValueError: if the sizes of the buffer, the data or the network do not fit, or if actions are not bounded.
+        """
         return build(env, self)
 
 
 def build(env: Environment, config: SAC) -> Agent:
-    """Builds SAC for one environment.
-
-    Args:
-      env: the environment; its action space is `Discrete` or a bounded `Box` of floats.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent.
-
-    Raises:
-      ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the config anneals the learning rate without `total_steps`.
-      TypeError: if a space is not supported.
-    """
+    """The agent of `SAC.build`."""
     action_space = check_discrete_or_bounded("sac", env.action_space)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     policy = make_policy(venv.observation_space, action_space, config)
@@ -125,7 +107,7 @@ def build(env: Environment, config: SAC) -> Agent:
         actor_key, critic_key = jax.random.split(key)
         params = {
             "actor": policy.init(actor_key, obs),
-            "critic": init_critics(critics, critic_key, action_space, obs),
+            "critic": critics.init(critic_key, obs),
             "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
         }
         return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
@@ -158,7 +140,7 @@ def build(env: Environment, config: SAC) -> Agent:
         # Gradients flow through `trained` only; the loss treats `params` as constants.
         def loss(trained):
             q = taken_value(critics, trained["critic"], e.obs, e.action)
-            critic_loss = (batch.weight * jax.vmap(value_loss, (0, None))(q, target).sum(0)).mean()
+            critic_loss = (batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)).mean()
             distribution = policy.apply(trained["actor"], e.obs)
             soft, log_prob = policy_value(params["critic"], distribution, e.obs, temperature, keys)
             total = critic_loss - soft.mean()
@@ -179,12 +161,12 @@ def build(env: Environment, config: SAC) -> Agent:
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
         params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
         for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, progress.ready)
-        share = jnp.where(progress.ready, config.tau, 0.0)
+            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
+        share = jnp.where(batch.ready, config.tau, 0.0)
         return Learner(params, polyak_update(learner.target_params, params["critic"], share), opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
-        return policy.choose_action(params["actor"], obs, key), carry
+        return choose(policy.apply(params["actor"], obs), key), carry
 
     def explore(params: Any, obs: jax.Array, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
         explored = policy.apply(params["actor"], obs).sample(keys)
@@ -198,4 +180,3 @@ def build(env: Environment, config: SAC) -> Agent:
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
     )
-

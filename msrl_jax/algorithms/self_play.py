@@ -24,121 +24,90 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.ippo import IPPOConfig, make_team
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, is_constant, tunable, with_traced
+from msrl_jax.algorithms.ippo import IPPO, check_minibatches
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.meta_game import draw, enter, no_games
 from msrl_jax.algorithms.loops.trajectory import split_keys
-from msrl_jax.envs import MultiAgentEnvironment, vectorize_agents
+from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
 
-_ONE_NETWORK = {"core": "none", "share_parameters": True, "agent_ids": False, "central_critic": False}
+_ROUNDS = 2048
+"""Rounds of the replicator dynamics."""
+_EXPLORATION = 0.1
+"""Share of the pool's opponents that are drawn uniformly, so that all pairs meet."""
 
 
 @config("self_play", many_agents=True)
 class SelfPlay:
-    """What self-play computes: PPO of one feed-forward network that sees the observations of its seat."""
+    """PPO against its own past in games of two players, by one feed-forward network that sees what its seat sees."""
 
     num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
+    learning_rate: float = tunable(default=1e-3, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float | None = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
+    )
     discount: float = tunable(
         default=1.0, doc="discount factor per step. Usual: 1 for short games, else 0.99 to 0.999.", low=0, high=1
     )
-    entropy_coef: float = tunable(
-        default=0.15, low=0,
-        doc="weight of the entropy bonus, in units of the return if advantages are not normalized. Usual: 0.05 to 0.3 for "
-        "returns near 1.",
-    )
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
     gae_lambda: float = tunable(
-        default=0.95, low=0, high=1,
-        doc="lambda of advantage estimation, from 0 (more bias) to 1 (more variance). Usual: 0.95.",
-    )
-    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    clip_ratio: float = tunable(
-        default=0.2, doc="the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.", above=0
-    )
-    clip_value: float | None = tunable(
-        default=None, above=0,
-        doc="the change of a value in one iteration is clipped to this size, in units of the return. Usual: None.",
-    )
-    target_kl: float | None = tunable(
-        default=None, above=0,
-        doc="an iteration ends its updates once the policy has moved this far, in nats of KL divergence. Usual: None, or 0.01 "
-        "to 0.03.",
+        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
     )
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="none", doc='whether advantages are standardized, over each "minibatch" or the whole "batch". Usual: "none".'
+        default="none", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "none".'
     )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
-    anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+    clip_ratio: float = tunable(
+        default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0
     )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    clip_value: float | None = tunable(
+        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
     )
-    activation: Activation = field(
-        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    target_kl: float | None = tunable(
+        default=None,
+        doc="an iteration skips its other updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
+        above=0,
     )
+    entropy_coef: float = tunable(
+        default=0.15, doc="weight of the entropy bonus, in units of the return. Usual: 0.05 to 0.3 for returns near 1.", low=0
+    )
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.", low=0)
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     shared_torso: bool = field(
         default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
     )
-    core: Literal["none", "gru", "lstm", "min_gru"] = field(
-        default="none",
-        doc='"none" for feed-forward networks, "gru", "lstm", or "min_gru" for recurrent ones. Usual: "none", or "gru" if '
-        'agents see a part of the state.',
-    )
-    memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
-    share_parameters: bool = field(
-        default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
-    )
-    agent_ids: bool = field(
-        default=False,
-        doc="whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.",
-    )
-    central_critic: bool = field(
-        default=False, doc="whether the critic sees the global state, and not the observation. Usual: as the algorithm says."
-    )
     normalize_values: bool = field(
         default=False,
-        doc="whether critics predict values standardized by running statistics of their targets. Usual: True for returns far "
-        "from 1, as in MAPPO's paper.",
+        doc="whether critics predict values standardized by running statistics. Usual: True for returns far from 1.",
     )
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
     pool_period: int = field(default=10, doc="iterations between two copies of the parameters into the pool. Usual: 1 to 100.")
     latest_share: float = tunable(
         default=0.8, low=0, high=1,
-        doc="the probability that an opponent is the current parameters; else it is one of the pool. Usual: 0.5 to 1.",
+        doc="probability that an opponent is the current parameters, not past ones. Usual: 0.5 to 1.",
     )
     opponents: Literal["uniform", "payoff"] = field(
         default="uniform",
-        doc='"uniform" draws from the pool with equal probabilities, "payoff" with those of the equilibrium between the members '
-        'of the pool. Usual: "uniform", or "payoff" for games in which policies beat each other in circles.',
+        doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
+        '"uniform", or "payoff" for games in which policies beat each other in circles.',
     )
     num_opponents: int = field(
         default=8,
         doc="opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.",
     )
 
-    def check_annealing(self) -> None:
-        """Raises no error: the learning rate and the weight of the entropy are constant if `total_steps` is not given."""
-
     def check(self) -> None:
-        """Raises ValueError unless the opponents fill the environments, and the network is one that self-play can freeze."""
-        for field, value in _ONE_NETWORK.items():
-            if getattr(self, field) != value:
-                why = "an opponent cannot take over the memory of another" if field == "core" else "both seats have one network"
-                raise ValueError(f"{type(self).__name__}.{field}={getattr(self, field)!r}: {why}; use {value!r}")
+        """Raises ValueError unless the opponents fill the environments, and the minibatches divide the time steps."""
+        check_minibatches(self, recurrent=False)
         block = 2 * self.num_opponents
         if self.num_envs % block:
             raise ValueError(
@@ -148,8 +117,29 @@ class SelfPlay:
             )
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one game of two players: both players of the current policy.
+
+        Raises:
+          ValueError: if the environment has not two agents, or if the network does not fit.
+          TypeError: if a space is not supported.
+        """
         return build(env, self)
+
+
+class Standings(NamedTuple):
+    """What is known of the games between past policies, and of the current one against them.
+
+    Attributes:
+      payoff: the mean return of one policy against another. shape=(K, K)
+      weights: the equilibrium of that game. shape=(K,)
+      total: the sum of the current policy's returns against each, since the last policy entered. shape=(K,)
+      games: their number. shape=(K,)
+    """
+
+    payoff: jax.Array
+    weights: jax.Array
+    total: jax.Array
+    games: jax.Array
 
 
 class Pool(NamedTuple):
@@ -173,11 +163,11 @@ class Pool(NamedTuple):
     drawn: jax.Array
     key: jax.Array
     actor_keys: jax.Array
-    standings: Any
+    standings: Standings | tuple[()]
 
 
-class SelfPlay(NamedTuple):
-    """What self-play keeps beside the parameters.
+class Players(NamedTuple):
+    """What self-play keeps besides the parameters.
 
     Attributes:
       learner: what the learner's team keeps.
@@ -188,17 +178,14 @@ class SelfPlay(NamedTuple):
     pool: Pool
 
 
-def play_itself(learner: Team, config: SelfPlay) -> Team:
-    """Makes a team of both players, of whom one learns, from a team of one agent.
+def two_players(venv: VectorizedAgents, config: SelfPlay) -> Team:
+    """Makes a team of both players, of whom one learns.
 
-    Args:
-      learner: a feed-forward team of one agent.
-      config: the settings of the algorithm.
-
-    Returns:
-      The team. Opponent `e % G` plays in environment `e`, and the learner has its first seat if `e // G` is even. So groups of
-      `G` adjacent environments have all opponents; if none is split, opponents move nothing between devices.
+    Opponent `e % G` plays in environment `e`, and the learner has its first seat if `e // G` is even. So groups of `G` adjacent
+    environments have all opponents; if none is split, opponents move nothing between devices.
     """
+    common = {f.name: getattr(config, f.name) for f in dataclasses.fields(IPPO) if hasattr(config, f.name)}
+    learner = with_traced(IPPO(), common).build_team(venv, 1)
     groups = config.num_envs // config.num_opponents
     weighs = config.opponents == "payoff"
     is_first_seat = np.arange(config.num_envs) // config.num_opponents % 2 == 0
@@ -223,7 +210,7 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
         """Seats as rows of the one network: `[E, 2, ...] -> [2 * E, 1, ...]`."""
         return jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), x)
 
-    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, SelfPlay]:
+    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Players]:
         params, rest = learner.init(params_key, actor_key, learner_key)
         key, their_key = jax.random.split(jax.random.fold_in(actor_key, 1))
         pool = Pool(
@@ -236,7 +223,7 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
             actor_keys=jax.random.split(their_key, config.num_envs),
             standings=no_games(config.pool_size) if weighs else (),
         )
-        return params, SelfPlay(rest, pool)
+        return params, Players(rest, pool)
 
     @fragment(role="actor")
     def fill_pool(params, pool):
@@ -271,10 +258,10 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
         pool = pool._replace(drawn=drawn, key=key, actor_keys=actor_keys)
         return jax.tree.map(pick, pool.params, params), pool, keys
 
-    def begin(params: Any, rest: SelfPlay) -> tuple[Any, SelfPlay, Any]:
-        acting, kept, keys = learner.begin(params, rest.learner)
+    def begin(params: Any, rest: Players, progress: Progress) -> tuple[Any, Players, Any]:
+        acting, kept, keys = learner.begin(params, rest.learner, progress)
         opponents, pool, their_keys = draw_opponents(acting, fill_pool(acting, rest.pool))
-        return (acting, opponents), SelfPlay(kept, pool), (keys, their_keys)
+        return (acting, opponents), Players(kept, pool), (keys, their_keys)
 
     @fragment(role="actor")
     def play(acting, now, carry, keys):
@@ -303,12 +290,14 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
     def keep_score(standings, total, games):
         return standings._replace(total=standings.total + total, games=standings.games + games)
 
-    def learn(params: Any, rest: SelfPlay, experience: Experience, now: Now, carry: Any) -> tuple[Any, SelfPlay, Metrics]:
+    def learn(
+        params: Any, rest: Players, experience: Experience, now: Now, carry: Any, progress: Progress
+    ) -> tuple[Any, Players, Metrics]:
         t = experience
         ended = t.truncated | t.terminated.all(-1)
         seats = jax.vmap(own)({f: getattr(t, f) for f in ("obs", "action", "reward", "terminated", "present", "final_obs")})
         params, kept, metrics = learner.learn(
-            params, rest.learner, t._replace(**seats), now._replace(obs=own(now.obs)), carry
+            params, rest.learner, t._replace(**seats), now._replace(obs=own(now.obs)), carry, progress
         )
         if not is_constant(config.latest_share, 1):
             metrics = {**metrics, "return_against_pool": score(seats["reward"], ended, rest.pool.drawn)}
@@ -316,13 +305,13 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
         if weighs:
             standings = keep_score(pool.standings, *score_each(seats["reward"], ended, pool.drawn))
             pool = pool._replace(standings=standings)
-        return params, SelfPlay(kept, pool), metrics
+        return params, Players(kept, pool), metrics
 
-    def choose_action(params: Any, rest: SelfPlay, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+    def choose_action(params: Any, rest: Players, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
         action, _ = learner.choose_action(params, rest.learner, one_row_each(obs), key, carry)
         return action.reshape(-1, 2, *action.shape[2:]), carry
 
-    def probabilities(params: Any, rest: SelfPlay, obs: Any) -> jax.Array:
+    def probabilities(params: Any, rest: Players, obs: Any) -> jax.Array:
         p = learner.probabilities(params, rest.learner, one_row_each(obs))  # type: ignore[misc]
         return p.reshape(-1, 2, *p.shape[2:])
 
@@ -331,7 +320,7 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
     return dataclasses.replace(
         learner,
         init=init,
-        axes=(learner.axes[0], SelfPlay(learner.axes[1], pool)),
+        axes=(learner.axes[0], Players(learner.axes[1], pool)),
         begin=begin,
         act=play,
         learn=learn,
@@ -342,25 +331,59 @@ def play_itself(learner: Team, config: SelfPlay) -> Team:
 
 
 def build(env: MultiAgentEnvironment, config: SelfPlay) -> Agent:
-    """Builds self-play for a game of two players.
-
-    Args:
-      env: the environment of two agents; its action space is `Discrete`, or a `Box` of floats or of integers.
-      config: the settings of the algorithm.
-
-    Returns:
-      The agent: both players of the current policy.
-
-    Raises:
-      ValueError: if the environment has not two agents, or if the network does not fit.
-      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
-    """
+    """The agent of `SelfPlay.build`."""
     if len(env.agents) != 2:
         raise ValueError(
             f"self_play is for two players, but environment {env_name(env)!r} has {len(env.agents)} agents; use ippo or mappo"
         )
     venv = vectorize_agents(env, config.num_envs)
-    team = play_itself(make_team(venv, 1, config), config)
-    agent = teams_agent(venv, {"agents": team}, unroll_length=config.unroll_length)
+    agent = teams_agent(venv, {"agents": two_players(venv, config)}, unroll_length=config.unroll_length)
     return dataclasses.replace(agent, ranked=False)  # the sum of both returns is 0
 
+
+def no_games(size: int) -> Standings:
+    """Standings of no policy."""
+    zero = jnp.zeros(size)
+    return Standings(jnp.zeros((size, size)), zero, zero, zero)
+
+
+def enter(standings: Standings, slot: jax.Array, filled: jax.Array) -> Standings:
+    """Adds the current policy to the game in the place `slot` of `filled` ones, by its results; the next one has none."""
+    size = standings.games.shape[0]
+    row = jnp.where(standings.games > 0, standings.total / jnp.maximum(standings.games, 1), 0.0)
+    payoff = standings.payoff.at[slot].set(row).at[:, slot].set(-row).at[slot, slot].set(0.0)
+    there = jnp.arange(size) < filled
+    return no_games(size)._replace(payoff=payoff, weights=replicator_dynamics(payoff, there))
+
+
+def draw(standings: Standings, key: jax.Array, filled: jax.Array, count: int) -> jax.Array:
+    """Draws the places of `count` opponents by their weights, a tenth of them uniformly. `[count]` int32"""
+    there = jnp.arange(standings.games.shape[0]) < filled
+    probability = (1 - _EXPLORATION) * standings.weights + _EXPLORATION * there / filled
+    return jax.random.categorical(key, jnp.log(probability), shape=(count,)).astype(jnp.int32)
+
+
+def replicator_dynamics(payoff: jax.Array, there: jax.Array, rounds: int = _ROUNDS) -> jax.Array:
+    """An approximate equilibrium of a symmetric game whose payoffs sum to zero.
+
+    The mean over the rounds of discrete replicator dynamics, which are multiplicative weights (Freund and Schapire, 1999): the
+    best reply to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff.
+
+    Args:
+      payoff: the row's payoff against the column, antisymmetric. `[K, K]`
+      there: whether there is such a policy. `[K]` bool
+      rounds: the number of rounds.
+
+    Returns:
+      The probability of each policy; 0 where there is none. `[K]`
+    """
+    both = there[:, None] & there
+    scaled = jnp.where(both, payoff / jnp.maximum(jnp.max(jnp.abs(payoff), initial=0.0, where=both), 1e-8), 0.0)
+    rate = jnp.sqrt(8 * jnp.log(jnp.maximum(there.sum(), 2)) / rounds) / 2  # for payoffs from -1 to 1
+
+    def step(logits: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        mixture = jax.nn.softmax(jnp.where(there, logits, -jnp.inf))
+        return logits + rate * (scaled @ mixture), mixture
+
+    _, mixtures = jax.lax.scan(step, jnp.zeros(there.shape), None, length=rounds)
+    return mixtures.mean(0)

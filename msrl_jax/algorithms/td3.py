@@ -5,28 +5,24 @@ This file has the networks, the losses and the update; the loop is in `loops/off
 the same parameters, so that devices exchange gradients once. The paper updates the critics first.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.buffers import n_step_buffer
-from msrl_jax.algorithms.loops.exploration import uniform_actions
-from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.losses import value_loss
+from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, is_constant, tunable
+from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, uniform_actions
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
 from msrl_jax.algorithms.networks.actions import check_bounded
-from msrl_jax.algorithms.networks.cores import Carry
-from msrl_jax.algorithms.networks.critics import init_critics, make_critics
-from msrl_jax.algorithms.networks.policies import make_actor
+from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.policies import make_actor, make_critics
 from msrl_jax.counters import Counter, at_least, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
@@ -34,90 +30,73 @@ from msrl_jax.fragments import fragment
 
 @config("td3")
 class TD3:
-    """What TD3 computes; a distribution policy decides where it runs.
+    """Twin delayed deep deterministic policy gradients; for actions that are bounded floats.
 
-    The defaults are the paper's, except for 1/4 instead of 1 update per step and the learning rate."""
+    The defaults are the paper's, except for 1/4 instead of 1 update per step and the learning rate.
+    """
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
-    batch_size: int = field(default=256, doc="transitions or windows per update, `B`. Usual: 32 to 512.")
+    batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
     storage: Codec | None = field(
-        default=None,
-        doc='codec of stored observations: "uint8" (whole numbers), "scaled_uint8" (those over 255) or "bfloat16". Usual: None, '
-        'or "uint8" for images.',
+        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
     )
     shards: int | None = field(
-        default=None,
-        doc="parts of the buffer, for different devices; None: greatest common divisor of `batch_size`, `num_envs` and 8. "
-        "Usual: None.",
+        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
     )
-    capacity: int = field(default=200000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
-    learning_starts: int = field(
-        default=1000, doc="environment steps with uniformly random actions before the first update. Usual: 1e3 to 1e4."
-    )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    data: str | None = field(
-        default=None, doc="path of a data set to learn from as well, or a `msrl_jax.data.Dataset`. Usual: None."
-    )
+    capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
+    learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
     data_fraction: float = field(
-        default=0.5, above=0, high=1,
-        doc="share of every batch that comes from `data`, rounded to whole rows per shard. Usual: 0.5.",
+        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
     )
     learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
     max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down to it. Usual: None.", above=0
+        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
     )
     tau: float = tunable(
-        default=0.005, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
+        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
     )
     hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     num_critics: int = field(default=2, doc="number of critics, `C`; targets use their minimum. Usual: 2.")
     policy_period: int = field(
-        default=2, doc="updates of the critics per update of the actor and the targets. Usual: 2.", high=2**24, low=1
+        default=2, doc="updates of the critics per update of actor and targets. Usual: 2.", high=2**24, low=1
     )
-    exploration_noise: float = tunable(
-        default=0.1, doc="standard deviation of the noise on actions in [-1, 1]. Usual: 0.1.", low=0
-    )
+    exploration_noise: float = tunable(default=0.1, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.", low=0)
     policy_noise: float = tunable(
-        default=0.2, doc="standard deviation of the noise on the target actor's actions. Usual: 0.2, or 0.", low=0
+        default=0.2, doc="deviation of the noise on the target actor's actions. Usual: 0.2, or 0.", low=0
     )
-    noise_clip: float = tunable(
-        default=0.5, doc="the noise on the target actor's actions is clipped to this size. Usual: 0.5.", low=0
-    )
+    noise_clip: float = tunable(default=0.5, doc="that noise is clipped to this size. Usual: 0.5.", low=0)
 
+    def check(self) -> None:
+        """Raises ValueError unless the data are a path or a data set, with a share of every batch."""
+        check_data(self)
+
+    def check_given(self, names: Collection[str]) -> None:
+        """Raises ValueError if a share is given of no data."""
+        check_data(self, names)
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment.
+
+        Raises:
+          TypeError: if a space is not supported.
+          ValueError: if the sizes of the buffer, the data or the network do not fit, or if actions are not bounded.
+        """
         return build(env, self)
 
 
-def build(env: Environment, config: TD3, name: str = "td3") -> Agent:
-    """Builds TD3 for one environment.
-
-    Args:
-      env: the environment; its action space is a bounded `Box` of floats.
-      config: the settings of the algorithm.
-      name: name of the algorithm in error messages.
-
-    Returns:
-      The agent. Outside of training it is deterministic and ignores keys.
-
-    Raises:
-      ValueError: if the buffer's sizes do not fit each other, if the network does not fit, if actions are not bounded, or if
-        the config anneals the learning rate without `total_steps`.
-      TypeError: if a space is not supported.
-    """
-    action_space = check_bounded(name, env.action_space)
+def build(env: Environment, config: Any) -> Agent:
+    """The agent of `TD3.build`, and of its variants."""
+    action_space = check_bounded(config.name, env.action_space)
     size = math.prod(action_space.shape)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     actor = make_actor(venv.observation_space, size, config)
@@ -127,7 +106,7 @@ def build(env: Environment, config: TD3, name: str = "td3") -> Agent:
 
     def init(key: jax.Array, obs: jax.Array) -> Learner:
         actor_key, critic_key = jax.random.split(key)
-        params = {"actor": actor.init(actor_key, obs), "critic": init_critics(critics, critic_key, action_space, obs)}
+        params = {"actor": actor.init(actor_key, obs), "critic": critics.init(critic_key, obs)}
         return Learner(params, params, {name: optimizer.init(p) for name, p in params.items()})
 
     def policy(actor_params, obs):
@@ -148,7 +127,7 @@ def build(env: Environment, config: TD3, name: str = "td3") -> Agent:
 
         def critic_loss(critic):
             q = critics.apply(critic, e.obs, e.action)
-            losses = batch.weight * jax.vmap(value_loss, (0, None))(q, target).sum(0)
+            losses = batch.weight * jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0)
             return losses.mean(), (target - q.mean(0), q.mean())
 
         def actor_loss(actor):
@@ -164,10 +143,10 @@ def build(env: Environment, config: TD3, name: str = "td3") -> Agent:
         return {"actor": actor_grads, "critic": critic_grads}, (td_error, stats)
 
     def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        actor_moves = progress.ready & (remainder(progress.update, config.policy_period) == 0)
+        actor_moves = batch.ready & (remainder(batch.update, config.policy_period) == 0)
         grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch, actor_moves)
         params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        for part, due in (("actor", actor_moves), ("critic", progress.ready)):
+        for part, due in (("actor", actor_moves), ("critic", batch.ready)):
             params[part], opt_state[part] = apply_update(learner.params[part], learner.opt_state[part], grads[part], rate, due)
         target_params = polyak_update(learner.target_params, params, jnp.where(actor_moves, config.tau, 0.0))
         return Learner(params, target_params, opt_state), td_error, stats
@@ -187,4 +166,3 @@ def build(env: Environment, config: TD3, name: str = "td3") -> Agent:
         unroll_length=config.unroll_length,
         num_updates=config.num_updates,
     )
-

@@ -12,68 +12,66 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
-from msrl_jax.algorithms.agent import ALGORITHMS, Agent, Metrics, get
-from msrl_jax.algorithms.config import config, field, tunable
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress
+from msrl_jax.algorithms.config import ALGORITHMS, config, field, get, make
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
-from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.algorithms.networks.actions import check_policy_space
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
+from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment
 
 RANDOM = "random"
 """The algorithm of a team that takes uniformly random legal actions, and learns nothing."""
 
 
+_SHARED = ("num_envs", "unroll_length")
+"""Fields that all teams share."""
+
+
 @config("teams", many_agents=True)
 class Teams:
-    """What several teams compute; a distribution policy decides where it runs."""
+    """Several teams in one environment: `Teams(teams={"adversary": MAPPO(learning_rate=7e-4), "agent": "ippo"})`.
+
+    Whatever form they are given in, `teams` holds one text for each team: its fields that are not the defaults.
+    """
 
     num_envs: int = field(default=64, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 128.")
-    teams: tuple[str, ...] = field(
+    teams: Mapping[str, Any] | tuple[str, ...] = field(
         default=(),
-        doc='`TEAM=ALGORITHM:field=value,...` for each team, or a mapping from the name of the team to the rest. The algorithm '
-        'is one for several agents, or "random". The agents of a team are those whose names begin with the name of the '
-        'team, or fit the field `agents`, patterns such as `agents=ally_*|medic`. `msrl-jax train --algo mappo --help` '
-        'lists the other fields. Usual: adversary=mappo agent=ippo.',
+        doc='`TEAM=ALGORITHM:field=value,...` each; the algorithm may be "random". Its agents are those whose names begin with '
+        "TEAM, or fit the field `agents`, such as `agents=ally_*|medic`. Usual: adversary=mappo agent=ippo.",
     )
 
     def check(self) -> None:
-        """Raises ValueError unless every team is text with an algorithm for teams and fields that it has."""
-        object.__setattr__(self, "teams", self.canonical("teams", self.teams))
-        entries = self.entries()
+        """Raises ValueError unless every team has an algorithm for teams and fields that it has; puts teams into texts."""
+        given = self.teams.split() if isinstance(self.teams, str) else self.teams
+        if not isinstance(given, list | tuple | Mapping):
+            raise ValueError(f"Teams.teams={given!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
+        pairs = given.items() if isinstance(given, Mapping) else map(_split, given)
+        entries = [_entry(name, algorithm, self) for name, algorithm in pairs]
         if len({entry.name for entry in entries}) < len(entries):
-            raise ValueError(f"Teams.teams={self.teams!r} names a team twice; give each team its own name")
-
-    @staticmethod
-    def canonical(field: str, value: Any) -> Any:
-        """Teams as texts `TEAM=ALGORITHM:...`; raises ValueError if they are neither these nor a mapping."""
-        if field != "teams":
-            return value
-        if isinstance(value, str):
-            return tuple(value.split())
-        if isinstance(value, Mapping):
-            for name, spec in value.items():
-                _check_name(name)
-                if not isinstance(spec, str):
-                    raise ValueError(f"Teams.teams[{name!r}] is {spec!r}; write text such as 'ippo:learning_rate=1e-3'")
-            return tuple(f"{name}={spec}" for name, spec in value.items())
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"Teams.teams={value!r}: use a mapping, such as {{'adversary': 'mappo', 'agent': 'ippo'}}")
-        return tuple(value)
+            raise ValueError(f"Teams.teams={given!r} names a team twice; give each team its own name")
+        object.__setattr__(self, "teams", tuple(entry.text for entry in entries))
 
     @property
     def anneal_learning_rate(self) -> bool:
-        """Whether the learning rate of a team falls over `total_steps`."""
+        """Whether the learning rate of a team falls over the run."""
         return any(getattr(entry.config, "anneal_learning_rate", False) for entry in self.entries())
 
     def entries(self) -> list["Entry"]:
         """The teams, read and checked."""
-        return [_entry(text, self) for text in self.teams]
+        return [_entry(*_split(text), self) for text in self.teams]
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
+        """Builds the agent for one environment; its metrics have the names `METRIC/TEAM`.
+
+        Raises:
+          ValueError: if an agent has no team or several, or if an algorithm does not fit.
+          TypeError: if a space is not supported.
+        """
         return build(env, self)
 
 
@@ -83,91 +81,98 @@ class Entry:
 
     Attributes:
       name: its name.
-      patterns: patterns of the names of its agents; None for those that begin with its own name.
-      algorithm: its algorithm; None for random actions.
-      config: the config of the algorithm; None for random actions.
+      patterns: patterns of the names of its agents; those that begin with its own name if there are none.
+      config: the config of its algorithm; None for random actions.
     """
 
     name: str
-    patterns: tuple[str, ...] | None
-    algorithm: Algorithm | None
+    patterns: tuple[str, ...]
     config: Any
 
     def fits(self, agent: str) -> bool:
         """Whether an agent belongs to the team, by its name."""
-        if self.patterns is None:
+        if not self.patterns:
             return agent.startswith(self.name)
         return any(fnmatch.fnmatchcase(agent, pattern) for pattern in self.patterns)
 
+    @property
+    def text(self) -> str:
+        """The team as `TEAM=ALGORITHM:field=value,...`."""
+        fields = ["agents=" + "|".join(self.patterns)] if self.patterns else []
+        changed = _changed(self.config) if self.config else {}
+        fields += [f"{k}={value!r}".replace(" ", "") for k, value in changed.items() if k not in _SHARED]
+        name = type(self.config).name if self.config else RANDOM
+        return f"{self.name}={name}" + ":" * bool(fields) + ",".join(fields)
 
-def _entry(text: str, run: Teams) -> Entry:
-    """Reads a team; raises ValueError if it cannot be one."""
+
+def _split(text: Any) -> tuple[str, str]:
+    """The name and the rest of the text of a team."""
     if not isinstance(text, str) or "=" not in text.partition(":")[0]:
         raise ValueError(f"Teams.teams has {text!r}; write TEAM=ALGORITHM or TEAM=ALGORITHM:field=value,...")
-    team, _, spec = text.partition("=")
-    _check_name(team := team.strip())
-    spec, patterns = _without_agents(team, spec.strip())
-    name, fields = parse_spec(spec)
-    where = f"team {team!r}"
-    for field in ("num_envs", "unroll_length", "total_steps"):
-        if field in fields:
-            raise ValueError(f"{where} sets {field}, which all teams share; set it for the run")
+    team, _, rest = text.partition("=")
+    return team.strip(), rest.strip()
+
+
+def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
+    """Reads a team from a text or a config; raises ValueError if it cannot be one."""
+    if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # it is also in names of metrics
+        raise ValueError(f"a team cannot have the name {team!r}; use letters, digits, _ and -")
+    where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
+    if isinstance(algorithm, str):
+        text, patterns = _without_agents(team, algorithm)
+        name, fields = parse_spec(text, prefixes=True)
+        kind = get(name) if name in ALGORITHMS or ":" in name else None
+    elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
+        kind, fields, patterns = type(algorithm), _changed(algorithm), ()
+        name = kind.name
+    else:
+        raise ValueError(f"Teams.teams[{team!r}] is {algorithm!r}; give a config such as IPPO(), or a text such as 'ippo'")
+    if given := [name for name in _SHARED if name in fields]:
+        raise ValueError(f"{where} sets {given[0]}, which all teams share; set it for the run")
     if name == RANDOM:
         if fields:
             raise ValueError(f"{where} sets {', '.join(fields)}, but random actions need no settings; leave them out")
-        return Entry(team, patterns, None, None)
-    able = sorted([n for n, a in ALGORITHMS.items() if a.make_team is not None] + [RANDOM])
-    if name not in able:
+        return Entry(team, patterns, None)
+    if not hasattr(kind, "build_team"):
+        able = sorted([name for name, other in ALGORITHMS.items() if hasattr(other, "build_team")] + [RANDOM])
         raise ValueError(f"{where} has the algorithm {name!r}{suggestion(name, able)}; teams can have {', '.join(able)}")
-    algorithm = get(name)
     try:
-        shared = {field: getattr(run, field) for field in ("num_envs", "unroll_length", "total_steps")}
-        return Entry(team, patterns, algorithm, algorithm.make_config(None, fields | shared))
+        return Entry(team, patterns, make(kind, fields | shared))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _check_name(name: Any) -> None:
-    """Raises ValueError unless a text can be the name of a team, which is also in names of metrics."""
-    if not isinstance(name, str) or not re.fullmatch(r"[^\s=/:,]+", name):
-        raise ValueError(f"a team cannot have the name {name!r}; use letters, digits, _ and -")
+def _changed(config: Any) -> dict[str, Any]:
+    """The fields of a config that are not the defaults."""
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _without_agents(team: str, spec: str) -> tuple[str, tuple[str, ...] | None]:
+_AGENTS = re.compile(r"([:,])\s*agents\s*=([^,]*)")
+"""The field `agents` of a text, which is none of its algorithm."""
+
+
+def _without_agents(team: str, text: str) -> tuple[str, tuple[str, ...]]:
     """Takes `agents=...` out of `ALGORITHM:field=value,...`; returns the rest, and the patterns."""
-    name, _, fields = spec.partition(":")
-    found = re.findall(r"(?:^|,)\s*agents\s*=([^,]*)", fields)
+    found = _AGENTS.findall(text)
     if not found:
-        return spec, None
-    patterns = tuple(part.strip() for part in found[0].strip().strip("'\"").split("|"))
+        return text, ()
+    patterns = tuple(part.strip() for part in found[0][1].strip().strip("'\"").split("|"))
     if len(found) > 1 or "" in patterns or patterns[0][:1] in "([":
-        raise ValueError(f"team {team!r}: cannot read agents in {spec!r}; write names or patterns once: agents=ally_*|medic")
-    rest = re.sub(r"(?:^|,)\s*agents\s*=[^,]*", "", fields).strip().removeprefix(",")
-    return f"{name}:{rest}" if rest else name, patterns
+        raise ValueError(f"team {team!r}: cannot read agents in {text!r}; write names or patterns once: agents=ally_*|medic")
+    return _AGENTS.sub(r"\1", text).replace(":,", ":").replace(",,", ",").rstrip(":,"), patterns
 
 
 def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[str, tuple[int, ...]]:
-    """Maps agents to teams.
-
-    Args:
-      agents: the names of the agents.
-      entries: the teams.
-      env: name of the environment, for messages.
-
-    Returns:
-      The numbers of the agents of each team.
-
-    Raises:
-      ValueError: if an agent has no team or several, or if a team has no agents.
-    """
+    """The numbers of the agents of each team; raises ValueError unless every agent has one team, and every team agents."""
     members: dict[str, tuple[int, ...]] = {}
     known = f"the agents of {env} are {', '.join(agents)}"
     for entry in entries:
         fits = [entry.fits(agent) for agent in agents]
         members[entry.name] = tuple(i for i, fit in enumerate(fits) if fit)
-        if not any(fits) and entry.patterns is None:
+        if not any(fits) and not entry.patterns:
             raise ValueError(f"no agent's name begins with {entry.name!r}, the name of a team; {known}")
-        for pattern in entry.patterns or ():
+        for pattern in entry.patterns:
             if not any(fnmatch.fnmatchcase(agent, pattern) for agent in agents):
                 raise ValueError(f"no agent fits agents={pattern} of team {entry.name!r}; {known}")
     for i, agent in enumerate(agents):
@@ -184,37 +189,24 @@ def members_of(agents: tuple[str, ...], entries: list[Entry], env: str) -> dict[
 
 
 def build(env: MultiAgentEnvironment, config: Teams) -> Agent:
-    """Builds the agent of several teams.
-
-    Args:
-      env: the environment of several agents.
-      config: the teams.
-
-    Returns:
-      The agent; metrics have the names `METRIC/TEAM`.
-
-    Raises:
-      ValueError: if an agent has no team or several, or if an algorithm does not fit.
-      TypeError: if a space is not supported, or a result of the environment does not fit the protocol.
-    """
-    entries, name = config.entries(), getattr(env, "name", type(env).__name__)
+    """The agent of `Teams.build`."""
+    entries, name = config.entries(), env_name(env)
     if not entries:
         raise ValueError(f"Teams.teams is empty; give each agent of {name} a team: {', '.join(env.agents)}")
-    if all(entry.algorithm is None for entry in entries):
+    if all(entry.config is None for entry in entries):
         raise ValueError(f"no team of {config.teams} learns; give one an algorithm")
     members = members_of(tuple(env.agents), entries, name)
     venv = vectorize_agents(env, config.num_envs, members)
-    teams = {entry.name: _make_team(entry, venv, len(members[entry.name]), config) for entry in entries}
+    teams = {entry.name: _build_team(entry, venv, len(members[entry.name]), config) for entry in entries}
     return teams_agent(venv, teams, unroll_length=config.unroll_length)
 
 
-def _make_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams) -> Team:
-    """Makes a team; errors name it."""
-    if entry.algorithm is None:
+def _build_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams) -> Team:
+    """Builds a team; errors name it."""
+    if entry.config is None:
         return random_team(venv, num_agents, run.unroll_length)
-    assert entry.algorithm.make_team is not None
     try:
-        return entry.algorithm.make_team(venv, num_agents, entry.config)
+        return entry.config.build_team(venv, num_agents)
     except (ValueError, TypeError) as error:
         raise type(error)(f"team {entry.name!r}: {error}") from None
 
@@ -222,15 +214,8 @@ def _make_team(entry: Entry, venv: VectorizedAgents, num_agents: int, run: Teams
 def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> Team:
     """A team that takes uniformly random legal actions, also outside of training, and learns nothing.
 
-    Args:
-      venv: the vector environment.
-      num_agents: number of agents of the team, `A`.
-      unroll_length: steps of every environment per iteration.
-
-    Returns:
-      The team. Outside of training, it counts its steps in a carry, so that it also acts at random without a key.
+    Outside of training, it counts its steps in a carry, so that it also acts at random without a key.
     """
-
     space = check_policy_space(venv.action_space)
 
     @fragment(role="actor")
@@ -244,11 +229,13 @@ def random_team(venv: VectorizedAgents, num_agents: int, unroll_length: int) -> 
 
     choose: Any = fragment(role="actor", name="choose")(sample)
 
-    def begin(params: Any, keys: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
+    def begin(params: Any, keys: jax.Array, progress: Progress) -> tuple[Any, jax.Array, jax.Array]:
         keys, step_keys = draw_keys(keys)
         return params, keys, step_keys
 
-    def learn(params: Any, rest: Any, experience: Experience, now: Now, carry: Any) -> tuple[Any, Any, Metrics]:
+    def learn(
+        params: Any, rest: Any, experience: Experience, now: Now, carry: Any, progress: Progress
+    ) -> tuple[Any, Any, Metrics]:
         return params, rest, {}
 
     def choose_action(params: Any, rest: Any, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:

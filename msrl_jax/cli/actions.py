@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msrl_jax import _gymnax, _suites
+from msrl_jax import _suites
 from msrl_jax.cli import launch, names
 from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax.cli.flags import UsageError
@@ -254,7 +254,7 @@ def list_names(args: List, config: dict[str, Any]) -> int:
 
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*names.ENVIRONMENTS, *_gymnax.names(), *_suites.names()])
+        environments = sorted([*names.ENVIRONMENTS, *_suites.names()])
         known = {"algorithms": names.algorithms(), "environments": environments, "policies": names.policies()}
     if args.envs:
         known = {"environments": known["environments"]}
@@ -272,9 +272,9 @@ def _state(suite: _suites.Suite) -> str:
     """Whether a suite of environments is installed, or how to install it."""
     if (version := suite.version()) is None:
         return f"not installed: {suite.install} brings the environments of {suite.title}"
-    if suite.read is tuple:
+    if not suite.files:
         return f"{suite.package} {version}; {suite.package}.list_all_envs() lists its environments"
-    return f"{suite.package} {version}, {len(suite.read())} environments"
+    return f"{suite.package} {version}, {len(suite.own_names)} environments"
 
 
 def check_env(args: CheckEnv, config: dict[str, Any]) -> int:

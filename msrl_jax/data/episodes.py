@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax.data.dataset import Dataset, from_columns
-from msrl_jax.data.extra import require
+from msrl_jax.data.parquet import require
 from msrl_jax.data.parts import named
 
 NAMES = {

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from msrl_jax.data.spaces import check_recordable
 from msrl_jax.envs import (
     Environment,
     MultiAgentTimeStep,
-    Space,
     TimeStep,
     VectorEnvironment,
     VectorizedAgents,
@@ -33,11 +32,12 @@ from msrl_jax.envs import (
     vectorize,
     vectorize_agents,
 )
-from msrl_jax.envs.base import ENV_AXIS, PyTree, env_name
+from msrl_jax.envs.base import ENV_AXIS, PyTree
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.spaces import struct
+from msrl_jax.envs.vector_wrappers import VectorWrapper
+from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.processes import read
-from msrl_jax.metrics import Mean
 from msrl_jax.replay import Transition
 
 
@@ -87,7 +87,7 @@ class RecordedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedEnvironment:
+class RecordedEnvironment(EnvironmentWrapper):
     """An environment, of one agent or several, with a vectorized form that keeps its last steps.
 
     Attributes:
@@ -101,39 +101,6 @@ class RecordedEnvironment:
     def __post_init__(self):
         check_recordable(self.env)
 
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
-    def action_mask(self) -> Callable[[PyTree], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        return self.env.action_mask  # type: ignore[attr-defined]
-
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """The names of the agents; AttributeError if there is one agent."""
-        return self.env.agents  # type: ignore[attr-defined]
-
-    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts an episode."""
-        return self.env.reset(key)
-
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
-        """Advances the episode."""
-        return self.env.step(key, state, action)
-
     def vectorize(self, num_envs: int, teams: Mapping[str, tuple[int, ...]] | None = None) -> "RecordedVectorEnvironment":
         """Makes `E` copies that keep their steps; `teams` are those of several agents."""
         several = has_agents(self.env)
@@ -142,7 +109,7 @@ class RecordedEnvironment:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedVectorEnvironment:
+class RecordedVectorEnvironment(VectorWrapper):
     """A vector environment that keeps its last steps in its state.
 
     If it has several agents, it has the members of `VectorizedAgents`; else those raise AttributeError.
@@ -154,26 +121,6 @@ class RecordedVectorEnvironment:
 
     env: VectorEnvironment
     steps: int
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
-
-    @property
-    def observation_space(self) -> Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        """The space of the environment."""
-        return self.env.action_space
 
     @property
     def axes(self) -> Any:
@@ -206,23 +153,6 @@ class RecordedVectorEnvironment:
         where = state.position
         rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
         return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
-
-    def pop_episodes(self, state: RecordedState) -> tuple[RecordedState, dict[str, Mean]]:
-        """Returns the metrics of the environment."""
-        env_state, metrics = self.env.pop_episodes(state.env_state)
-        return state._replace(env_state=env_state), metrics
-
-    def observe(self, state: RecordedState, obs: PyTree) -> PyTree:
-        """See `VectorEnvironment`."""
-        return self.env.observe(state.env_state, obs)
-
-    def statistics(self, state: RecordedState) -> PyTree:
-        """The statistics of the environment."""
-        return self.env.statistics(state.env_state)
-
-    def with_statistics(self, state: RecordedState, statistics: PyTree) -> RecordedState:
-        """See `VectorEnvironment`."""
-        return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
 
     @property
     def agents(self) -> tuple[str, ...]:

@@ -1,16 +1,37 @@
 """Parquet files: one column per field or part of it, with lists of fixed size for arrays; the shapes are in the metadata."""
 
+import importlib
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset
-from msrl_jax.data.extra import require
 from msrl_jax.data.parts import fields_of
 
 _KEY = b"msrl_jax"
+
+
+def require(module: str, what: str) -> ModuleType:
+    """Imports a package of the extra `data`.
+
+    Args:
+      module: name of the module.
+      what: name of the format that needs it, for the message.
+
+    Returns:
+      The module.
+
+    Raises:
+      ImportError: if it is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{what} needs the package {package!r}; install it with: pip install 'msrl-jax[data]'") from error
 
 
 def write_parquet(dataset: Dataset, path: Path) -> None:

@@ -104,10 +104,12 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
             "without loss; convert it on purpose, or use the environment that the data set was made in"
         )
     rows = x.reshape(len(x), math.prod(agents), -1)
-    if (bad := np.flatnonzero(~np.isfinite(rows).all((1, 2)))).size:
-        raise ValueError(f"{what} is not finite {_rows(bad)}; leave such rows out")
+    with np.errstate(over="ignore"):
+        fitted = x.astype(space.dtype)
+    if (bad := np.flatnonzero(~np.isfinite(fitted.reshape(rows.shape)).all((1, 2)))).size:
+        raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; leave such rows out")
     if not bounds:
-        return x.astype(space.dtype)
+        return fitted
     if isinstance(space, Discrete):
         low, high = np.zeros(1), np.full(1, space.n - 1)
     else:
@@ -121,7 +123,7 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
             f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; use the environment that the data "
             "set was made in, or correct the space of that environment"
         )
-    return x.astype(space.dtype)
+    return fitted
 
 
 def _rows(bad: np.ndarray) -> str:

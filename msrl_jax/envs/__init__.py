@@ -1,7 +1,5 @@
 """Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
-from msrl_jax import _threefry as _threefry
-from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.envs.agents.base import MultiAgentEnvironment as MultiAgentEnvironment
 from msrl_jax.envs.agents.base import MultiAgentTimeStep as MultiAgentTimeStep
 from msrl_jax.envs.agents.base import has_agents as has_agents
@@ -15,8 +13,8 @@ from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import MaskedObservation as MaskedObservation
 from msrl_jax.envs.base import TimeStep as TimeStep
 from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
-from msrl_jax.envs.checking import Report as Report
-from msrl_jax.envs.checking import check as check
+from msrl_jax.envs.check_values import Report as Report
+from msrl_jax.envs.check_values import check as check
 from msrl_jax.envs.distributions import choice as choice
 from msrl_jax.envs.distributions import log_uniform as log_uniform
 from msrl_jax.envs.distributions import ramp as ramp
@@ -44,5 +42,3 @@ from msrl_jax.envs.vector_wrappers import NormalizeReward as NormalizeReward
 from msrl_jax.envs.wrappers import FlattenObservation as FlattenObservation
 from msrl_jax.envs.wrappers import FrameStack as FrameStack
 from msrl_jax.envs.wrappers import TimeLimit as TimeLimit
-
-vectorise = _deprecated("vectorise", vectorize)

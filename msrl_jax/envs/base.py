@@ -179,6 +179,31 @@ class VectorEnvironment(Protocol):
         ...
 
 
+class Wrapper:
+    """What wrappers share: the name and the spaces of what is inside.
+
+    Attributes:
+      env: what is inside, an environment or a vector environment.
+    """
+
+    env: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the environment."""
+        return env_name(self.env)
+
+    @property
+    def observation_space(self) -> Space:
+        """The space of the observations of one environment, or of one agent."""
+        return self.env.observation_space
+
+    @property
+    def action_space(self) -> Space:
+        """The space of the actions of one environment, or of one agent."""
+        return self.env.action_space
+
+
 ENV_AXIS = PartitionSpec("env")
 """The logical axis of arrays with one entry per environment."""
 
@@ -186,6 +211,12 @@ ENV_AXIS = PartitionSpec("env")
 def env_name(env: Environment | VectorEnvironment) -> str:
     """The name of an environment for messages."""
     return str(getattr(env, "name", type(env).__name__))
+
+
+def check_made(env: Any) -> None:
+    """Raises TypeError if an environment is given as a class, not as an instance of it."""
+    if isinstance(env, type):
+        raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
 
 
 def strong(tree: Any) -> Any:

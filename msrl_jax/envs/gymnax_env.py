@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
-from msrl_jax import _gymnax
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
@@ -25,7 +25,7 @@ _KNOWN = {
     # DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
     "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
 }
-"""Methods that may be left out, by the names that their definitions have, so that no other environment is imported."""
+"""Methods that may be left out, by the names that their definitions have."""
 
 
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
@@ -129,7 +129,7 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
 
 def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvParams]:
     try:
-        return _gymnax.make(name, **arguments)
+        return gymnax.make(name, **arguments)
     except OSError as error:
         raise RuntimeError(
             f"{name} could not load its data ({error}); gymnax downloads it at first use, so connect to the internet, "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, env_name
+from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Wrapper, env_name
 from msrl_jax.envs.host.base import is_on_host
 
 
@@ -38,25 +38,15 @@ def with_masks(env: Environment) -> Environment:
 
 
 @dataclass(frozen=True)
-class _Masked:
+class _Masked(Wrapper):
     """The environment that `with_masks` returns."""
 
     env: Any
 
     @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
     def observation_space(self) -> spaces.Space:
         """The space of the observations without their masks."""
         return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[PyTree, MaskedObservation]:
         """Starts an episode."""

@@ -20,6 +20,7 @@ from msrl_jax.counters import Counter, counter
 from msrl_jax.envs import distributions, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import Environment, PyTree, env_name, strong
+from msrl_jax.envs.wrappers import EnvironmentWrapper
 
 Params: TypeAlias = Mapping[str, Any]
 """Parameters by name."""
@@ -73,7 +74,7 @@ class RandomizedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RandomizeParams:
+class RandomizeParams(EnvironmentWrapper):
     """Draws parameters of an environment from the key of each reset, and keeps them for the episode.
 
     Spaces are those of the environment as it is given.
@@ -89,7 +90,6 @@ class RandomizeParams:
     env: Environment
     params: GivenParams
     source: ParamSource = dataclasses.field(init=False, repr=False)
-    agents = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError if there is one agent.")
 
     def __post_init__(self):
         for inner in inside(self.env):
@@ -98,31 +98,6 @@ class RandomizeParams:
             if hasattr(inner, "vectorize"):
                 raise TypeError(f"{self.name} makes its parallel copies itself, so its parameters cannot be data here")
         object.__setattr__(self, "source", _checked(self.env, self.params))
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
-    def action_mask(self) -> Callable[[RandomizedState], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        return self._of_state("action_mask")
-
-    @property
-    def global_state(self) -> Callable[[RandomizedState], jax.Array]:
-        """The global state of an environment of several agents; AttributeError if it has none."""
-        return self._of_state("global_state")
 
     def _of_state(self, method: str) -> Callable[[RandomizedState], jax.Array]:
         getattr(self.env, method)
@@ -266,7 +241,14 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
     """The shapes and dtypes that a function returns, checked."""
     taken = counter() if any(distributions.ramps(values)) else ()
     key = jax.eval_shape(lambda: jax.random.key(0))
-    drawn = jax.eval_shape(lambda key: dict(jax.tree.map(jnp.asarray, values.sample(key, _levels(values, taken)))), key)
+
+    def sample(key: jax.Array) -> dict[str, jax.Array]:
+        drawn = values.sample(key, _levels(values, taken))
+        if not isinstance(drawn, Mapping) or not drawn:
+            raise TypeError(f"the function of env_params of {env} returned {drawn!r}; return a mapping name -> value")
+        return dict(jax.tree.map(jnp.asarray, drawn))
+
+    drawn = jax.eval_shape(sample, key)
     for name, x in drawn.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):

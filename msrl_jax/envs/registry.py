@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from msrl_jax import _gymnax, _registry, _suites
+from msrl_jax import _registry, _suites
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
@@ -69,7 +69,6 @@ def make(name: str, **params: Any) -> Environment:
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )
-    _gymnax.put_off()
     from msrl_jax.envs import gymnax_env
 
     return gymnax_env.make(name, **params)
@@ -102,4 +101,4 @@ def _from_module(name: str, params: dict[str, Any]) -> Environment:
 
 def names() -> list[str]:
     """The names of all environments: the registered ones, gymnax's, and those of suites that are installed."""
-    return [*_factories, *_gymnax.names(), *_suites.names()]
+    return [*_factories, *_suites.names()]

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax._checks import whole
-from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import Environment, PyTree, env_name
+from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.metrics import Mean
 
 
 @dataclass(frozen=True)
-class ResetPool:
+class ResetPool(EnvironmentWrapper):
     """An environment whose copies compute a new first state only every `ratio` steps.
 
     The first states of episodes have the distribution that `reset` gives them. But if an episode is shorter than `ratio` steps,
@@ -42,34 +42,6 @@ class ResetPool:
         whole(f"ResetPool of {env_name(self.env)}: ratio", self.ratio)
         if has_agents(self.env):
             raise TypeError(f"ResetPool takes environments of one agent, and {env_name(self.env)} has several; leave it out")
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
-    def action_mask(self) -> Any:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        return self.env.action_mask  # type: ignore[attr-defined]
-
-    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts an episode."""
-        return self.env.reset(key)
-
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
-        """Advances the episode."""
-        return self.env.step(key, state, action)
 
 
 def ratio_of(env: Any) -> int:

@@ -34,6 +34,13 @@ class RunningStatistics:
     var_rest: PyTree
 
 
+def compensated_sum(value: jax.Array, increment: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns `value + increment + rest`, and the part of it that float32 does not hold: the next rest."""
+    increment = increment + rest
+    kept = value + increment
+    return kept, increment - (kept - value)
+
+
 def _statistics(count: Counter, mean: PyTree, var: PyTree) -> RunningStatistics:
     return RunningStatistics(count, mean, var, jax.tree.map(jnp.zeros_like, mean), jax.tree.map(jnp.zeros_like, var))
 
@@ -92,10 +99,9 @@ def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
     many = at_least(stats.count, _EXACT)
 
     def add(value, rest, plain, increment):
-        """The new value and its rounding error: `plain` and 0 for few values, else `value + increment + rest` and its error."""
-        increment = increment + rest
-        kept = value + increment
-        return jnp.where(many, kept, plain), jnp.where(many, increment - (kept - value), 0.0)
+        """The new value and its rounding error: `plain` and 0 for few values, else the compensated sum."""
+        kept, rest = compensated_sum(value, increment, rest)
+        return jnp.where(many, kept, plain), jnp.where(many, rest, 0.0)
 
     def merge(mean, var, mean_rest, var_rest, x):
         x = x.astype(jnp.float32) - mean

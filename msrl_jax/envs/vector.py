@@ -7,13 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._deprecated import deprecated
-from msrl_jax.envs import param_source, reset_pool, spaces
+from msrl_jax.envs import param_source, reset_pool
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.agents.vector import vectorize_agents
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, env_name, strong
-from msrl_jax.envs.conformity import as_actions, check_key, check_space, compare_types, is_real, returned, show
-from msrl_jax.envs.masks import check_masks, has_masks, with_masks
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, Wrapper, check_made, env_name, strong
+from msrl_jax.envs.check_types import as_actions, check_key, check_types
+from msrl_jax.envs.masks import with_masks
 from msrl_jax.envs.params import ParamSource
 from msrl_jax.envs.reset_pool import Spares
 from msrl_jax.metrics import Mean
@@ -57,19 +56,18 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     """
     if not isinstance(num_envs, int) or isinstance(num_envs, bool) or num_envs < 1:
         raise ValueError(f"num_envs={num_envs!r} of {env_name(env)} must be an int of at least 1")
+    check_made(env)
     own = getattr(env, "vectorize", None)
     if own is not None:
         return own(num_envs)
     if has_agents(env):
         return vectorize_agents(env, num_envs)  # type: ignore[arg-type,return-value]
-    _check(env)
-    if has_masks(env):
-        check_masks(env)
+    check_types(env)
     return Vectorized(with_masks(env), num_envs, reset_pool.ratio_of(env))
 
 
 @dataclass(frozen=True)
-class Vectorized:
+class Vectorized(Wrapper):
     """The `VectorEnvironment` that `vectorize` returns.
 
     Attributes:
@@ -82,21 +80,6 @@ class Vectorized:
     num_envs: int
     ratio: int = 1
     axes = ENV_AXIS
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of one environment's observations."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of one environment's actions."""
-        return self.env.action_space
 
     def reset(self, key: jax.Array) -> tuple[VectorState, PyTree]:
         """Starts all environments; returns the state and the first observations `[E, ...]`."""
@@ -157,8 +140,6 @@ class Vectorized:
         spares, shares = reset_pool.pop_repeats(state.spares)
         return state._replace(spares=spares), metrics | shares
 
-    drain = deprecated("drain", pop_episodes)
-
     def observe(self, state: VectorState, obs: PyTree) -> PyTree:
         """Returns the observations unchanged."""
         return obs
@@ -177,33 +158,3 @@ def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     key, step_key = jax.random.split(key)
     step_key, reset_key = jax.random.split(step_key)
     return key, step_key, reset_key
-
-
-def _check(env: Environment) -> None:
-    """Checks the types of the results of `reset` and `step`, without computing anything."""
-    name = env_name(env)
-    missing = [m for m in ("observation_space", "action_space", "reset", "step") if not hasattr(env, m)]
-    if missing:
-        raise TypeError(f"{name} has no {missing[0]}; an environment has observation_space, action_space, reset, step")
-    for field in ("observation_space", "action_space"):
-        check_space(getattr(env, field), f"{name}.{field}")
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    observation, action = spaces.struct(env.observation_space), spaces.struct(env.action_space)
-
-    started = jax.eval_shape(lambda key: strong(returned(env.reset(key), f"{name}.reset", "state, obs")), key)
-    state, obs = started
-    compare_types(obs, observation, f"the observation of {name}.reset", "its observation_space")
-
-    parts = "state, obs, reward, terminated, truncated"
-    stepped = jax.eval_shape(
-        lambda key, state, action: strong(returned(env.step(key, state, action), f"{name}.step", parts)),
-        key, state, action,
-    )  # fmt: skip
-    next_state, next_obs, reward, terminated, truncated = stepped
-    compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
-    compare_types(next_obs, observation, f"the observation of {name}.step", "its observation_space")
-    if reward.shape != () or not is_real(reward):
-        raise TypeError(f"the reward of {name}.step is {show(reward)}; return a scalar, float32[]")
-    for flag, x in {"terminated": terminated, "truncated": truncated}.items():
-        if x.shape != () or x.dtype != bool:
-            raise TypeError(f"{flag} of {name}.step is {show(x)}; return a scalar bool, jnp.asarray(False) if never")

@@ -5,7 +5,7 @@ Put `EpisodeStatistics` inside the normalizers, so that it counts raw rewards:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,43 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from msrl_jax._deprecated import deprecated
 from msrl_jax.counters import at_least
 from msrl_jax.envs import running, spaces
-from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, env_name
+from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.metrics import Mean
 
 REPLICATED = PartitionSpec()
+
+
+class VectorWrapper(Wrapper):
+    """What wrappers of vector environments share: what they do not define is that of the environment inside.
+
+    The state of a wrapper is a named tuple with a field `env_state`.
+    """
+
+    @property
+    def num_envs(self) -> int:
+        """The number of environments, `E`."""
+        return self.env.num_envs
+
+    def pop_episodes(self, state: Any) -> tuple[Any, dict[str, Mean]]:
+        """Returns the metrics of the environment."""
+        env_state, metrics = self.env.pop_episodes(state.env_state)
+        return state._replace(env_state=env_state), metrics
+
+    def observe(self, state: Any, obs: PyTree) -> PyTree:
+        """See `VectorEnvironment`."""
+        return self.env.observe(state.env_state, obs)
+
+    def statistics(self, state: Any) -> PyTree:
+        """The statistics of the environment."""
+        return self.env.statistics(state.env_state)
+
+    def with_statistics(self, state: Any, statistics: PyTree) -> Any:
+        """See `VectorEnvironment`."""
+        return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
 
 
 class EpisodeStatisticsState(NamedTuple):
@@ -45,7 +73,7 @@ class EpisodeStatisticsState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EpisodeStatistics:
+class EpisodeStatistics(VectorWrapper):
     """Measures the mean return and length of completed episodes.
 
     Every environment has its own sums, so a step needs no communication; `pop_episodes` adds them up. Lengths and counts are
@@ -56,26 +84,6 @@ class EpisodeStatistics:
     """
 
     env: VectorEnvironment
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
 
     @property
     def axes(self) -> EpisodeStatisticsState:
@@ -125,20 +133,6 @@ class EpisodeStatistics:
         zero = jnp.zeros_like(state.return_sum)
         return state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero), metrics
 
-    drain = deprecated("drain", pop_episodes)
-
-    def observe(self, state: EpisodeStatisticsState, obs: PyTree) -> PyTree:
-        """See `VectorEnvironment`."""
-        return self.env.observe(state.env_state, obs)
-
-    def statistics(self, state: EpisodeStatisticsState) -> PyTree:
-        """The statistics of the environment."""
-        return self.env.statistics(state.env_state)
-
-    def with_statistics(self, state: EpisodeStatisticsState, statistics: PyTree) -> EpisodeStatisticsState:
-        """See `VectorEnvironment`."""
-        return state._replace(env_state=self.env.with_statistics(state.env_state, statistics))
-
 
 class NormalizeObservationState(NamedTuple):
     """State of `NormalizeObservation`.
@@ -153,7 +147,7 @@ class NormalizeObservationState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NormalizeObservation:
+class NormalizeObservation(VectorWrapper):
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
 
     The statistics include an observation before it is normalized. They do not include `final_obs`, which is either equal to
@@ -176,24 +170,9 @@ class NormalizeObservation:
         _normalized_space(self.env.observation_space, self.clip)
 
     @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
-
-    @property
     def observation_space(self) -> spaces.Space:
         """The space of the environment in float32, within [-clip, clip]."""
         return _normalized_space(self.env.observation_space, self.clip)
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
 
     @property
     def axes(self) -> NormalizeObservationState:
@@ -215,13 +194,6 @@ class NormalizeObservation:
             obs=self._normalize(stats, time_step.obs), final_obs=self._normalize(stats, time_step.final_obs)
         )
         return NormalizeObservationState(env_state, stats), time_step
-
-    def pop_episodes(self, state: NormalizeObservationState) -> tuple[NormalizeObservationState, dict[str, Mean]]:
-        """Returns the metrics of the environment."""
-        env_state, metrics = self.env.pop_episodes(state.env_state)
-        return state._replace(env_state=env_state), metrics
-
-    drain = deprecated("drain", pop_episodes)
 
     def observe(self, state: NormalizeObservationState, obs: PyTree) -> PyTree:
         """Normalizes raw observations `[..., *obs_shape]` by the statistics in the state, without changing the statistics."""
@@ -262,7 +234,7 @@ class NormalizeRewardState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NormalizeReward:
+class NormalizeReward(VectorWrapper):
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.
 
     The rule is that of OpenAI Baselines' VecNormalize (Engstrom et al., 2020, arXiv:2005.12729). The discounted sum of an
@@ -289,26 +261,6 @@ class NormalizeReward:
             raise ValueError(f"NormalizeReward: discount={self.discount} must be in [0, 1]")
 
     @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
     def axes(self) -> NormalizeRewardState:
         """Logical axes of the state."""
         return NormalizeRewardState(self.env.axes, ENV_AXIS, REPLICATED)  # type: ignore[arg-type]
@@ -329,17 +281,6 @@ class NormalizeReward:
         done = time_step.terminated | time_step.truncated
         state = NormalizeRewardState(env_state, jnp.where(done, 0, discounted_return), stats)
         return state, time_step._replace(reward=reward)
-
-    def pop_episodes(self, state: NormalizeRewardState) -> tuple[NormalizeRewardState, dict[str, Mean]]:
-        """Returns the metrics of the environment."""
-        env_state, metrics = self.env.pop_episodes(state.env_state)
-        return state._replace(env_state=env_state), metrics
-
-    drain = deprecated("drain", pop_episodes)
-
-    def observe(self, state: NormalizeRewardState, obs: PyTree) -> PyTree:
-        """See `VectorEnvironment`."""
-        return self.env.observe(state.env_state, obs)
 
     def statistics(self, state: NormalizeRewardState) -> tuple[RunningStatistics, PyTree]:
         """The statistics of the discounted return, and the statistics of the environment."""

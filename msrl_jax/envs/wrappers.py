@@ -4,7 +4,7 @@ special case.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,42 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.base import Environment, PyTree, env_name
+from msrl_jax.envs.base import Environment, PyTree, Wrapper
 
-_AGENTS = property(lambda self: self.env.agents, doc="The names of the agents; AttributeError in an environment of one agent.")
+
+class EnvironmentWrapper(Wrapper):
+    """What wrappers of one environment share: what they do not define is that of the environment inside."""
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents; AttributeError in an environment of one agent."""
+        return self.env.agents
+
+    @property
+    def action_mask(self) -> Callable[[Any], jax.Array]:
+        """The legal actions of the environment; AttributeError if it does not name them."""
+        return self._of_state("action_mask")
+
+    @property
+    def global_state(self) -> Callable[[Any], jax.Array]:
+        """The global state of an environment of several agents; AttributeError if it has none."""
+        return self._of_state("global_state")
+
+    def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
+        of_env = getattr(self.env, method)
+        return lambda state: of_env(self._inner(state))
+
+    def _inner(self, state: Any) -> PyTree:
+        """The state of the environment inside; a wrapper with a state of its own says where that is."""
+        return state
+
+    def reset(self, key: jax.Array) -> tuple[Any, PyTree]:
+        """Starts an episode."""
+        return self.env.reset(key)
+
+    def step(self, key: jax.Array, state: Any, action: PyTree) -> tuple[Any, PyTree, jax.Array, jax.Array, jax.Array]:
+        """Advances the episode."""
+        return self.env.step(key, state, action)
 
 
 def _each_agent(env: Environment, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -23,7 +56,7 @@ def _each_agent(env: Environment, function: Callable[..., PyTree]) -> Callable[.
 
 
 @dataclass(frozen=True)
-class FlattenObservation:
+class FlattenObservation(EnvironmentWrapper):
     """Makes every observation one float32 vector `[D]`.
 
     It ravels arrays, one-hot encodes integers of a `Discrete` space, and concatenates the parts of a `Tuple` or `Dict` space
@@ -34,32 +67,11 @@ class FlattenObservation:
     """
 
     env: Environment
-    agents = _AGENTS
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
 
     @property
     def observation_space(self) -> spaces.Box:
         """A `Box` of shape `[D]`."""
         return spaces.flat_space(self.env.observation_space)
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
-    def action_mask(self) -> Callable[[PyTree], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        return self.env.action_mask  # type: ignore[attr-defined]
-
-    @property
-    def global_state(self) -> Callable[[PyTree], jax.Array]:
-        """The global state of an environment of several agents; AttributeError if it has none."""
-        return self.env.global_state  # type: ignore[attr-defined]
 
     def _flat(self, obs: PyTree) -> jax.Array:
         return _each_agent(self.env, lambda obs: spaces.flatten(self.env.observation_space, obs))(obs)
@@ -88,7 +100,7 @@ class TimeLimitState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TimeLimit:
+class TimeLimit(EnvironmentWrapper):
     """Truncates an episode at its `max_steps`-th step.
 
     A step that terminates (for all agents) is not marked as truncated at the limit. A truncation by the environment passes
@@ -101,38 +113,13 @@ class TimeLimit:
 
     env: Environment
     max_steps: int
-    agents = _AGENTS
 
     def __post_init__(self):
         if not isinstance(self.max_steps, int) or not 1 <= self.max_steps < 2**31:
             raise ValueError(f"TimeLimit: max_steps={self.max_steps!r} must be an int of at least 1 and below 2**31")
 
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
-    def action_mask(self) -> Callable[[PyTree], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        of_env = self.env.action_mask  # type: ignore[attr-defined]
-        return lambda state: of_env(state.env_state)
-
-    @property
-    def global_state(self) -> Callable[[PyTree], jax.Array]:
-        """The global state of an environment of several agents; AttributeError if it has none."""
-        of_env = self.env.global_state  # type: ignore[attr-defined]
-        return lambda state: of_env(state.env_state)
+    def _inner(self, state: TimeLimitState) -> PyTree:
+        return state.env_state
 
     def reset(self, key: jax.Array) -> tuple[TimeLimitState, PyTree]:
         """Starts an episode."""
@@ -162,7 +149,7 @@ class FrameStackState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FrameStack:
+class FrameStack(EnvironmentWrapper):
     """Stacks the last `num_frames` observations along the last axis, oldest first.
 
     Images `[H, W, C]` become `[H, W, C*n]`, images `[H, W]` become `[H, W, n]`, and vectors `[D]` become `[D*n]`. At the start
@@ -175,7 +162,6 @@ class FrameStack:
 
     env: Environment
     num_frames: int
-    agents = _AGENTS
 
     def __post_init__(self):
         space = self.env.observation_space
@@ -185,11 +171,6 @@ class FrameStack:
             raise ValueError(f"FrameStack: num_frames={self.num_frames!r} must be an int of at least 1")
 
     @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
     def observation_space(self) -> spaces.Box:
         """The `Box` of the stacked frames."""
         space = self.env.observation_space
@@ -197,22 +178,8 @@ class FrameStack:
         low, high = (np.concatenate([_frame(x)] * self.num_frames, axis=-1) for x in (space.low, space.high))
         return spaces.Box(low, high, low.shape, space.dtype)
 
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of the environment."""
-        return self.env.action_space
-
-    @property
-    def action_mask(self) -> Callable[[PyTree], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        of_env = self.env.action_mask  # type: ignore[attr-defined]
-        return lambda state: of_env(state.env_state)
-
-    @property
-    def global_state(self) -> Callable[[PyTree], jax.Array]:
-        """The global state of an environment of several agents; AttributeError if it has none."""
-        of_env = self.env.global_state  # type: ignore[attr-defined]
-        return lambda state: of_env(state.env_state)
+    def _inner(self, state: FrameStackState) -> PyTree:
+        return state.env_state
 
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:
         """Starts an episode."""

@@ -120,7 +120,7 @@ class Callbacks:
 
 def _is_true(answer: Any) -> bool:
     """Whether a callback returned True (of Python, NumPy or JAX); other results have no effect."""
-    return getattr(answer, "shape", ()) == () and getattr(answer, "dtype", type(answer)) == bool and bool(answer)
+    return answer is True or (getattr(answer, "shape", None) == () and str(answer.dtype) == "bool" and bool(answer))
 
 
 def _answer(function: Callback, tick: Tick) -> bool:

@@ -188,8 +188,12 @@ def _read(path: Path) -> tuple[dict[str, Any], list[jax.Array]]:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             about = json.loads(str(file[_ABOUT]))
             arrays = [file[f"{_OPERAND}{i}"] for i in range(len(about["operands"]))]
-    except (ValueError, KeyError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is not the file of a step that was not finite: {error}") from error
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}; name the {FILE} in the folder of a run") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, EOFError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no file of a step that was not finite; name the {FILE} in the folder of a run") from error
     except Exception as error:  # zipfile and zlib raise types of their own
         raise ValueError(f"{path} is damaged: {error}") from error
     return about, [_to_jax(kind, x) for kind, x in zip(about["operands"], arrays, strict=True)]

@@ -107,7 +107,8 @@ def check_free(path: Path) -> None:
             "folder, or delete it first"
         )
     if others := sorted(p.name for p in path.glob("[!.]*") if p.name != LOCK):
-        raise RunFolderError(f"the folder {path} holds other files, no run ({', '.join(others[:3])}); name a new or empty folder")
+        some = ", ".join(others[:3])
+        raise RunFolderError(f"the folder {path} holds other files, no run ({some}); name a new or empty folder")
 
 
 @contextlib.contextmanager
@@ -166,7 +167,8 @@ def write_table(path: Path) -> None:
     text = io.StringIO()
     csv.writer(text).writerow(columns)
     for row in rows:
-        cells = (row.get(name, math.nan) for name in columns)
+        whole = {name: int(row[name]) for name in ("step", "iteration") if isinstance(row.get(name), float)}
+        cells = ({**row, **whole}.get(name, math.nan) for name in columns)
         csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
     _replace(path / TABLE, text.getvalue())
 

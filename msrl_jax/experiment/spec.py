@@ -421,7 +421,7 @@ def make_experiment(
         algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
         seeds=seeds, settings=settings, pbt=pbt, guard=check_guard(guard),
     )  # fmt: skip
-    _ = experiment.behavior
+    _ = experiment.behavior if pbt is None else experiment.agent
     return experiment
 
 

@@ -168,9 +168,14 @@ def resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]
     if kind is not type(before.algorithm):
         raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
     experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
-    if differs := difference(was, experiment.to_json()):
-        raise _differs(saved, *differs)
+    check_same(saved, experiment)
     return experiment
+
+
+def check_same(saved: Saved, experiment: Experiment) -> None:
+    """Raises RunFolderError unless an experiment computes what a run in a folder computes."""
+    if differs := difference(saved.description, experiment.to_json()):
+        raise _differs(saved, *differs)
 
 
 def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:

@@ -141,14 +141,12 @@ def train(
         requests = stack.enter_context(stopping.stop_requests(limit))
         with processes.together("setting up the run"):
             saved = stack.enter_context(_opened(path, goes_on))
-            experiment = _experiment(given, overrides, saved)
+            kept = _WATCHING if saved is None else {name: saved.description[name] for name in _WATCHING}
+            watching = {name: kept[name] if x is None else x for name, x in watching.items()}
+            experiment = _experiment(given, overrides, saved, watching["chunk"])
             if saved is not None and saved.checkpoint is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, env, env_params)
             _check_guard_fits(experiment, record)
-            kept = _WATCHING if saved is None else {name: saved.description[name] for name in _WATCHING}
-            watching = {name: kept[name] if x is None else x for name, x in watching.items()}
-            if experiment.pbt is not None and watching["chunk"] is not None:
-                experiment.pbt.check_chunk(watching["chunk"])
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else experiment.usual_policy
             where = resolve_policy(usual if policy is None else policy)
@@ -248,13 +246,21 @@ def _opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
         yield store.open_run(path) if goes_on else None
 
 
-def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None) -> Experiment:
+def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None, chunk: int | None) -> Experiment:
     """What the arguments and the folder say."""
-    if saved is None:
+    if isinstance(given["algo"], Experiment):
+        experiment = given["algo"]
+        if also := [name for name, x in given.items() if x is not None and name != "algo"] + [*overrides]:
+            raise ValueError(f"{also[0]} is a part of the experiment; change it there: dataclasses.replace(experiment, ...)")
+        if saved is not None:
+            store.check_same(saved, experiment)
+    elif saved is None:
         known = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
         experiment = make_experiment(**known, overrides=overrides)
     else:
         experiment = store.resumed(saved, given, overrides)
+    if experiment.pbt is not None and chunk is not None:
+        experiment.pbt.check_chunk(chunk)
     experiment.check_length()
     if saved is not None and saved.iteration > experiment.iterations:
         done = saved.iteration * experiment.steps_per_iteration

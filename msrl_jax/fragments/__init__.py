@@ -29,7 +29,6 @@ trip_counts.py (lengths of XLA's loops), topologies.py (devices that are not the
 origin.py (the first operation whose result is nan).
 """
 
-from msrl_jax import _threefry as _threefry
 from msrl_jax.fragments.compiler import compile as compile
 from msrl_jax.fragments.host import host_fragment as host_fragment
 from msrl_jax.fragments.marker import fragment as fragment

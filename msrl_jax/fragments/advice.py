@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import Jaxpr, sub_jaxprs
+from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.codecs import get
 from msrl_jax.fragments.cost import flops
 from msrl_jax.fragments.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
@@ -96,8 +96,6 @@ def _unused_warnings(layout: Layout, steps: Sequence[tuple[Instruction, int]]) -
 
 
 def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> Iterable[str]:
-    if layout.staleness:
-        return
     actors, learners = layout.placement("actor", "actor"), layout.placement("learner", "learner")
     if not set(actors.devices).isdisjoint(learners.devices):
         return
@@ -105,7 +103,14 @@ def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> It
         r for i, _ in walk(instructions) if isinstance(i, Move) and not i.is_copy
         for s, r in zip(i.sources, i.results, strict=True) if s.placement == learners and r.placement == actors
     }  # fmt: skip
-    if any(isinstance(i, Run) and "actor" in i.roles and down & set(i.inputs) for i in instructions):
+    waiting = [i for i in instructions if isinstance(i, Run) and i.placement == actors and down & set(i.inputs)]
+    if layout.staleness and waiting:
+        yield (
+            f"{waiting[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits for them: "
+            "staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads them one of "
+            "these roles, or have an actor pass them on"
+        )
+    elif any("actor" in i.roles for i in waiting):
         yield (
             f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and the learner waits for the "
             "actors: each idles while the other works. staleness=1 overlaps them; parameters are then one iteration old"
@@ -151,4 +156,4 @@ def _callback_warnings(steps: Sequence[tuple[Instruction, int]]) -> Iterable[str
 
 
 def _calls_host(jaxpr: Jaxpr) -> bool:
-    return any("callback" in e.primitive.name or any(map(_calls_host, sub_jaxprs(e))) for e in jaxpr.eqns)
+    return any("callback" in e.primitive.name for inner in jaxprs_in(jaxpr) for e in inner.eqns)

@@ -81,6 +81,7 @@ class _Builder:
         self.constants: dict[Var, object] = {}
         self.labels: dict[Var, str] = {}
         self._found: dict[int, tuple[Jaxpr, dict[Placement, str]]] = {}
+        self._labelled: dict[tuple[int, tuple[str, ...]], tuple[Jaxpr, list[str]]] = {}
 
     def captured(self, value: object) -> Var:
         var = Var(jax.typeof(value))
@@ -175,30 +176,32 @@ class _Builder:
         if node.loop is not None:
             found = [_label(a, self.labels) for a in [*node.loop.next_carry, *node.loop.results]]
         else:
-            found = _output_labels(node.eqn, self.labels)
+            found = self.output_labels(node.eqn, self.labels)
         self.labels.update(zip(node.eqn.outvars, found, strict=True))
+
+    def output_labels(self, eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
+        """A readable name for each result of an equation: the result path of the fragment that makes it.
+
+        A result that no fragment makes takes the name of the first named input of its equation.
+        """
+        if is_fragment(eqn):
+            paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
+            return [f"{eqn.params['name']}(){path}" for path in paths]
+        body = scan_parts(eqn).body if eqn.primitive is scan_p else call_body(eqn)
+        outer = tuple(_label(a, labels) for a in eqn.invars)
+        if body is None:
+            return [next(filter(None, outer), eqn.primitive.name)] * len(eqn.outvars)
+        key = (id(body.jaxpr), outer)
+        if key not in self._labelled:  # which keeps the jaxpr, so that no other gets its id
+            inner = dict(zip(body.jaxpr.invars, outer, strict=True))
+            for e in body.jaxpr.eqns:
+                inner.update(zip(e.outvars, self.output_labels(e, inner), strict=True))
+            self._labelled[key] = body.jaxpr, [_label(a, inner) for a in body.jaxpr.outvars]
+        return self._labelled[key][1]
 
 
 def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
     return labels.get(atom, "") if isinstance(atom, Var) else f"{atom.val}"
-
-
-def _output_labels(eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
-    """A readable name for each result of an equation: the result path of the fragment that makes it.
-
-    A result that no fragment makes takes the name of the first named input of its equation.
-    """
-    if is_fragment(eqn):
-        paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
-        return [f"{eqn.params['name']}(){path}" for path in paths]
-    body = scan_parts(eqn).body if eqn.primitive is scan_p else call_body(eqn)
-    if body is None:
-        first = next((label for a in eqn.invars if (label := _label(a, labels))), eqn.primitive.name)
-        return [first] * len(eqn.outvars)
-    inner = {v: _label(a, labels) for v, a in zip(body.jaxpr.invars, eqn.invars, strict=True)}
-    for e in body.jaxpr.eqns:
-        inner.update(zip(e.outvars, _output_labels(e, inner), strict=True))
-    return [_label(a, inner) for a in body.jaxpr.outvars]
 
 
 def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:

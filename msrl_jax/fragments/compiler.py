@@ -18,7 +18,8 @@ from msrl_jax.fragments.parameter_owners import check_owners
 from msrl_jax.fragments.partition import partition
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.processes import check_effects
-from msrl_jax.fragments.program import Program, check_jit_is_on
+from msrl_jax.fragments.program import Program, check_jit_is_on, check_no_mesh_is_set
+from msrl_jax.fragments.repairs import repaired
 from msrl_jax.fragments.schedule import schedule
 from msrl_jax.fragments.staleness import delay
 from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
@@ -58,6 +59,7 @@ def compile(
         the devices of a placement, a `cond` or `while` spans placements, or two learners claim the same parameters.
     """
     check_jit_is_on()
+    check_no_mesh_is_set()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
     usable = dealt(check_devices(jax.devices() if devices is None else devices))
@@ -83,7 +85,7 @@ def compile(
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
-    fused = jaxpr_as_fun(closed) if fuses else None
+    fused = jaxpr_as_fun(repaired(closed, default.mesh)) if fuses else None
     costs = tuple(fragment_costs(closed.jaxpr))
     tree = jax.tree.structure(state)
     return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,25 @@ _FREE = frozenset(
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "cumsum", "cumprod", "cummax")
 
 
+@dataclass(frozen=True)
+class FragmentCost:
+    """The cost of a fragment in a training iteration.
+
+    Attributes:
+      name: its name.
+      role: its role.
+      depth: how many fragments it is nested in.
+      flops: operations of one call.
+      calls: calls per iteration; inside a `shard_map`, on all of its devices together.
+    """
+
+    name: str
+    role: str
+    depth: int
+    flops: int
+    calls: int
+
+
 def flops(jaxpr: Jaxpr) -> int:
     """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
 
@@ -32,10 +51,44 @@ def flops(jaxpr: Jaxpr) -> int:
     Returns:
       The number.
     """
-    return sum(_eqn_flops(e) for e in jaxpr.eqns)
+    return _Counter().flops(jaxpr)
 
 
-def _eqn_flops(eqn: JaxprEqn) -> int:
+class _Counter:
+    """Visits a jaxpr once, however often it is called."""
+
+    def __init__(self):
+        self._flops: dict[int, int] = {}
+        self._costs: dict[int, list[FragmentCost]] = {}
+
+    def flops(self, jaxpr: Jaxpr) -> int:
+        if id(jaxpr) not in self._flops:
+            self._flops[id(jaxpr)] = sum(map(self.of, jaxpr.eqns))
+        return self._flops[id(jaxpr)]
+
+    def of(self, eqn: JaxprEqn) -> int:
+        if (alone := _eqn_flops(eqn)) is not None:
+            return alone
+        if inner := [self.flops(sub) for sub in sub_jaxprs(eqn)]:
+            return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
+        return 0 if eqn.primitive.name in _FREE else sum(map(_floats, eqn.outvars))
+
+    def costs(self, jaxpr: Jaxpr) -> list[FragmentCost]:
+        if id(jaxpr) not in self._costs:
+            self._costs[id(jaxpr)] = [cost for eqn in jaxpr.eqns for cost in self.fragments(eqn)]
+        return self._costs[id(jaxpr)]
+
+    def fragments(self, eqn: JaxprEqn) -> Iterator[FragmentCost]:
+        marked = is_fragment(eqn)
+        if marked:
+            yield FragmentCost(eqn.params["name"], eqn.params["role"], 0, self.flops(eqn.params["call_jaxpr"].jaxpr), 1)
+        for sub in sub_jaxprs(eqn):
+            for cost in self.costs(sub):
+                yield replace(cost, depth=cost.depth + marked, calls=cost.calls * _repeats(eqn))
+
+
+def _eqn_flops(eqn: JaxprEqn) -> int | None:
+    """Operations of an equation that counts by its name; None for others."""
     name = eqn.primitive.name
     if name == "dot_general":
         (contract, _), _ = eqn.params["dimension_numbers"]
@@ -49,9 +102,7 @@ def _eqn_flops(eqn: JaxprEqn) -> int:
         return _floats(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"])
     if name in _REDUCTIONS:
         return _floats(eqn.invars[0])
-    if inner := [flops(sub) for sub in sub_jaxprs(eqn)]:
-        return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
-    return 0 if name in _FREE else sum(map(_floats, eqn.outvars))
+    return None
 
 
 def _floats(atom: Atom) -> int:
@@ -84,40 +135,13 @@ def _repeats(eqn: JaxprEqn) -> int:
     return 1
 
 
-@dataclass(frozen=True)
-class FragmentCost:
-    """The cost of a fragment in a training iteration.
-
-    Attributes:
-      name: its name.
-      role: its role.
-      depth: how many fragments it is nested in.
-      flops: operations of one call.
-      calls: calls per iteration; inside a `shard_map`, on all of its devices together.
-    """
-
-    name: str
-    role: str
-    depth: int
-    flops: int
-    calls: int
-
-
-def fragment_costs(jaxpr: Jaxpr, times: int = 1, depth: int = 0) -> Iterator[FragmentCost]:
+def fragment_costs(jaxpr: Jaxpr) -> list[FragmentCost]:
     """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them.
 
     Args:
-      jaxpr: the jaxpr.
-      times: how often an iteration evaluates it.
-      depth: how many fragments surround it.
+      jaxpr: the jaxpr of an iteration.
 
-    Yields:
+    Returns:
       One cost for each call of a fragment in the program.
     """
-    for eqn in jaxpr.eqns:
-        marked = is_fragment(eqn)
-        if marked:
-            body = eqn.params["call_jaxpr"].jaxpr
-            yield FragmentCost(eqn.params["name"], eqn.params["role"], depth, flops(body), times)
-        for sub in sub_jaxprs(eqn):
-            yield from fragment_costs(sub, times * _repeats(eqn), depth + marked)
+    return _Counter().costs(jaxpr)

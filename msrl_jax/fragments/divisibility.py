@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from msrl_jax._spelling import suggestion
 from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement
 
@@ -20,11 +22,13 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
       The same devices.
 
     Raises:
-      TypeError: if it is no sequence.
+      TypeError: if it is no sequence of devices.
       ValueError: if a device appears twice.
     """
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
+    if wrong := [device for device in devices if not hasattr(device, "process_index")]:
+        raise TypeError(f"devices holds {wrong[0]!r}, which is no device; give those of jax.devices()")
     twice = [device for i, device in enumerate(devices) if device in devices[:i]]
     if twice:
         raise ValueError(f"devices names {twice[0]} twice; name every device once")
@@ -89,9 +93,20 @@ class Fit:
         """The policy's layout.
 
         Raises:
-          ValueError: if the devices do not fit the policy, or a logical axis cannot be split over those of a placement.
+          TypeError: if it is no policy, or returns no layout.
+          ValueError: if the devices or the groups do not fit, or a logical axis cannot be split over those of a placement.
         """
-        layout = _members_first(self.policy.layout(list(self.devices), self.sizes), self.sizes)
+        if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
+            name = self.policy if isinstance(self.policy, str) else "GPUOnly"
+            raise TypeError(
+                f"policy={self.policy!r} is no policy: it needs a method layout(devices, sizes), as that of "
+                f"msrl_jax.policies.get({name!r}) has"
+            )
+        self._check_groups()
+        layout = self.policy.layout(list(self.devices), self.sizes)
+        if not isinstance(layout, Layout):
+            raise TypeError(f"{self.policy!r}.layout(...) returned {layout!r}; return a msrl_jax.policies.Layout")
+        layout = _members_first(layout, self.sizes)
         known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
         for axis, leaves in self.leaves.items():
             if axis not in known:
@@ -107,6 +122,20 @@ class Fit:
     def idle(self) -> tuple[Device, ...]:
         """The devices that the policy does not use."""
         return tuple(d for d in self.devices if d not in self.layout.devices)
+
+    def _check_groups(self) -> None:
+        if not isinstance(self.groups, Mapping):
+            raise TypeError(f"groups={self.groups!r} must map logical axes to numbers, such as {{'env': 4}}")
+        for axis, group in self.groups.items():
+            if not isinstance(group, int | np.integer) or isinstance(group, bool) or group < 1:
+                raise ValueError(f"groups[{axis!r}]={group!r} must be an integer of at least 1")
+            if axis not in (known := [*AXES, *self.leaves]):
+                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, known)}")
+            for path, size in self.leaves.get(axis, ()):
+                if size % group:
+                    raise ValueError(
+                        f"groups[{axis!r}]={group} does not divide the {size} entries of {path}; use a divisor of {size}"
+                    )
 
     def _check(self, placement: Placement, policy: str) -> None:
         for axis, mesh_axis in placement.must_divide(self.leaves):

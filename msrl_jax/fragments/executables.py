@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._background import in_background
 from msrl_jax._device_memory import is_planned
+from msrl_jax._threefry import lower
 from msrl_jax.fragments.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 
@@ -88,7 +89,7 @@ class Executables:
             with self._compiling(fn, args):
                 jitted = _jitted(fn, donate, out)
                 begun = self._begun.pop(whole, None)
-                compiled = self._cache[whole] = begun() if begun else jitted.lower(*args).compile()
+                compiled = self._cache[whole] = begun() if begun else lower(jitted, *args).compile()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.count += 1
@@ -107,7 +108,7 @@ class Executables:
         if whole not in self._cache and whole not in self._begun:
             with self._compiling(fn, args):
                 jitted = _jitted(fn, donate, out)
-                self._begun[whole] = in_background(jitted.lower(*args).compile)
+                self._begun[whole] = in_background(lower(jitted, *args).compile)
 
     @contextlib.contextmanager
     def _compiling(self, fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct]) -> Iterator[None]:
@@ -115,7 +116,8 @@ class Executables:
         try:
             yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            raise _explained(error, fn.__name__, {d for a in args for d in a.sharding.device_set}) from error
+            devices = {d for a in args if a.sharding is not None for d in a.sharding.device_set}
+            raise _explained(error, fn.__name__, devices) from error
         self.seconds += time.perf_counter() - start
 
 

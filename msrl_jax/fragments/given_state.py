@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from msrl_jax._compat import Tracer
 from msrl_jax.fragments.instructions import Value
 from msrl_jax.fragments.trace import Traced, leaf_aval
 
@@ -35,10 +36,15 @@ class GivenState:
           flat: the leaves.
 
         Raises:
-          TypeError: if one is not an array or a number.
+          TypeError: if one is not an array or a number, or is traced.
           ValueError: if one has another shape or dtype, or a weak type with which `jax.jit` would compute something else.
-          RuntimeError: if one was donated to an earlier run.
+          RuntimeError: if one was donated or deleted.
         """
+        if any(isinstance(x, Tracer) for x in flat):
+            raise TypeError(
+                "a program is no function of traced arrays: it sends compiled code to devices itself, so jax.jit, jax.grad and "
+                "jax.vmap do not apply to it. Call it on arrays, outside of them; apply them to what the iteration calls"
+            )
         avals = [leaf_aval(x, v.label) for x, v in zip(flat, self._leaves, strict=True)]
         for x, found, value in zip(flat, avals, self._leaves, strict=True):
             want = value.aval
@@ -62,9 +68,9 @@ class GivenState:
 
 
 def check_not_given_away(x: Any, name: str) -> None:
-    """Raises RuntimeError if an array was donated; says how to avoid that."""
+    """Raises RuntimeError if an array was donated or deleted; says how to avoid that."""
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(
-            f"{name} has no memory any more: an earlier run(..., donate=True) took it. Use the state that this run returned, "
-            "or run with donate=False"
+            f"{name} has no memory any more: an earlier run(..., donate=True), a function with donate_argnums or delete() took "
+            "it, perhaps in a callback. Use the state that the run returned, run with donate=False, or give away a copy"
         )

@@ -1,6 +1,6 @@
 """The fragmented dataflow graph: nodes with a placement each, unmarked glue between them, and opened loops."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -169,6 +169,30 @@ class Graph:
         return str(self.region)
 
 
+def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
+    """Finds the nodes that lead to some atoms.
+
+    Args:
+      producers: the node that makes each variable.
+      atoms: the atoms.
+      follow: whether to go on from a variable to the node that makes it.
+
+    Returns:
+      The nodes, each after those that it reads.
+    """
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[Atom | Node] = list(atoms)
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Node):
+            found.append(top)
+        elif isinstance(top, Var) and top in producers and producers[top] not in seen and follow(top, producers[top]):
+            seen.add(producers[top])
+            stack += [producers[top], *producers[top].eqn.invars]
+    return found
+
+
 def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
     """The fragments in an equation.
 
@@ -181,6 +205,7 @@ def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], f
     """
     names: dict[str, None] = {}
     roles: set[str] = set()
+    seen: set[int] = set()
 
     def visit(e: JaxprEqn) -> None:
         if is_fragment(e):
@@ -189,8 +214,10 @@ def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], f
             if not nested:
                 return
         for sub in sub_jaxprs(e):
-            for inner in sub.eqns:
-                visit(inner)
+            if id(sub) not in seen:
+                seen.add(id(sub))
+                for inner in sub.eqns:
+                    visit(inner)
 
     visit(eqn)
     return tuple(names), frozenset(roles)

@@ -18,6 +18,7 @@ from msrl_jax.fragments.bundles import bundle
 from msrl_jax.fragments.executables import Executables, understood, whole
 from msrl_jax.fragments.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.program_key import program_key
+from msrl_jax.fragments.repairs import repaired
 
 
 def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
@@ -284,7 +285,7 @@ def body(run: Run) -> Callable[..., Any]:
     Returns:
       A function of the row number (if the Run has one), its inputs and its buffers.
     """
-    evaluate = jaxpr_as_fun(run.jaxpr)
+    evaluate = jaxpr_as_fun(repaired(run.jaxpr, run.placement.mesh))
 
     def fn(*args: Any) -> tuple[Any, ...]:
         index, *rest = args if run.index is not None else (None, *args)

@@ -24,9 +24,9 @@ from msrl_jax._compat import (
     batching,
     is_traced_here,
     jaxpr_as_fun,
+    jaxprs_in,
     mlir,
     pe,
-    sub_jaxprs,
 )
 from msrl_jax.fragments.implementations import check_platforms, evaluate_for_platform
 
@@ -246,7 +246,23 @@ def _mark(
         def flat(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
             args, kwargs = _merge_static(args, fixed), kwargs | fixed.keywords
-            return evaluate_for_platform(lambda body: body(*args, **kwargs), fn, implementations, name)
+            named = _named(signature, static, args, kwargs)
+
+            def evaluate(body: Callable[..., Any]) -> Any:
+                before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
+                result = body(*args, **kwargs)
+                after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
+                for path in before | after:
+                    changed = path not in before or before[path] is again[path] is not after.get(path)
+                    if changed and id(after.get(path)) not in returned:
+                        raise TypeError(
+                            f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
+                            "is given a copy. Return the new value and assign it outside (of a flax.nnx module "
+                            "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
+                        )
+                return result
+
+            return evaluate_for_platform(evaluate, fn, implementations, name)
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         if faults := list(filter(None, map(_fault, closed.consts))):
@@ -298,19 +314,29 @@ def _fault(x: Any) -> str | None:
 
 
 def _makes_reference(jaxpr: Jaxpr) -> bool:
-    return any(
-        any(isinstance(v.aval, AbstractRef) for v in eqn.outvars) or any(map(_makes_reference, sub_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(isinstance(v.aval, AbstractRef) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns for v in eqn.outvars)
 
 
 def _refusal(
     name: str, signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TypeError:
+    leaves = _leaves(_named(signature, static, args, kwargs))
+    path, fault = next((path, _fault(leaf)) for path, leaf in leaves.items() if _fault(leaf))
+    return TypeError(f"fragment {name!r}: argument {path} is a {fault}")
+
+
+def _named(
+    signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments that are no static ones, by their names."""
     named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
-    leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in named.items() if k not in static})
-    path, fault = next((path, _fault(leaf)) for path, leaf in leaves if _fault(leaf))
-    return TypeError(f"fragment {name!r}: argument {path[0].key}{jax.tree_util.keystr(path[1:])} is a {fault}")
+    return {k: v for k, v in named.items() if k not in static}
+
+
+def _leaves(named: dict[str, Any]) -> dict[str, Any]:
+    """The leaves of named arguments, by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(named)
+    return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf for path, leaf in leaves}
 
 
 def _paths(result: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from msrl_jax._background import in_background
 from msrl_jax._compat import ClosedJaxpr, Jaxpr, ShapedArray, Var, jaxpr_as_fun, sub_jaxprs
 from msrl_jax._device_memory import array_bytes, device_memory
+from msrl_jax._threefry import lower
 from msrl_jax.fragments.marker import is_fragment
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.processes import is_global, transfer
@@ -173,6 +174,13 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
 
 def temporary_bytes(jaxpr: Jaxpr) -> int:
     """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
+    return _temporary_bytes(jaxpr, {})
+
+
+def _temporary_bytes(jaxpr: Jaxpr, known: dict[int, int]) -> int:
+    """As `temporary_bytes`; `known` holds what was found of jaxprs that are called again."""
+    if id(jaxpr) in known:
+        return known[id(jaxpr)]
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
     last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, Var)}
     held: dict[Var, int] = {}
@@ -181,17 +189,22 @@ def temporary_bytes(jaxpr: Jaxpr) -> int:
         made = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
         held |= made
         total += sum(made.values())
-        most = max(most, total + max(map(temporary_bytes, sub_jaxprs(eqn)), default=0))
+        most = max(most, total + max((_temporary_bytes(sub, known) for sub in sub_jaxprs(eqn)), default=0))
         unused = {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and last.get(v, i) <= i}
         total -= sum(held.pop(v, 0) for v in unused)
+    known[id(jaxpr)] = most
     return most
 
 
 def largest_array(jaxpr: Jaxpr) -> str:
     """Names the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
 
+    seen: set[int] = set()
+
     def visit(jaxpr: Jaxpr, fragment: str) -> Iterator[tuple[int, str]]:
-        for eqn in jaxpr.eqns:
+        eqns = () if id(jaxpr) in seen else jaxpr.eqns
+        seen.add(id(jaxpr))
+        for eqn in eqns:
             for sub in sub_jaxprs(eqn):
                 yield from visit(sub, f" in {eqn.params['name']!r}" if is_fragment(eqn) else fragment)
             for made in (v.aval for v in eqn.outvars):
@@ -221,14 +234,14 @@ class Fitting:
         """Has another thread compile the program for such arguments."""
         key = _signature(args)
         if key not in self._programs and key not in self._begun:
-            self._begun[key] = in_background(self._fn.lower(*args).compile)
+            self._begun[key] = in_background(lower(self._fn, *args).compile)
 
     def __call__(self, *args: Any) -> Any:
         """Computes the function."""
         key = _signature(args)
         if key not in self._programs:
             begun = self._begun.pop(key, None)
-            compiled = begun() if begun else self._fn.lower(*args).compile()
+            compiled = begun() if begun else lower(self._fn, *args).compile()
             check_program_fits(compiled, self._what, self._remedy)
             self._programs[key] = compiled
         return self._programs[key](*args)

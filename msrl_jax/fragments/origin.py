@@ -1,15 +1,14 @@
 """Finds where the first nan or infinity of an iteration comes from, by evaluating its equations one after another.
 
-Every value carries the number of the computation that its nan or infinity comes from. A computation with a non-finite result
-from finite operands gets a new number; other non-finite results inherit the smallest number of their operands. So the number
-of a bad result leads to its first cause, and infinities that have no effect, such as those of a mask, are left aside. The
+From a bad result the search goes back through operands that are not finite, to the computations that made such a result of
+finite operands; the first of them is the cause. So infinities that have no effect, such as those of a mask, are left aside. The
 cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ import numpy as np
 from msrl_jax._compat import (
     Atom,
     ClosedJaxpr,
-    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
@@ -72,22 +70,12 @@ class Origin:
     operands: tuple[Any, ...] = field(repr=False)
 
 
-class Dyed(NamedTuple):
-    """A value, and the number of the computation that its nan or infinity comes from; None if it is finite."""
-
-    value: Any
-    origin: float | None
-
-
-class _Event(NamedTuple):
-    """A computation with a non-finite result from finite operands."""
+class _Cause(NamedTuple):
+    """A computation with a non-finite result from finite operands, and the step of the loop around it."""
 
     eqn: JaxprEqn
     operands: tuple[Any, ...]
     step: tuple[int, int] | None
-
-
-Consts: TypeAlias = Sequence[Any]
 
 
 def is_finite(x: Any) -> bool:
@@ -107,31 +95,17 @@ def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Seque
       The origin; or the number of an entry of `env`, if that entry is not finite and no equation is to blame; or None if all
       results are finite.
     """
-    given = {var: Dyed(value, None if is_finite(value) else _GIVEN + i) for i, (var, value) in enumerate(env.items())}
-    walk = _Walk()
-    dyed = walk.block(eqns, given, None)
-    origin = _earliest(dyed.get(a) for a in results if isinstance(a, Var))
-    if origin is None:
-        return None
-    if origin >= _GIVEN:
-        return int(origin - _GIVEN)
-    return _descend(walk, walk.events[int(origin)], eqns)
+    search = _Search()
+    cause = search.cause(eqns, search.values(eqns, env), results, None)
+    return search.origin(cause, eqns) if isinstance(cause, _Cause) else None if cause is None else list(env).index(cause)
 
 
 def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
-    """Evaluates a fragment again, operation by operation, and finds the first non-finite result in it.
-
-    Args:
-      eqn: the equation of the fragment.
-      operands: its operands, all finite.
-      all_eqns: the equations of the iteration.
-
-    Returns:
-      The origin; None if all results are finite.
-    """
-    walk = _Walk()
-    outs = walk.whole(eqn, [Dyed(x, None) for x in operands], None)
-    return _descend(walk, walk.events[0], all_eqns) if _earliest(outs) is not None else None
+    """Evaluates a fragment again, operation by operation; the first non-finite result in it, or None if all are finite."""
+    search = _Search()
+    if all(map(is_finite, search.function(eqn)(*operands))):
+        return None
+    return search.origin(_Cause(eqn, tuple(operands), None), all_eqns)
 
 
 def fragments_of(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -144,160 +118,131 @@ def fragments_of(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def find_fragment(closed: ClosedJaxpr, name: str, number: int) -> tuple[JaxprEqn | None, Sequence[JaxprEqn]]:
-    """Looks up a fragment of a traced iteration.
-
-    Args:
-      closed: the jaxpr of the iteration.
-      name: name of the fragment.
-      number: counts the fragments of that name, from 0.
-
-    Returns:
-      Its equation, or None; and the equations of the iteration.
-    """
+    """The equation of a fragment of a traced iteration by its name and its number among those, or None; and all equations."""
     eqns = drop_unused(closed.jaxpr).eqns
     same = [eqn for eqn in fragments_of(eqns) if eqn.params["name"] == name]
     return (same[number] if number < len(same) else None), eqns
 
 
-_GIVEN = float(2**52)
-"""Numbers of values that were non-finite at the start: larger than those of computations, so that these take the blame."""
+def _value(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return jnp.asarray(atom.val, aval(atom).dtype) if isinstance(atom, Literal) else env[atom]
 
 
-def _earliest(values: Any) -> float | None:
-    return min((d.origin for d in values if d is not None and d.origin is not None), default=None)
-
-
-class _Walk:
-    """Evaluates equations, each as a whole, and notes the events."""
+class _Search:
+    """Evaluates equations, each as a whole, and goes from a cause into its parts."""
 
     def __init__(self) -> None:
-        self.events: list[_Event] = []
-        self._compiled: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
-
-    def block(
-        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Dyed], step: tuple[int, int] | None
-    ) -> dict[Var, Dyed]:
-        """Evaluates equations in order; returns the values of all variables."""
-        env = dict(env)
-        for eqn in eqns:
-            outs = self.whole(eqn, [_read(env, a) for a in eqn.invars], step)
-            env.update((v, d) for v, d in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
-        return env
-
-    def whole(self, eqn: JaxprEqn, ins: Sequence[Dyed], step: tuple[int, int] | None) -> list[Dyed]:
-        """Evaluates one equation."""
-        operands = tuple(d.value for d in ins)
-        outs = self.function(eqn)(*operands)
-        inherited = _earliest(ins)
-        finite = [is_finite(x) for x in outs]
-        if inherited is None and not all(finite):
-            inherited = float(len(self.events))
-            self.events.append(_Event(eqn, operands, step))
-        return [Dyed(x, None if fine else inherited) for x, fine in zip(outs, finite, strict=True)]
+        self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
 
     def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
-        """Evaluates an equation as a whole: compiled if it holds code, such as a fragment or a loop."""
-        if id(eqn) not in self._compiled:
-            outputs = [Var(v.aval) for v in eqn.outvars]
-            free = [Var(a.aval) for a in eqn.invars]
-            alone = make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation")
-            run = jaxpr_as_fun(alone)
-            self._compiled[id(eqn)] = eqn, jax.jit(run) if any(True for _ in sub_jaxprs(eqn)) else run
-        return self._compiled[id(eqn)][1]
+        """An equation as a function: compiled if it holds code, such as a fragment or a loop."""
+        if id(eqn) not in self._functions:
+            outputs, free = [Var(v.aval) for v in eqn.outvars], [Var(a.aval) for a in eqn.invars]
+            run = jaxpr_as_fun(make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation"))
+            self._functions[id(eqn)] = eqn, jax.jit(run) if any(True for _ in sub_jaxprs(eqn)) else run
+        return self._functions[id(eqn)][1]
 
+    def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
+        """The values of all variables."""
+        env = dict(env)
+        for eqn in eqns:
+            outs = self.function(eqn)(*(_value(env, a) for a in eqn.invars))
+            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
+        return env
 
-def _read(env: Mapping[Var, Dyed], atom: Atom) -> Dyed:
-    return Dyed(jnp.asarray(atom.val, aval(atom).dtype), None) if isinstance(atom, Literal) else env[atom]
+    def cause(
+        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], step: tuple[int, int] | None
+    ) -> _Cause | Var | None:
+        """The first cause of results that are not finite; or a variable that was not finite before; or None."""
+        made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        ahead, seen = [a for a in results if isinstance(a, Var)], set[Var]()
+        causes, given = set[int](), list[Var]()
+        while ahead:
+            var = ahead.pop()
+            if var in seen or is_finite(env[var]):
+                continue
+            seen.add(var)
+            if var not in made:
+                given.append(var)
+                continue
+            worse = [a for a in eqns[made[var]].invars if isinstance(a, Var) and not is_finite(env[a])]
+            ahead += worse
+            if not worse:
+                causes.add(made[var])
+        if not causes:
+            return next(iter(given), None)
+        eqn = eqns[min(causes)]
+        return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
 
+    def part(self, whole: _Cause) -> _Cause | None:
+        """The cause inside of a cause; None if the computation has no parts, or none of them is non-finite by itself."""
+        eqn, ins = whole.eqn, whole.operands
+        if eqn.primitive is scan_p:
+            return self._step(eqn, ins)
+        body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
+        if eqn.primitive is cond_p:
+            branches = eqn.params["branches"]
+            body, ins = branches[int(np.clip(int(ins[0]), 0, len(branches) - 1))], ins[1:]
+        return None if body is None else self._of_body(body, ins, None)[0]
 
-def _bound(jaxpr: Jaxpr, consts: Consts, ins: Sequence[Dyed]) -> dict[Var, Dyed]:
-    fixed = {v: Dyed(x, None if is_finite(x) else _GIVEN) for v, x in zip(jaxpr.constvars, consts, strict=True)}
-    return fixed | dict(zip(jaxpr.invars, ins, strict=True))
+    def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
+        """The cause in the body of a computation, and its results."""
+        jaxpr = body.jaxpr
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
+        env = self.values(jaxpr.eqns, env)
+        found = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
+        return found if isinstance(found, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
 
-
-def _parts(walk: _Walk, event: _Event) -> _Event | None:
-    """The event inside of an event; None if the computation has no parts, or none of them is non-finite by itself."""
-    eqn, ins = event.eqn, [Dyed(x, None) for x in event.operands]
-    if eqn.primitive is scan_p:
-        return _steps(walk, eqn, ins)
-    body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
-    if eqn.primitive is cond_p:
-        branches = eqn.params["branches"]
-        body, ins = branches[int(np.clip(int(ins[0].value), 0, len(branches) - 1))], ins[1:]
-    if body is None:
+    def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> _Cause | None:
+        """The cause in the first step of a scan whose carry or row is not finite."""
+        scan = scan_parts(eqn)
+        split = scan.num_consts + scan.num_carry
+        consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
+        for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+            rows = [x[step] for x in xs]
+            found, outs = self._of_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
+            if not all(map(is_finite, outs)):
+                return found
+            carry = outs[: scan.num_carry]
         return None
-    start = len(walk.events)
-    env = walk.block(body.jaxpr.eqns, _bound(body.jaxpr, body.consts, ins), None)
-    origin = _earliest(env[a] for a in body.jaxpr.outvars if isinstance(a, Var))
-    return walk.events[int(origin)] if origin is not None and start <= origin < _GIVEN else None
 
-
-def _steps(walk: _Walk, eqn: JaxprEqn, ins: Sequence[Dyed]) -> _Event | None:
-    """The event in the first step of a scan whose carry or row is not finite."""
-    scan = scan_parts(eqn)
-    jaxpr, split = scan.body.jaxpr, scan.num_consts + scan.num_carry
-    consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
-    for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-        rows = [Dyed(x.value[step], None) for x in xs]
-        start = len(walk.events)
-        env = walk.block(jaxpr.eqns, _bound(jaxpr, scan.body.consts, [*consts, *carry, *rows]), (step, scan.length))
-        outs = [_read(env, a) for a in jaxpr.outvars]
-        origin = _earliest(outs)
-        if origin is not None:
-            return walk.events[int(origin)] if start <= origin < _GIVEN else None
-        carry = outs[: scan.num_carry]
-    return None
-
-
-def _descend(walk: _Walk, event: _Event, eqns: Sequence[JaxprEqn]) -> Origin:
-    """Follows an event into its parts as far as it has any."""
-    chain = [event]
-    while (inner := _parts(walk, chain[-1])) is not None:
-        chain.append(inner)
-    marked = [i for i, e in enumerate(chain) if is_fragment(e.eqn)]
-    steps = tuple(e.step for e in chain if e.step is not None)
-    last = chain[-1]
-    if not marked:
-        operands, name, role, number = (), None, None, 0
-        first = next(i for i, x in enumerate(walk.function(last.eqn)(*last.operands)) if not is_finite(x))
-        path, index, value, others = "", *_element(walk, last.eqn, last.operands, first), ()
-    else:
-        eqn, operands = chain[marked[-1]][:2]
-        name, role = eqn.params["name"], eqn.params["role"]
+    def origin(self, cause: _Cause, eqns: Sequence[JaxprEqn]) -> Origin:
+        """Follows a cause into its parts as far as it has any."""
+        chain = [cause]
+        while (inner := self.part(chain[-1])) is not None:
+            chain.append(inner)
+        marked, last = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
+        eqn, operands = chain[marked[-1]][:2] if marked else last[:2]
+        outs = self.function(eqn)(*operands)
+        paths = _result_paths(eqn) if marked else [""] * len(outs)
+        first, *rest = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=_order(eqn, paths) if marked else None)
+        bad = np.asarray(outs[first])
+        index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
+        element = complex(bad[index])
+        name = eqn.params["name"] if marked else None
         same = [e for e in fragments_of(eqns) if e.params["name"] == name]
-        number = next((i for i, e in enumerate(same) if e is eqn), 0)
-        first, *rest = _bad_results(walk, eqn, operands)
-        index, value = _element(walk, eqn, operands, first)
-        paths = _result_paths(eqn)
-        path, others = paths[first], tuple(paths[i] for i in rest)
-    return Origin(
-        fragment=name, role=role, number=number, within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]), path=path,
-        index=index, value=value, others=others, steps=steps, primitive=last.eqn.primitive.name,
-        source=source_line(last.eqn), eager=not any(True for _ in sub_jaxprs(last.eqn)), operands=operands,
-    )  # fmt: skip
+        return Origin(
+            fragment=name, role=eqn.params["role"] if marked else None, path=paths[first], index=index,
+            number=next((i for i, e in enumerate(same) if e is eqn), 0),
+            within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]),
+            value="nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf",
+            others=tuple(paths[i] for i in rest) if marked else (), steps=tuple(e.step for e in chain if e.step is not None),
+            primitive=last.eqn.primitive.name, source=source_line(last.eqn),
+            eager=not any(True for _ in sub_jaxprs(last.eqn)), operands=operands if marked else (),
+        )  # fmt: skip
 
 
 def _result_paths(eqn: JaxprEqn) -> Sequence[str]:
     return eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
 
 
-def _bad_results(walk: _Walk, eqn: JaxprEqn, operands: Sequence[Any]) -> list[int]:
-    """Positions of a fragment's non-finite results: those with the shortest paths first, then in the order of computation."""
+def _order(eqn: JaxprEqn, paths: Sequence[str]) -> Callable[[int], tuple[float, float]]:
+    """Orders a fragment's results: those with the shortest paths first, then as they are computed."""
     jaxpr = eqn.params["call_jaxpr"].jaxpr
     made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-    outs = walk.function(eqn)(*operands)
-    paths = _result_paths(eqn)
 
     def order(i: int) -> tuple[float, float]:
         atom = jaxpr.outvars[i]
         return paths[i].count(".") + paths[i].count("["), made.get(atom, -1) if isinstance(atom, Var) else math.inf
 
-    return sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=order)
-
-
-def _element(walk: _Walk, eqn: JaxprEqn, operands: Sequence[Any], position: int) -> tuple[tuple[int, ...], str]:
-    x = np.asarray(walk.function(eqn)(*operands)[position])
-    index = tuple(int(i) for i in np.argwhere(~np.isfinite(x))[0])
-    element = complex(x[index])
-    value = "nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf"
-    return index, value
+    return order

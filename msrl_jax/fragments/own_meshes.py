@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from msrl_jax._compat import Jaxpr, sub_jaxprs
+from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.fragments.instructions import Instruction, Run, walk
 
 
@@ -36,11 +36,9 @@ def _names(devices: Iterable[Any]) -> str:
 
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:
-    for eqn in jaxpr.eqns:
+    for eqn in (e for inner in jaxprs_in(jaxpr) for e in inner.eqns):
         params = [v for k, v in eqn.params.items() if k != "ctx_mesh"]  # the mesh that was set around a call
         for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Mesh | NamedSharding)):
             mesh = leaf.mesh if isinstance(leaf, NamedSharding) else leaf
             if isinstance(mesh, Mesh) and not mesh.empty:
                 yield eqn.primitive.name, mesh
-        for sub in sub_jaxprs(eqn):
-            yield from _meshes(sub)

@@ -1,7 +1,11 @@
 """Checks that only one learner updates each leaf of the state."""
 
+import functools
+import operator
+from collections.abc import Mapping
+
 from msrl_jax._compat import Atom, Var, aval
-from msrl_jax.fragments.graph import Graph, Node
+from msrl_jax.fragments.graph import Graph, Node, upstream
 from msrl_jax.fragments.marker import is_fragment
 
 
@@ -20,7 +24,7 @@ def check_owners(graph: Graph) -> None:
     region = graph.region
     producers = region.producers
     for leaf, out in zip(region.carry, region.next_carry, strict=True):
-        owners = _path(out, leaf, producers, {}) or {}
+        owners = _owners(producers, out, leaf)
         if len(owners) > 1:
             names = " and ".join(f"fragment {name!r} (role {role!r})" for role, name in owners.items())
             raise ValueError(
@@ -29,23 +33,16 @@ def check_owners(graph: Graph) -> None:
             )
 
 
-def _path(atom: Atom, leaf: Var, producers: dict[Var, Node], known: dict[Var, dict[str, str] | None]) -> dict[str, str] | None:
-    """The learners between `leaf` and `atom`, role -> fragment, along values of the leaf's type; None if no path exists."""
-    if atom is leaf:
-        return {}
-    if not isinstance(atom, Var) or atom not in producers:
-        return None
-    if (aval(atom).shape, aval(atom).dtype) != (aval(leaf).shape, aval(leaf).dtype):
-        return None
-    if atom not in known:
-        known[atom] = None
-        eqn = producers[atom].eqn
-        found = [p for a in eqn.invars if (p := _path(a, leaf, producers, known)) is not None]
-        if found:
-            merged: dict[str, str] = {}
-            for path in found:
-                merged |= path
-            if is_fragment(eqn) and eqn.params["role"].startswith("learner:"):
-                merged.setdefault(eqn.params["role"], eqn.params["name"])
-            known[atom] = merged
-    return known[atom]
+def _owners(producers: Mapping[Var, Node], out: Atom, leaf: Var) -> dict[str, str]:
+    """The learners between `leaf` and `out`, role -> fragment, along values of the leaf's type."""
+    kind = aval(leaf).shape, aval(leaf).dtype
+    alike = lambda var, _: (aval(var).shape, aval(var).dtype) == kind  # noqa: E731
+    paths: dict[Atom, dict[str, str]] = {leaf: {}}  # of the variables to which a path leads
+    for node in upstream(producers, [out], alike):
+        before = [paths[a] for a in node.eqn.invars if isinstance(a, Var) and a in paths]
+        if before:
+            merged = functools.reduce(operator.or_, before)
+            if is_fragment(node.eqn) and node.eqn.params["role"].startswith("learner:"):
+                merged = merged | {node.eqn.params["role"]: node.eqn.params["name"]} | merged
+            paths.update(dict.fromkeys((v for v in node.eqn.outvars if alike(v, node)), merged))
+    return paths.get(out, {}) if isinstance(out, Var) else {}

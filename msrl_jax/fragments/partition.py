@@ -11,8 +11,9 @@ A third rule keeps effects as they are under `jax.jit`: a node with effects (a c
 if nobody reads its results, and programs with effects keep their order.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from msrl_jax._compat import Atom, Literal, Var
 from msrl_jax.fragments.graph import Graph, Node, Region
@@ -84,11 +85,12 @@ def _partition(region: Region, registers: Mapping[Var, list[Placement]], default
     for node in region.nodes:
         for i, var in enumerate(node.eqn.outvars):
             made_at[var] = _results_at(loops[node], i) if node in loops else places[node]
-    needed = _needed(region, loops, places, homes)
+    readers, home = _readers(region, loops), dict(zip(region.carry, homes, strict=True))
+    needed = {v: _needed_at([v], readers, places, home) for v in region.inputs}
     for out in region.results:
-        if out in region.consts or out in region.xs:
-            needed.setdefault(out, {default: None})
-    return Partition(region, groups, made_at, {v: list(needed.get(v, ())) for v in region.inputs}, homes, loops)
+        if isinstance(out, Var) and (out in region.consts or out in region.xs) and out not in readers:
+            needed[out] = [default]
+    return Partition(region, groups, made_at, needed, homes, loops)
 
 
 def _results_at(loop: Partition, i: int) -> list[Placement]:
@@ -155,39 +157,37 @@ def _place(
             places[node] = [_first_reader(region, node, places) or default]
             _place_dependents(region, loops, free, places, home)
 
-    # Free glue and free carry go wherever they are needed. All loops end, because sets of placements only grow.
-    free_glue = [n for n in region.nodes if n.is_glue and n not in places]
+    # Free glue and free carry go wherever they are needed. All loops end, because sets of placements only grow; readers come
+    # before what they read, so that only values that are carried from one repetition to the next take more than one round.
+    free_glue = [n for n in reversed(region.nodes) if n.is_glue and n not in places]
     for node in free_glue:
         places[node] = []
+    readers = _readers(region, loops)
     while True:
-        needed = _needed(region, loops, places, [home.get(v, []) for v in region.carry])
-        grown = {v: list(needed[v]) for v in region.carry if v in free and needed.get(v)}
-        before = ({n: list(places[n]) for n in free_glue}, dict(home))
+        before = ({n: places[n] for n in free_glue}, dict(home))
         for node in free_glue:
-            places[node] = list(dict.fromkeys(p for v in node.eqn.outvars for p in needed.get(v, ())))
-        home.update(grown)
-        if (({n: places[n] for n in free_glue}, home)) == before:
+            places[node] = _needed_at(node.eqn.outvars, readers, places, home)
+        home.update({v: at for v in region.carry if v in free and (at := _needed_at([v], readers, places, home))})
+        if ({n: places[n] for n in free_glue}, home) == before:
             break
     for var in region.carry:
         home.setdefault(var, [default])
     # Glue that only a counter or a metric needs runs at the default placement.
     wanted = {a for a in [*region.next_carry, *region.results] if isinstance(a, Var)}
     while True:
-        homes = [home[v] for v in region.carry]
-        needed = _needed(region, loops, places, homes)
         grew = False
-        for node in reversed(free_glue):
-            at = list(dict.fromkeys([*places[node], *(p for v in node.eqn.outvars for p in needed.get(v, ()))]))
+        for node in free_glue:
+            at = list(dict.fromkeys([*places[node], *_needed_at(node.eqn.outvars, readers, places, home)]))
             if not at and any(v in wanted for v in node.eqn.outvars):
                 at = [default]
             if at != places[node]:
                 places[node], grew = at, True
         for var in region.carry:
-            at = list(dict.fromkeys([*home[var], *needed.get(var, ())]))
+            at = list(dict.fromkeys([*home[var], *_needed_at([var], readers, places, home)]))
             if var in free and at != home[var]:
                 home[var], grew = at, True
         if not grew:
-            return places, homes
+            return places, [home[v] for v in region.carry]
 
 
 def _place_dependents(
@@ -242,32 +242,44 @@ def _first_reader(region: Region, node: Node, places: dict[Node, list[Placement]
     return None
 
 
-def _needed(
-    region: Region,
-    loops: dict[Node, Partition],
-    places: dict[Node, list[Placement]],
-    homes: list[list[Placement]],
-) -> dict[Var, dict[Placement, None]]:
-    """The placements at which each variable is used (an ordered set)."""
-    needed: dict[Var, dict[Placement, None]] = {}
+_Reader: TypeAlias = Node | Var | Sequence[Placement]
+"""What reads a variable: a node, a carried variable whose next value it is, or code in a loop at some placements."""
 
-    def need(atom: Atom, at: Iterable[Placement]) -> None:
+
+def _readers(region: Region, loops: dict[Node, Partition]) -> dict[Var, list[_Reader]]:
+    """The readers of each variable, in program order."""
+    readers: dict[Var, list[_Reader]] = {}
+
+    def read(atom: Atom, reader: _Reader) -> None:
         if isinstance(atom, Var):
-            needed.setdefault(atom, {}).update(dict.fromkeys(at))
+            readers.setdefault(atom, []).append(reader)
 
     for node in region.nodes:
         if node in loops:
             body = loops[node]
-            num_consts, num_carry = len(body.region.consts), len(body.region.carry)
-            for i, (atom, var) in enumerate(zip(node.eqn.invars, body.region.inputs, strict=True)):
-                carried = num_consts <= i < num_consts + num_carry
-                need(atom, body.homes[i - num_consts] if carried else body.needed_at[var])
+            carried = dict(zip(body.region.carry, body.homes, strict=True))
+            for atom, var in zip(node.eqn.invars, body.region.inputs, strict=True):
+                read(atom, carried[var] if var in carried else body.needed_at[var])
         else:
             for atom in node.eqn.invars:
-                need(atom, places.get(node, ()))
-    for atom, at in zip(region.next_carry, homes, strict=True):
-        need(atom, at)
-    return needed
+                read(atom, node)
+    for atom, var in zip(region.next_carry, region.carry, strict=True):
+        read(atom, var)
+    return readers
+
+
+def _needed_at(
+    variables: Iterable[Var],
+    readers: Mapping[Var, Sequence[_Reader]],
+    places: Mapping[Node, list[Placement]],
+    home: Mapping[Var, list[Placement]],
+) -> list[Placement]:
+    """The placements at which variables are used."""
+    found: dict[Placement, None] = {}
+    for reader in (r for v in variables for r in readers.get(v, ())):
+        at = places.get(reader, ()) if isinstance(reader, Node) else home.get(reader, ()) if isinstance(reader, Var) else reader
+        found.update(dict.fromkeys(at))
+    return list(found)
 
 
 def _group(region: Region, places: dict[Node, list[Placement]]) -> list[Group]:

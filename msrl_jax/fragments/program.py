@@ -65,6 +65,15 @@ def check_jit_is_on() -> None:
         )
 
 
+def check_no_mesh_is_set() -> None:
+    """Raises RuntimeError inside of `jax.set_mesh`."""
+    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
+        raise RuntimeError(
+            f"jax.set_mesh has set {mesh}, but training and its programs have meshes of their own, those of the policy. "
+            "Leave the context; the policy and the devices that it is given say where a program runs"
+        )
+
+
 class Program(Generic[State]):
     """A training iteration, compiled for a distribution policy.
 
@@ -172,6 +181,7 @@ class Program(Generic[State]):
         check_state_fits(self.state_bytes, f"{label}, {aval.dtype}{list(aval.shape)}")
 
     def _check_present(self) -> None:
+        check_no_mesh_is_set()
         if missing := [d for d in self.devices if is_planned(d)]:
             raise RuntimeError(
                 f"the program was compiled for {len(missing)} devices that are not there ({missing[0]}, ...), such as those of "

@@ -1,7 +1,8 @@
 """Keys of programs: two programs share an executable if and only if their keys are equal.
 
-A key holds the content of every constant and parameter, not a printed form. An object without comparable content (a
-function, an opaque object) equals only itself; the key keeps it alive, so that no other object gets its id.
+A key holds the content of every constant and parameter, not a printed form. An object without comparable content (an opaque
+object) and everything that can be called (it may hold a simulator, whatever it compares) equal only themselves; the key keeps
+them alive, so that no other object gets their id.
 """
 
 import dataclasses
@@ -77,11 +78,30 @@ def computation_key(closed: ClosedJaxpr) -> Hashable:
     return _closed_key(closed, _traced_key, resolved=True)
 
 
+class _Keys(dict[Hashable, int]):
+    """Numbers the keys of the jaxprs of a program, so that one that is called often is visited and compared once."""
+
+    def __init__(self):
+        super().__init__()
+        self.known: dict[int, int] = {}
+
+    def number(self, key: Hashable) -> int:
+        return self.setdefault(key, len(self))
+
+
 def _closed_key(closed: ClosedJaxpr, of: Callable[[Any], Hashable], resolved: bool = False) -> Hashable:
-    return _jaxpr_key(closed.jaxpr, of, resolved), tuple(map(of, closed.consts))
+    keys = _Keys()
+    _jaxpr_key(closed.jaxpr, of, resolved, keys)  # is the last one
+    return tuple(keys), tuple(map(of, closed.consts))
 
 
-def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> Hashable:
+def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: _Keys) -> int:
+    if id(jaxpr) not in keys.known:
+        keys.known[id(jaxpr)] = keys.number(_new_key(jaxpr, of, resolved, keys))
+    return keys.known[id(jaxpr)]
+
+
+def _new_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: _Keys) -> Hashable:
     numbers: dict[Var, Hashable] = {}
     unused = itertools.count()
 
@@ -109,9 +129,9 @@ def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool) -> H
 
     def param(p: Any) -> Hashable:
         if isinstance(p, ClosedJaxpr):
-            return "closed jaxpr", _closed_key(p, of, resolved)
+            return "closed jaxpr", _jaxpr_key(p.jaxpr, of, resolved, keys), tuple(map(of, p.consts))
         if isinstance(p, Jaxpr):
-            return "jaxpr", _jaxpr_key(p, of, resolved)
+            return "jaxpr", _jaxpr_key(p, of, resolved, keys)
         if isinstance(p, tuple | list):
             return type(p), tuple(map(param, p))
         return of(p)
@@ -147,7 +167,7 @@ def value_key(value: Any) -> Hashable:
 
     Returns:
       A hashable value: type (dtype, shape, weak type) and bytes of a number or array; type and contents of a container or
-      dataclass; any other object itself.
+      dataclass; any other object itself, callables by identity.
     """
     if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
         return type(value), value
@@ -163,10 +183,17 @@ def value_key(value: Any) -> Hashable:
         return type(value), tuple((value_key(k), value_key(v)) for k, v in value.items())
     if isinstance(value, set | frozenset):
         return type(value), frozenset(map(value_key, value))
+    if callable(value) and not _is_wrapper(value):
+        return _Same(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and _compares_fields(type(value)):
         fields = tuple(value_key(getattr(value, f.name)) for f in dataclasses.fields(value))
         return type(value), fields, _hashable(value)
     return type(value), _hashable(value)
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether a callable is a dataclass that JAX makes for each use of a function, such as that of a host callback."""
+    return dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "jax"
 
 
 def _compares_fields(cls: type) -> bool:

@@ -29,10 +29,10 @@ def join(chunks: Sequence[Sequence[Any]]) -> list[Any]:
       chunks: the metrics' leaves of each chunk, as `stack` returns them.
 
     Returns:
-      One array for each leaf, with the chunks concatenated along the leading axis.
+      One array for each leaf, with the chunks concatenated along the leading axis. NumPy arrays may be written to.
     """
-    if len(chunks) == 1:
-        return list(chunks[0])
+    if len(chunks) == 1:  # JAX's arrays on the host are read-only
+        return [x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in chunks[0]]
     return [_together(np.concatenate, jnp.concatenate, column) for column in zip(*chunks, strict=True)]
 
 

@@ -18,15 +18,15 @@ from msrl_jax._compat import (
     Var,
     call_body,
     jaxpr_as_fun,
+    jaxprs_in,
     make_jaxpr_of,
-    sub_jaxprs,
 )
 from msrl_jax.fragments.marker import is_fragment, is_host_call
 
 
 def calls_host(jaxpr: Jaxpr) -> bool:
     """Whether code has a fragment that the host calls, at any depth."""
-    return any(is_host_call(eqn) or any(map(calls_host, sub_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return any(is_host_call(eqn) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns)
 
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:

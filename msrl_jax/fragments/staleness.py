@@ -1,7 +1,7 @@
 """Staleness: delays values from the learner with registers, so that actors and buffers do not wait for it."""
 
 from msrl_jax._compat import Atom, Var, fresh
-from msrl_jax.fragments.graph import Graph, Node
+from msrl_jax.fragments.graph import Graph, Node, upstream
 from msrl_jax.fragments.placement import Layout, Placement
 
 _UPSTREAM = {"actor", "buffer"}
@@ -30,50 +30,54 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
     next_value = dict(zip(region.carry, region.next_carry, strict=True))
     registers = {var: fresh(var) for var in region.carry}
     readers: dict[Var, list[Placement]] = {}
-    clones: dict[tuple[Var, Placement], Var] = {}
     cloned: dict[Node, list[Node]] = {}
+    # For each placement: what a learner at another one makes; the glue looked at so far; what is read in place of its results.
+    learned: dict[Placement, set[Atom]] = {}
+    known: dict[Placement, set[Node]] = {}
+    instead: dict[Placement, dict[Var, Var]] = {}
 
-    def learned(atom: Atom, at: Placement) -> bool:
-        """Whether a learner at another placement than `at` makes the atom."""
-        node = producers.get(atom) if isinstance(atom, Var) else None
-        if node is None:
-            return False
-        if node.is_glue:
-            return any(learned(a, at) for a in node.eqn.invars)
-        return bool(node.kinds & _DOWNSTREAM) and node.placement != at
+    def learned_at(at: Placement) -> set[Atom]:
+        if at not in learned:
+            found = learned[at] = set[Atom]()
+            for node in region.nodes:
+                is_learner = bool(node.kinds & _DOWNSTREAM) and node.placement != at
+                if is_learner or (node.is_glue and any(isinstance(a, Var) and a in found for a in node.eqn.invars)):
+                    found.update(node.eqn.outvars)
+        return learned[at]
 
-    def delayed(atom: Atom, at: Placement, reader: Node) -> Atom:
-        """The atom that `reader`, at placement `at`, reads instead of an atom."""
+    def delayed(atom: Atom, at: Placement) -> Atom:
+        """The atom that is read at placement `at` instead of an atom."""
         if not isinstance(atom, Var):
             return atom
-        if atom in next_value:
-            if not learned(next_value[atom], at):
-                return atom
+        if atom in next_value and isinstance(out := next_value[atom], Var) and out in learned_at(at):
             if at not in readers.setdefault(atom, []):
                 readers[atom].append(at)
             return registers[atom]
-        node = producers.get(atom)
-        if node is None or not node.is_glue:
-            return atom
-        if (atom, at) not in clones:
-            ins = [delayed(a, at, reader) for a in node.eqn.invars]
+        return instead.setdefault(at, {}).get(atom, atom)
+
+    def delay_glue(reader: Node, at: Placement) -> None:
+        """Clones the glue between delayed leaves and a reader."""
+        seen = known.setdefault(at, set())
+        for node in upstream(producers, reader.eqn.invars, lambda _, node: node.is_glue and node not in seen):
+            seen.add(node)
+            ins = [delayed(a, at) for a in node.eqn.invars]
             if all(a is b for a, b in zip(ins, node.eqn.invars, strict=True)):
-                return atom
+                continue
             if node.has_effects:
                 raise ValueError(
                     f"`{node.eqn.primitive.name}` has effects and is between a learner and {reader}, which reads values from "
                     f"{depth} iterations ago: it would run twice, on old and on new values. Move it into a fragment"
                 )
             outs = [fresh(v) for v in node.eqn.outvars]
-            clones.update({(v, at): o for v, o in zip(node.eqn.outvars, outs, strict=True)})
+            instead.setdefault(at, {}).update(zip(node.eqn.outvars, outs, strict=True))
             cloned.setdefault(reader, []).append(Node(node.eqn.replace(invars=ins, outvars=outs), at))
             graph.labels.update({o: graph.labels.get(v, "") for o, v in zip(outs, node.eqn.outvars, strict=True)})
-        return clones[atom, at]
 
     for node in region.nodes:
         if node.kinds & _UPSTREAM and not node.kinds & _DOWNSTREAM:
             at = node.placement or layout.placement("actor", "actor")
-            node.eqn = node.eqn.replace(invars=[delayed(a, at, node) for a in node.eqn.invars])
+            delay_glue(node, at)
+            node.eqn = node.eqn.replace(invars=[delayed(a, at) for a in node.eqn.invars])
     if not readers:
         raise ValueError(
             f"staleness={depth} has nothing to delay: no actor and no buffer on a separate placement reads values of a "

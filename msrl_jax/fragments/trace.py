@@ -209,7 +209,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
       One PartitionSpec for each leaf.
 
     Raises:
-      ValueError: if `axes` is not a prefix of the state, or names more dimensions than a leaf has.
+      ValueError: if `axes` is not a prefix of the state, names more dimensions than a leaf has, or holds other than names.
     """
 
     def is_spec(x: Any) -> bool:
@@ -233,12 +233,20 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
     found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     avals, paths = state_avals(state)
     for spec, aval, path in zip(found, avals, paths, strict=True):
+        if wrong := [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,)) if not _names_axis(e)]:
+            raise ValueError(
+                f"axes of {path} hold {wrong[0]!r}; name logical axes by text, such as 'env', in the order of the dimensions"
+            )
         if len(spec) > len(aval.shape):
             raise ValueError(
                 f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; "
                 "name at most as many as it has"
             )
     return found
+
+
+def _names_axis(entry: Any) -> bool:
+    return entry is None or isinstance(entry, str)
 
 
 def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:

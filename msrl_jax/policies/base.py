@@ -101,7 +101,7 @@ def take(
     """
     name = described(policy)
     for part, count in wanted.items():
-        if count is not None and (not isinstance(count, int) or count < 1):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             raise ValueError(f"{name}: {part}={count!r} must be an integer of at least 1")
     explicit = sum(count for count in wanted.values() if count is not None)
     needed = explicit + sum(count is None for count in wanted.values())

@@ -51,7 +51,9 @@ class SingleLearnerCoarse:
     def __post_init__(self):
         check_staleness(self.staleness)
         check_codecs(self, "trajectory_codec", "parameter_codec")
-        if self.buffers not in (None, "actors") and not (isinstance(self.buffers, int) and self.buffers >= 1):
+        if self.buffers not in (None, "actors") and (
+            not isinstance(self.buffers, int) or isinstance(self.buffers, bool) or self.buffers < 1
+        ):
             raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
 
     def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:

@@ -69,8 +69,8 @@ class Sample(NamedTuple):
 class SampleFunction(Protocol):
     """Draws a batch."""
 
-    def __call__(self, state: ReplayState, key: jax.Array, data: Any = ()) -> Sample:
-        """Draws a batch from a state, with a typed PRNG key; `data` as in `Replay.data`."""
+    def __call__(self, state: ReplayState, key: jax.Array, data: Any = (), fraction: jax.Array | float = 0.0) -> Sample:
+        """Draws a batch from a state, with a typed PRNG key; `data` as in `Replay.data`, `fraction` of the run that is done."""
         ...
 
 
@@ -81,7 +81,8 @@ class Replay:
     Attributes:
       init: `() -> state`, an empty buffer.
       insert: `(state, items [T, E, ...]) -> state`: overwrites the oldest steps.
-      sample: `(state, key, data=()) -> Sample`, with replacement. Valid once `ready(state)`. An empty buffer raises ValueError;
+      sample: `(state, key, data=(), fraction=0.0) -> Sample`, with replacement; the fraction of the run that is done is for
+        schedules. Valid once `ready(state)`. An empty buffer raises ValueError;
         under `jit`, where its state is not known, it returns zeros.
       update: `(state, indices, td_error [..., B]) -> state`: sets priorities from TD errors of either sign, of one sampled
         batch or of several (the last one counts). Ignores windows that have been overwritten, and errors that are not finite.

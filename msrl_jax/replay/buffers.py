@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax import counters
 from msrl_jax._compat import Tracer
-from msrl_jax.counters import Counter
 from msrl_jax.replay import n_step, sum_tree
 from msrl_jax.replay.base import SHARD_AXIS, Indices, Replay, ReplayState, Sample, add_saturating
-from msrl_jax.replay.checks import check_integers, check_memory, check_numbers
+from msrl_jax.replay.checks import check_memory, check_numbers
 from msrl_jax.replay.ring import Ring, make_ring
 from msrl_jax.replay.storage import Storage
 
@@ -26,12 +24,10 @@ class Priorities(NamedTuple):
     Attributes:
       tree: a sum tree over the windows of each shard. shape=(G, nodes) of each level
       largest: the largest priority so far, which new windows get. shape=(G,)
-      past: number of insertions before the newest one. shape=()
     """
 
     tree: sum_tree.Tree
     largest: jax.Array
-    past: Counter
 
 
 def uniform(
@@ -113,8 +109,7 @@ def prioritized(
     storage: Storage | None = None,
     alpha: float = 0.6,
     epsilon: float = 1e-6,
-    beta: float = 0.0,
-    beta_steps: int | None = None,
+    beta: float | None = None,
 ) -> Replay:
     """Makes a buffer that draws windows in proportion to `(|TD error| + epsilon) ** alpha` (Schaul et al., 2016).
 
@@ -122,7 +117,7 @@ def prioritized(
     priorities. New windows get the shard's largest priority so far. `Sample.weight` corrects for the draws.
 
     Args:
-      example: as in `uniform`, like all arguments except the last four.
+      example: as in `uniform`, like all arguments except the last three.
       capacity: steps of all environments to hold at most.
       num_envs: environments, `E`.
       unroll_length: steps per environment of one insertion, `T`.
@@ -135,20 +130,16 @@ def prioritized(
       storage: codecs.
       alpha: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
       epsilon: added to errors, so that every window has a chance. Usual: 1e-6 to 1e-2.
-      beta: exponent of `importance_weights` in `Sample.weight`; 0 makes all weights 1. Usual: 0.4 to 0.6.
-      beta_steps: steps of all environments over which the exponent rises from `beta` to 1, where it stays; the newest
-        insertion does not count. None if it does not rise. Usual: the steps of the run.
+      beta: exponent of `importance_weights` in `Sample.weight`; it rises to 1 with the fraction of the run that `sample` is
+        given. None makes all weights 1. Usual: 0.4 to 0.6.
 
     Returns:
       The buffer.
 
     Raises:
-      ValueError: as in `uniform`, if `alpha` or `beta` is negative, if `epsilon` is not above 0, or if `beta_steps` is not a
-        positive integer.
+      ValueError: as in `uniform`, if `alpha` or `beta` is negative, or if `epsilon` is not above 0.
     """
-    check_numbers(alpha=alpha, epsilon=epsilon, beta=beta)
-    if beta_steps is not None:
-        check_integers(beta_steps=beta_steps)
+    check_numbers(alpha=alpha, epsilon=epsilon, beta=0.0 if beta is None else beta)
     if not epsilon:
         raise ValueError("epsilon=0 never draws a window again if its TD error was 0; use a small number such as 1e-6")
     ring = make_ring(
@@ -169,7 +160,7 @@ def prioritized(
     def init() -> Priorities:
         tree = sum_tree.init(rows * ring.envs)
         levels = tuple(jnp.zeros((ring.shards, len(x))) for x in tree)
-        return Priorities(levels, jnp.ones(ring.shards), counters.counter())
+        return Priorities(levels, jnp.ones(ring.shards))
 
     def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
         """Adds the windows that an insertion completes, and removes those that it overwrites.
@@ -185,7 +176,7 @@ def prioritized(
         values = jnp.where(whole, priorities.largest[:, None], 0.0)[..., None]
         values = jnp.broadcast_to(values, (*values.shape[:2], ring.envs))
         tree = jax.vmap(sum_tree.write, (0, None, 0))(priorities.tree, first, values)
-        return Priorities(tree, priorities.largest, counters.advance(priorities.past, before.filled > 0))
+        return Priorities(tree, priorities.largest)
 
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin = (state.added - state.filled) % ring.modulus
@@ -200,11 +191,10 @@ def prioritized(
 
         return jax.vmap(of_shard)(state.priorities.tree, keys)
 
-    def weigh(state: ReplayState, probability: jax.Array) -> jax.Array:
-        if beta_steps is None:
-            return importance_weights(probability, beta) if beta else jnp.ones_like(probability)
-        risen = counters.fraction(state.priorities.past, num_envs * unroll_length, beta_steps)
-        return importance_weights(probability, beta + (1 - beta) * risen)
+    def weigh(probability: jax.Array, fraction: jax.Array | float) -> jax.Array:
+        if beta is None:
+            return jnp.ones_like(probability)
+        return importance_weights(probability, beta + (1 - beta) * fraction)
 
     def update(state: ReplayState, indices: Indices, td_error: jax.Array) -> ReplayState:
         shapes = {x.shape for x in (*indices, td_error)}
@@ -226,7 +216,7 @@ def prioritized(
         largest = jnp.maximum(state.priorities.largest, value.max(1))
         return state._replace(priorities=state.priorities._replace(tree=tree, largest=largest))
 
-    axes = Priorities(tree=P(SHARD_AXIS), largest=P(SHARD_AXIS), past=P())  # pyright: ignore[reportArgumentType]
+    axes = Priorities(tree=P(SHARD_AXIS), largest=P(SHARD_AXIS))  # pyright: ignore[reportArgumentType]
     return _replay(ring, discount, _Drawing(draw, weigh, init, insert, update, axes))
 
 
@@ -253,7 +243,7 @@ class _Drawing:
 
     Attributes:
       draw: `(state, keys [G]) -> (first steps and environments of a shard's windows [G, B / G], probabilities [G, B / G])`.
-      weigh: `(state, probability [B]) -> weight [B]`.
+      weigh: `(probability [B], fraction of the run) -> weight [B]`.
       init: `() -> priorities`.
       insert: `(state before an insertion, added and filled after it) -> priorities`.
       update: `Replay.update`.
@@ -261,7 +251,7 @@ class _Drawing:
     """
 
     draw: Callable[[ReplayState, jax.Array], tuple[Indices, jax.Array]]
-    weigh: Callable[[ReplayState, jax.Array], jax.Array] = lambda state, probability: jnp.ones_like(probability)
+    weigh: Callable[[jax.Array, Any], jax.Array] = lambda probability, fraction: jnp.ones_like(probability)
     init: Callable[[], Any] = tuple
     insert: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: ()
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state
@@ -306,7 +296,7 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
         return x.reshape(*x.shape[:dim], ring.batch_size, *x.shape[dim + 2 :])
 
-    def sample(state: ReplayState, key: jax.Array, data: Any = ()) -> Sample:
+    def sample(state: ReplayState, key: jax.Array, data: Any = (), fraction: jax.Array | float = 0.0) -> Sample:
         if not isinstance(state.filled, Tracer) and int(state.filled) < ring.length:
             raise ValueError(
                 f"the buffer holds {state.filled} steps of each environment, but a window is length={ring.length} steps long; "
@@ -317,7 +307,7 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
         env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
         probability = whole(probability)
-        weight = drawing.weigh(state, probability)
+        weight = drawing.weigh(probability, fraction)
         if may_be_absent:
             weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms, replay
+from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
+from msrl_jax.counters import counter
 
 E, B = 16, 32
 SMALL = {
@@ -15,17 +17,21 @@ SMALL = {
 
 
 def build(name, env, **overrides):
-    algorithm = algorithms.get(name)
-    config = algorithm.config(**SMALL | overrides)
-    return algorithm.build(env, config), config
+    config = algorithms.get(name)(**SMALL | overrides)
+    return config.build(env), config
 
 
-def start(agent, iterations):
+def counting(agent, total=None):
+    """The compiled iteration `(state, iterations done before it) -> (state, metrics)`, of a run of a total of iterations."""
+    compiled = jax.jit(lambda state, count: agent.iteration(state, Progress(count, total)))
+    return lambda state, done: compiled(state, counter(done))
+
+
+def start(agent, iterations, iterate=None):
     """The state after some iterations."""
-    state = jax.jit(agent.init)(jax.random.key(0))
-    iteration = jax.jit(agent.iteration)
-    for _ in range(iterations):
-        state, _ = iteration(state)
+    iterate, state = iterate or counting(agent), jax.jit(agent.init)(jax.random.key(0))
+    for i in range(iterations):
+        state, _ = iterate(state, i)
     return state
 
 

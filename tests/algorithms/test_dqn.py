@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.configs.network import NetworkConfig
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
-from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
+from msrl_jax.algorithms import DQN, ApexDQN, counted
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete
@@ -25,7 +24,8 @@ SMALL = {
     "learning_starts": 64, "learning_rate": 0.01, "exploration_steps": 128,
 }  # fmt: skip
 PLAIN = {"target_period": 4, "tau": 1.0, "huber_delta": 1.0}
-APEX = {"huber_delta": 0.5, "actor_period": 2, "total_steps": 400, "target_period": 1, "tau": 0.1}
+APEX = {"huber_delta": 0.5, "actor_period": 2, "target_period": 1, "tau": 0.1}
+TOTAL = {"dqn": None, "apex_dqn": 12}  # iterations of the run
 
 
 def wide(params):
@@ -60,7 +60,7 @@ def plain_act(params, obs, keys, steps, config):
     return np.array(actions, np.int32)
 
 
-def plain_update(learner, batch, weight, count, config):
+def plain_update(learner, batch, weight, count, config, total):
     """One step of Adam and of the target network; the errors that priorities follow from."""
     params, target_params, (mean, square, done) = learner
     e = jax.tree.map(np.asarray, batch)
@@ -81,7 +81,7 @@ def plain_update(learner, batch, weight, count, config):
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, gradient)
     square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g**2, square, gradient)
     done += 1
-    left = 1 if config.total_steps is None else 1 - count // K / np.ceil(config.total_steps / (T * E))
+    left = 1 if total is None else 1 - count // K / total
     params = jax.tree.map(
         lambda p, m, s: np.float32(
             p - config.learning_rate * left * (m / (1 - 0.9**done)) / (np.sqrt(s / (1 - 0.999**done)) + config.adam_epsilon)
@@ -93,7 +93,7 @@ def plain_update(learner, batch, weight, count, config):
     return (params, target_params, (mean, square, done)), np.asarray(error)
 
 
-def plain_loop(agent, config, buffer, state, iterations, staleness):
+def plain_loop(agent, config, buffer, state, iterations, staleness, total):
     """The work of actors, buffer and learner, in order. Yields the learner of every iteration."""
     step, insert, rewrite, sample = (jax.jit(f) for f in (agent.env.step, buffer.insert, buffer.update, buffer.sample))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape), state.params)
@@ -122,10 +122,10 @@ def plain_loop(agent, config, buffer, state, iterations, staleness):
             for k, (experience, indices, probability, _) in enumerate(samples):
                 weight = np.ones(B)
                 if config.prioritised:
-                    beta = config.beta + (1 - config.beta) * min(1, i * T * E / config.total_steps)
+                    beta = config.beta + (1 - config.beta) * i / total
                     p = np.asarray(probability, np.float64)
                     weight = (p.min() / p) ** beta
-                learner, error = plain_update(learner, experience, weight, i * K + k, config)
+                learner, error = plain_update(learner, experience, weight, i * K + k, config, total)
                 pending.append((indices, error))
         if (i + 1) % config.actor_period == 0:
             acting = (learner[0], i + 1)
@@ -140,15 +140,14 @@ def plain_loop(agent, config, buffer, state, iterations, staleness):
 )
 def test_training_equals_a_plain_loop(name, options, staleness):
     """Act with the parameters there are, tell the buffer of past errors, insert, draw, learn; then the actors refresh."""
-    algorithm = algorithms.get(name)
-    config = algorithm.config(**SMALL | options)
-    agent, buffer = algorithm.build(RandomWalk(), config), n_step_buffer(RandomWalk(), config)
+    config = algorithms.get(name)(**SMALL | options)
+    agent, buffer = counted(config.build(RandomWalk()), TOTAL[name]), n_step_buffer(RandomWalk(), config)
     state = jax.jit(agent.init)(jax.random.key(0))
     policy = msrl.policies.SingleLearnerCoarse(actors=2, staleness=staleness)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
     after, metrics = program.run(state, 8, chunk=1)
-    after = program.unwrap(after)
-    (params, target_params, _), held, obs, ages = plain_loop(agent, config, buffer, state, 8, staleness)
+    state, after = state.inner, program.unwrap(after).inner
+    (params, target_params, _), held, obs, ages = plain_loop(agent, config, buffer, state, 8, staleness, TOTAL[name])
     np.testing.assert_allclose(after.obs, obs, rtol=1e-5, atol=1e-6)
     close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # noqa: E731
     jax.tree.map(close, after.params, params)
@@ -165,7 +164,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
 @pytest.mark.parametrize("hidden_sizes", [(8,), (8, 6)])
 def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
     """The mean over the actions equals the output of the value stream, for any constant added to all advantages."""
-    config = NetworkConfig(hidden_sizes=hidden_sizes, activation="relu")
+    config = DQN(hidden_sizes=hidden_sizes, activation="relu")
     network = q_network(Box(0.0, 1.0, obs_shape), Discrete(4), config, dueling=True, num_atoms=3)
     obs = jnp.ones((2, *obs_shape))
     params = network.init(jax.random.key(0), obs)
@@ -201,9 +200,10 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     atoms = {"num_atoms": q_losses.N, "v_min": q_losses.V_MIN, "v_max": q_losses.V_MAX}
     moving = {"double": True, "tau": 0.1, "target_period": 1, "n_step": 2, "num_updates": 1, "learning_rate": 0.03}
     agent, config = reference.build("dqn", RandomWalk(), distribution=distribution, **moving, **atoms)
-    state = reference.start(agent, 8)
+    iterate = reference.counting(agent)
+    state = reference.start(agent, 8, iterate)
     state = state._replace(target_params=jax.tree.map(jnp.negative, state.params))  # it would choose otherwise
-    after, _ = jax.jit(agent.iteration)(state)
+    after, _ = iterate(state, 8)
     batch, _ = reference.drawn(RandomWalk(), config, state, after)
     assert (batch.discount == 0).any() and (batch.discount > 0).any()
     online, target = (
@@ -225,8 +225,7 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
 def test_distributions_learn_the_values_of_one_step(options):
     """With discount 0 the value of an action is its mean reward, here the position after the step."""
     fixed = {"discount": 0.0, "num_atoms": 21, "v_min": -3.0, "v_max": 3.0, "final_epsilon": 1.0, "capacity": 6400}
-    config = DQNConfig(**SMALL | fixed | options)
-    agent = algorithms.get("dqn").build(RandomWalk(), config)
+    agent = counted(DQN(**SMALL | fixed | options).build(RandomWalk()))
     state = jax.jit(agent.init)(jax.random.key(0))
     after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=200))(state)
     loss = np.asarray(metrics["loss"].total) / np.maximum(metrics["loss"].count, 1)
@@ -237,7 +236,7 @@ def test_distributions_learn_the_values_of_one_step(options):
 
 
 def test_what_a_codec_cannot_hold_is_counted():
-    agent = algorithms.get("dqn").build(RandomWalk(), DQNConfig(**SMALL | {"storage": "uint8", "num_updates": 1}))
+    agent = counted(DQN(**SMALL | {"storage": "uint8", "num_updates": 1}).build(RandomWalk()))
     _, metrics = jax.jit(lambda key: agent.iteration(agent.init(key)))(jax.random.key(0))
     assert metrics["replay_lost"] == T * E  # positions are no whole numbers
 
@@ -257,7 +256,7 @@ def test_what_a_codec_cannot_hold_is_counted():
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
-    for config in (DQNConfig, ApexDQNConfig):
+    for config in (DQN, ApexDQN):
         with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=.*{remedy}"):
             config(**{field: value})
 
@@ -274,20 +273,20 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
 )
 def test_a_buffer_that_does_not_fit_is_refused_before_anything_compiles(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        algorithms.get("dqn").build(envs.make("CartPole-v1"), DQNConfig(**options))
+        DQN(**options).build(envs.make("CartPole-v1"))
     assert "\n" not in str(error.value)
 
 
 def test_atoms_need_limits():
     with pytest.raises(ValueError, match=r"discount=1\.0 bounds no return; give v_min and v_max"):
-        DQNConfig(distribution="c51", discount=1.0)
+        DQN(distribution="c51", discount=1.0)
     with pytest.raises(ValueError, match="v_min=3 is not below v_max=1"):
-        DQNConfig(distribution="c51", v_min=3, v_max=1)
+        DQN(distribution="c51", v_min=3, v_max=1)
 
 
 def test_continuous_actions_are_refused_with_a_remedy():
     with pytest.raises(TypeError, match=r"DQN values each of a finite number of actions, got Box\(.* use .*ppo") as error:
-        algorithms.get("dqn").build(envs.make("Pendulum-v1"), DQNConfig())
+        DQN().build(envs.make("Pendulum-v1"))
     for name in re.split(" or ", str(error.value).rpartition("use ")[2]):
         algorithms.get(name)
 
@@ -295,23 +294,17 @@ def test_continuous_actions_are_refused_with_a_remedy():
 @pytest.fixture(scope="module")
 def periodic():
     """An agent whose target and whose actors follow every third update, and a state that is about to learn."""
-    options = {"num_updates": 1, "target_period": 3, "tau": 1.0, "actor_period": 3}
-    agent = algorithms.get("dqn").build(RandomWalk(), DQNConfig(**SMALL | options))
-    iteration, state = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
-    for _ in range(3):
-        state, _ = iteration(state)
-    return iteration, state
+    agent = DQN(**SMALL | {"num_updates": 1, "target_period": 3, "tau": 1.0, "actor_period": 3}).build(RandomWalk())
+    iterate = reference.counting(agent)
+    return iterate, reference.start(agent, 3, iterate)
 
 
 @pytest.mark.parametrize("done", [0, 1, 2, 2**24 - 1, 2**24, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 10**13, 10**13 + 1])
 def test_periods_are_kept_where_counters_would_wrap(periodic, done):
-    iteration, state = periodic
+    iterate, state = periodic
     taken_at = counters.counter(max(done - 2, 0))
-    state = state._replace(
-        iteration=counters.counter(done), updates=counters.counter(done), acting_params=(state.acting_params[0], taken_at)
-    )
-    after, metrics = iteration(state)
-    assert counters.to_int(after.iteration) == counters.to_int(after.updates) == done + 1
+    state = state._replace(acting_params=(state.acting_params[0], taken_at))
+    after, metrics = iterate(state, done)
     assert metrics["parameter_age"] == min(done, 2)
     same = lambda a, b: all((x == y).all() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # noqa: E731
     assert not same(after.params, state.params)
@@ -323,4 +316,4 @@ def test_periods_are_kept_where_counters_would_wrap(periodic, done):
 
 def test_as_many_random_steps_as_a_batch_needs():
     """What `learning_starts=None` promises."""
-    assert n_step_buffer(RandomWalk(), DQNConfig(**SMALL | {"learning_starts": None})).min_size == T * E
+    assert n_step_buffer(RandomWalk(), DQN(**SMALL | {"learning_starts": None})).min_size == T * E

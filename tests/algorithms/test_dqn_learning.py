@@ -1,11 +1,12 @@
 """DQN solves CartPole with its defaults and does not forget it; it learns from images."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.members import initial_key, population
 
 from msrl_jax import algorithms, envs
+from msrl_jax.algorithms import counted
 
 pytestmark = pytest.mark.slow
 
@@ -14,11 +15,12 @@ SEEDS = 16
 
 def curves(name, env, total_steps, seeds, **options):
     """Mean return of the episodes that ended in each tenth of training. `[10, seeds]`"""
-    algorithm = algorithms.get(name)
-    agent = population(algorithm.build(envs.make(env), algorithm.config(total_steps=total_steps, **options)))
-    length = total_steps // agent.steps_per_iteration
-    train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1])
-    episodes = train(jax.jit(agent.init)(initial_key(0, seeds)))["episode_return"]
+    single = algorithms.get(name)(**options).build(envs.make(env))
+    length = total_steps // single.steps_per_iteration
+    agent = counted(single, length)
+    train = jax.vmap(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=length)[1])
+    keys = jnp.stack([jax.random.key(seed) for seed in range(seeds)])
+    episodes = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), jax.jit(train)(keys)["episode_return"])
     return np.array([episodes[tenth].mean(axis=0) for tenth in np.array_split(np.arange(length), 10)])
 
 

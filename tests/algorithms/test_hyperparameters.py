@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 from msrl_jax.algorithms.configs.base import tunable_fields
-from msrl_jax.training.hyperparameters import arrays, tuned
-from msrl_jax.training.members import population
 
 import msrl_jax as msrl
+from msrl_jax.training.hyperparameters import arrays, tuned
+from msrl_jax.training.members import population
 
 from .many_agents import Homes
 from .test_policies import ENVS, OFFLINE, PARTICULAR, SMALL, relative_difference

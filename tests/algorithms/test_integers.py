@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, data, envs
-from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
 from msrl_jax.envs.agents.games import RockPaperScissors
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms.agent import check_env
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.returns import standardize
 from msrl_jax.envs.agents.games import KuhnPoker
 from tests.envs.agents.leaving import Leaving
 
+from ..support.agents import make_counted
 from .many_agents import Alone, Homes
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
@@ -26,10 +28,8 @@ REPLAY = {
 
 
 def build(algo, env, **options):
-    algorithm = msrl.algorithms.get(algo)
-    if algo == "teams":
-        return algorithm.build(env, algorithm.config(**options))
-    return algorithm.build(env, algorithm.config(**{k: v for k, v in {**SMALL, **options}.items() if v is not None}))
+    fields = options if algo == "teams" else {k: v for k, v in {**SMALL, **options}.items() if v is not None}
+    return make_counted(algo, env, **fields)
 
 
 @pytest.mark.parametrize("core", ["none", "gru"])
@@ -44,6 +44,7 @@ def test_one_agent_trains_as_alone(core):
         states[i], metrics = jax.jit(lambda s, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), s, None, length=3))(
             states[i]
         )
+    states = [state.inner for state in states]
     jax.tree.map(np.testing.assert_array_equal, states[0].params, states[1].params["agents"])
     np.testing.assert_array_equal(states[0].obs, states[1].now["agents"].obs[:, 0])
     assert float(metrics["episode_length"].total.sum()) > 0
@@ -51,7 +52,7 @@ def test_one_agent_trains_as_alone(core):
 
 def seen(state):
     """What the agents see next, which tells whether all that was done before is the same."""
-    return {name: jax.tree.leaves(now.obs)[0] for name, now in state.now.items()}
+    return {name: jax.tree.leaves(now.obs)[0] for name, now in state.inner.now.items()}
 
 
 CASES = {
@@ -117,7 +118,7 @@ def test_equal_under_every_policy(case, devices, policy):
         state, _ = program.run(state, 1)
         for name, got in seen(state).items():
             np.testing.assert_allclose(got, obs[name][i], rtol=1e-5, atol=1e-5)
-    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(final.params), strict=True):
+    for got, want in zip(jax.tree.leaves(state.inner.params), jax.tree.leaves(final.inner.params), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
 
 
@@ -128,7 +129,7 @@ def test_networks_of_agents_stay_on_their_devices(devices):
     policy = msrl.policies.Environments(envs=2, agents=devices)
     program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[: 2 + devices])
     placed = program.place(state)
-    kernel = jax.tree.leaves(placed.params)[0]
+    kernel = jax.tree.leaves(placed.inner.params)[0]
     assert kernel.shape[0] == 3 and kernel.sharding.num_devices == devices
     assert kernel.addressable_shards[0].data.shape[0] == 3 // devices
     plan = program.explain()
@@ -143,16 +144,15 @@ def test_absent_agents_count_for_nothing():
     rng = np.random.default_rng(0)
     logits, x = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=(6, 12)).astype(np.float32)
     counts = np.arange(12) % 3 != 0
-    config = msrl.algorithms.PPOConfig()
+    weights = {"clip_ratio": 0.2, "clip_value": None, "value_coef": 0.5, "entropy_coef": 0.01}
 
     def loss(keep, counts):
         value, log_prob, advantage, old_value, target = (jnp.asarray(row[keep]) for row in x[:5])
         action = jnp.asarray(np.arange(12)[keep] % 3)
         arguments = {"action": action, "log_prob": log_prob - 1, "old_value": old_value, "target": target}
         advantage = standardize(advantage, counts)
-        return ppo_loss(
-            Categorical(jnp.asarray(logits[keep])), value, advantage=advantage, config=config, counts=counts, **arguments
-        )
+        policy = Categorical(jnp.asarray(logits[keep]))
+        return ppo_loss(policy, value, advantage=advantage, counts=counts, **arguments, **weights)
 
     total, stats = loss(slice(None), jnp.asarray(counts))
     want, want_stats = loss(counts, None)
@@ -164,7 +164,7 @@ def test_wrong_kinds_of_environments_are_refused():
     with pytest.raises(TypeError, match=r"'ppo' trains one agent, but environment 'Homes' has 3; use ippo, maddpg, mappo"):
         msrl.train("ppo", Homes(), total_steps=100)
     with pytest.raises(TypeError, match=r"'bc' .*; no algorithm that learns from data alone trains several agents"):
-        msrl.algorithms.get("bc").check_env(Homes())
+        check_env(msrl.algorithms.get("bc"), Homes())
     with pytest.raises(TypeError, match=r"'mappo' trains several agents, but environment 'CartPole-v1' has one"):
         msrl.train("mappo", "CartPole-v1", total_steps=100)
 

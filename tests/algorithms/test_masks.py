@@ -15,12 +15,12 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
-from msrl_jax.algorithms.networks import actor_critic
+from msrl_jax.algorithms.networks import distributions
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments.origin import find_origin
 from tests.envs.maze import LEFT, RIGHT, Maze, MazeState, legal
 
-from .off_policy_reference import B, adam, build, drawn, one, start, wide
+from .off_policy_reference import B, adam, build, counting, drawn, one, start, wide
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = SMALL | {"batch_size": 16, "capacity": 512, "learning_starts": 128, "num_updates": 2}
@@ -163,7 +163,7 @@ def test_a_run_whose_environment_gives_no_legal_action_halts_and_says_so(algo):
 
 @pytest.mark.slow
 def test_an_algorithm_that_takes_illegal_actions_is_halted(monkeypatch):
-    monkeypatch.setattr(actor_critic, "only_legal", lambda logits, obs: logits)
+    monkeypatch.setattr(distributions, "only_legal", lambda logits, obs: logits)
     assert re.search(r"environment \d was given an illegal action", str(halted("a2c", Maze())))
 
 
@@ -205,11 +205,12 @@ def mlp(params, x):
 def test_a_target_is_the_largest_value_of_the_legal_actions(double):
     env = Maze()
     agent, config = build("dqn", env, num_updates=1, n_step=2, double=double, tau=0.1, target_period=1)
-    state = start(agent, 6)
+    iterate = counting(agent)
+    state = start(agent, 6, iterate)
     assert not maze_of(state).broken.any()
     preferred = lambda x: x + jnp.float32([1, 0, 0.5]) if x.shape == (3,) else x  # noqa: E731  to the left, at a wall too
     state = state._replace(**{n: jax.tree.map(preferred, getattr(state, n)) for n in ("params", "target_params")})
-    after, _ = jax.jit(agent.iteration)(state)
+    after, _ = iterate(state, 6)
     batch, _ = drawn(env, config, state, after)
     online, target = (mlp(params, np.float64(batch.next_obs.obs)) for params in (state.params, state.target_params))
     chooser = online if double else target
@@ -228,9 +229,10 @@ def test_a_target_is_the_largest_value_of_the_legal_actions(double):
 def test_discrete_sac_takes_expectations_over_the_legal_actions():
     env = Maze()
     agent, config = build("sac", env, num_updates=1, initial_temperature=0.3)
-    state = start(agent, 20)
+    iterate = counting(agent)
+    state = start(agent, 20, iterate)
     assert not maze_of(state).broken.any()
-    after, metrics = jax.jit(agent.iteration)(state)
+    after, metrics = iterate(state, 20)
     batch, _ = drawn(env, config, state, after)
     temperature = np.exp(np.float64(state.params["log_temperature"]))
 

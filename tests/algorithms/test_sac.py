@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import algorithms
-from msrl_jax.algorithms import SACConfig
-from msrl_jax.counters import counter
+from msrl_jax.algorithms import SAC, counted
 from msrl_jax.envs import Box
 
-from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
+from .off_policy_reference import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
 from .random_walk import RandomWalk
 from .test_ppo import collectives
 
@@ -72,10 +70,11 @@ def plain_losses(state, batch, noises, continuous, target_entropy, learn_tempera
 def test_one_update_equals_an_independent_implementation(continuous):
     options = {"target_entropy": -1.5, "max_grad_norm": 0.7} if continuous else {"learn_temperature": False}
     env = RandomWalk(continuous)
-    annealed = {"anneal_learning_rate": True, "total_steps": 20 * 64}  # of 20 iterations
-    agent, config = build("sac", env, num_updates=1, initial_temperature=0.3, n_step=2, **annealed, **options)
-    state = start(agent, 6)._replace(updates=counter(18))
-    after, metrics = jax.jit(agent.iteration)(state)
+    options |= {"num_updates": 1, "initial_temperature": 0.3, "n_step": 2, "anneal_learning_rate": True}
+    agent, config = build("sac", env, **options)
+    iterate = counting(agent, 20)
+    state = start(agent, 6, iterate)
+    after, metrics = iterate(state, 6)
     batch, key = drawn(env, config, state, after)
     assert (batch.discount == 0).any() and len(np.unique(batch.discount)) == 3
     keys = jax.random.split(key, (2, B))
@@ -94,10 +93,10 @@ def test_one_update_equals_an_independent_implementation(continuous):
 
 def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
     agent, config = build("sac", RandomWalk(True), learning_starts=40 * 16)
-    iteration, first = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
+    iterate, first = counting(agent), jax.jit(agent.init)(jax.random.key(0))
     state = first
-    for _ in range(9):
-        state, metrics = iteration(state)
+    for i in range(9):
+        state, metrics = iterate(state, i)
         assert metrics["q"].count == 0
     for a, b in zip(*(jax.tree.leaves((s.params, s.target_params, s.opt_state)) for s in (state, first)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -105,11 +104,11 @@ def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
     assert len(actions) == 9 * config.unroll_length * 16 * 2
     # The distance of Kolmogorov and Smirnov from the uniform distribution on [-1, 1].
     assert np.abs((actions + 1) / 2 - np.linspace(0, 1, len(actions))).max() < 1.95 / np.sqrt(len(actions))
-    after, metrics = iteration(state)
+    after, metrics = iterate(state, 9)
     assert metrics["q"].count == config.num_updates
     assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (after.params, first.params)), strict=True))
     # From then on they are drawn from the policy.
-    last, _ = iteration(after)
+    last, _ = iterate(after, 10)
     obs, action = (np.moveaxis(np.asarray(x)[:, 40:44], 1, 0).reshape(4 * 16, -1) for x in last.replay.items[:2])
     keys = jax.vmap(lambda key: jax.random.split(key, 5), out_axes=1)(after.actor_keys)[1:]
     noise = np.asarray(jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (2,))))(keys)).reshape(4 * 16, 2)
@@ -118,19 +117,19 @@ def test_until_learning_starts_actions_are_uniform_and_nothing_moves():
 
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     agent, _ = build("sac", RandomWalk(True))
-    found = [size for kind, size in collectives(agent) if kind == "all-reduce"]
-    assert len(found) == len(collectives(agent)) <= 2
+    found = [size for kind, size in collectives(counted(agent)) if kind == "all-reduce"]
+    assert len(found) == len(collectives(counted(agent))) <= 2
     assert num_params(agent) <= found[-1] <= num_params(agent) + 8 and all(size <= 8 for size in found[:-1])
-    assert [size for _, size in collectives(build("sac", RandomWalk(True), capacity=8 * 16 * 64)[0])] == found
+    assert [size for _, size in collectives(counted(build("sac", RandomWalk(True), capacity=8 * 16 * 64)[0]))] == found
 
 
 def test_actors_receive_the_actor_alone():
-    agent, _ = build("sac", RandomWalk(True))
+    agent = counted(build("sac", RandomWalk(True))[0])
     state = jax.jit(agent.init)(jax.random.key(0))
     program = msrl.compile(agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=2), axes=agent.axes)
     down = [c.value for c in program.explain().crossings if c.destination == "actors"]
-    assert sorted(down)[0] == "state.iteration.low" and len(down) == 1 + len(jax.tree.leaves(state.params["actor"]))
-    assert all(value.startswith("state.params['actor']") for value in sorted(down)[1:])
+    assert sorted(down)[0] == "state.count.high" and len(down) == 2 + len(jax.tree.leaves(state.inner.params["actor"]))
+    assert all(value.startswith("state.inner.params['actor']") for value in sorted(down)[2:])
 
 
 def test_acting_is_greedy_without_a_key():
@@ -145,8 +144,8 @@ def test_acting_is_greedy_without_a_key():
 
 @pytest.mark.parametrize("field", ["num_updates", "tau", "initial_temperature", "learn_temperature", "network"])
 def test_bad_fields_are_named(field):
-    with pytest.raises(ValueError, match=rf"SACConfig\.{field}=-1"):
-        SACConfig(**{field: -1})
+    with pytest.raises(ValueError, match=rf"SAC\.{field}=-1"):
+        SAC(**{field: -1})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +157,6 @@ class Unbounded(RandomWalk):
 
 def test_bad_input_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"sac needs finite bounds .* give its action_space finite low and high, or use ppo"):
-        algorithms.get("sac").build(Unbounded(True), SACConfig())
+        SAC().build(Unbounded(True))
     with pytest.raises(ValueError, match=r"learning_starts=10: a batch of 256"):
-        algorithms.get("sac").build(RandomWalk(True), SACConfig(learning_starts=10))
+        SAC(learning_starts=10).build(RandomWalk(True))

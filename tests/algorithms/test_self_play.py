@@ -7,13 +7,14 @@ import pytest
 from scipy.optimize import linprog
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.ippo import make_team
+from msrl_jax.algorithms import MAPPO, Progress, SelfPlay
 from msrl_jax.algorithms.loops.agents import Experience, Now
-from msrl_jax.algorithms.loops.meta_game import draw, no_games, replicator_dynamics
-from msrl_jax.algorithms.self_play import SelfPlayConfig, play_itself
+from msrl_jax.algorithms.self_play import draw, no_games, replicator_dynamics, two_players
+from msrl_jax.counters import counter
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
 
+from ..support.agents import make_still, still
 from .many_agents import Homes
 
 SMALL = {
@@ -21,14 +22,16 @@ SMALL = {
 }  # fmt: skip
 
 
+START = Progress(counter())
+
+
 def build(env, **options):
-    return msrl.algorithms.get("self_play").build(env, SelfPlayConfig(**{**SMALL, **options}))
+    return make_still("self_play", env, **{**SMALL, **options})
 
 
 def team(**options):
-    config = SelfPlayConfig(**{**SMALL, **options})
-    venv = VectorizedAgents(RockPaperScissors(), config.num_envs)
-    return play_itself(make_team(venv, 1, config), config)
+    config = SelfPlay(**{**SMALL, **options})
+    return two_players(VectorizedAgents(RockPaperScissors(), config.num_envs), config)
 
 
 def always(params, action):
@@ -72,7 +75,7 @@ def test_opponents_are_drawn_by_the_rule(share, expected):
     rest = rest._replace(pool=rest.pool._replace(filled=jnp.int32(4)))
 
     def draw(rest, _):
-        _, rest, _ = players.begin(params, rest)
+        _, rest, _ = players.begin(params, rest, START)
         return rest, rest.pool.drawn
 
     _, drawn = jax.jit(lambda rest: jax.lax.scan(draw, rest, None, length=1000))(rest)
@@ -93,7 +96,7 @@ def test_games_between_past_policies_weigh_opponents():
     results = {"total": jnp.array([6.0, -4.0, 0.0]), "games": jnp.array([6.0, 4.0, 0.0])}  # of paper against both
     standings = no_games(3)._replace(payoff=payoff, **results)
     pool = pool._replace(filled=jnp.int32(2), slot=jnp.int32(2), wait=jnp.int32(0), standings=standings)
-    _, after, _ = jax.jit(players.begin)(fixed[1], rest._replace(pool=pool))
+    _, after, _ = jax.jit(players.begin)(fixed[1], rest._replace(pool=pool), START)
     found = after.pool.standings
     np.testing.assert_allclose(found.payoff, [[0, 1, -1], [-1, 0, 1], [1, -1, 0]])
     np.testing.assert_allclose(found.weights, np.full(3, 1 / 3), atol=1e-5)
@@ -147,7 +150,7 @@ def test_the_learner_has_each_seat_as_often_against_every_opponent():
     players = team()
     params, rest = players.init(*jax.random.split(jax.random.key(0), 3))
     opponents = jax.tree.map(lambda *x: jnp.stack(x), always(params, 0), always(params, 1))
-    _, _, keys = players.begin(params, rest)
+    _, _, keys = players.begin(params, rest, START)
     now = Now(jnp.zeros((8, 2, 1)), jnp.zeros((8, 2)), jnp.ones(8, bool))
     acted = players.act((always(params, 2), opponents), now, (), jax.tree.map(lambda k: k[0], keys))[0]
     np.testing.assert_array_equal(acted, [[2, 0], [2, 1], [0, 2], [1, 2]] * 2)
@@ -181,7 +184,7 @@ def test_only_the_learners_seat_teaches():
         return learn(params, rest, experience, now)
 
     log_prob = rng.normal(-1, 0.1, size=(4, 8, 1)).astype(np.float32)
-    learn = jax.jit(lambda *args: players.learn(*args, ())[0])
+    learn = jax.jit(lambda *args: players.learn(*args, (), START)[0])
     reference = learned(np.zeros((8, 2), bool))
     jax.tree.map(np.testing.assert_array_equal, learned(~learners), reference)
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), learned(learners), reference)
@@ -221,29 +224,25 @@ def test_the_pool_stays_where_actors_are():
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
-        ("core", "gru", "an opponent cannot take over the memory of another; use 'none'"),
-        ("share_parameters", False, "both seats have one network; use True"),
-        ("agent_ids", True, "both seats have one network; use False"),
-        ("central_critic", True, "both seats have one network; use False"),
+        ("unroll_length", 30, "cannot be split into num_minibatches=4 groups of time steps; use unroll_length=32"),
         ("num_envs", 20, "cannot be split into both seats against each of num_opponents=8; use num_envs=32"),
         ("latest_share", 1.5, "use a finite number at least 0 and at most 1"),
         ("pool_size", 0, "use an integer of at least 1"),
     ],
 )
 def test_a_bad_field_is_refused(field, value, remedy):
-    with pytest.raises(ValueError, match=rf"SelfPlayConfig\.{field}={value!r}.*{remedy}"):
-        SelfPlayConfig(**{field: value})
+    with pytest.raises(ValueError, match=rf"SelfPlay\.{field}={value!r}.*{remedy}"):
+        SelfPlay(**{field: value})
 
 
 def test_three_players_are_refused():
     with pytest.raises(ValueError, match=r"two players, but environment 'Homes' has 3 agents; use ippo or mappo"):
-        msrl.train("self_play", Homes(), total_steps=100)
+        SelfPlay().build(Homes())
 
 
 def test_each_agent_has_the_probabilities_of_its_own_network():
     """Of two networks, in Kuhn poker: the shares of sampled actions, and none for illegal ones."""
-    config = msrl.algorithms.MAPPOConfig(num_envs=8, unroll_length=4, hidden_sizes=(4,), share_parameters=False)
-    agent = msrl.algorithms.MAPPO.build(KuhnPoker(), config)
+    agent = still(MAPPO(num_envs=8, unroll_length=4, hidden_sizes=(4,), share_parameters=False).build(KuhnPoker()))
     state = jax.jit(agent.init)(jax.random.key(0))
     heads = state.params["agents"]["actor"]["params"]
     name, head = next((n, x) for n, x in heads.items() if "bias" in x and x["bias"].shape[-1] == 3)

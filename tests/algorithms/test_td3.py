@@ -1,19 +1,16 @@
 """TD3 and DDPG: updates against implementations written out here, what devices exchange, and what is refused."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.configs.base import field_docs
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
-from msrl_jax.algorithms import TD3Config
-from msrl_jax.counters import counter
+from msrl_jax.algorithms import TD3, counted
+from msrl_jax.algorithms.config import field_docs
 
-from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide
+from .off_policy_reference import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
 from .random_walk import RandomWalk
 from .test_ppo import collectives
 
@@ -29,11 +26,11 @@ def plain_target(state, batch, noise, num_critics):
 @pytest.mark.parametrize(("name", "moves"), [("td3", True), ("td3", False), ("ddpg", True)])
 def test_one_update_equals_an_independent_implementation(name, moves):
     options = {"policy_noise": 0.4, "noise_clip": 0.3, "policy_period": 3} if name == "td3" else {"max_grad_norm": 0.2}
-    env = RandomWalk(True)
-    annealed = {"anneal_learning_rate": True, "total_steps": 20 * 64}  # of 20 iterations
-    agent, config = build(name, env, num_updates=1, **annealed, **options)
-    state = start(agent, 6)._replace(updates=counter(18 if moves else 19))
-    after, metrics = jax.jit(agent.iteration)(state)
+    env, done = RandomWalk(True), 6 if moves else 7
+    agent, config = build(name, env, num_updates=1, anneal_learning_rate=True, **options)
+    iterate, left = counting(agent, 20), 1 - done / 20
+    state = start(agent, done, iterate)
+    after, metrics = iterate(state, done)
     batch, key = drawn(env, config, state, after)
     num_critics, noise = 1, 0.0
     if name == "td3":
@@ -51,7 +48,7 @@ def test_one_update_equals_an_independent_implementation(name, moves):
 
     value, gradient = jax.value_and_grad(critic_loss)(state.params["critic"])
     np.testing.assert_allclose(metrics["critic_loss"].total, value, rtol=1e-4)
-    assert_close(after.params["critic"], adam(state.params["critic"], state.opt_state["critic"], gradient, config, 1 - 6 / 20))
+    assert_close(after.params["critic"], adam(state.params["critic"], state.opt_state["critic"], gradient, config, left))
     if not moves:
         for a, b in zip(
             *(jax.tree.leaves((s.params["actor"], s.opt_state["actor"], s.target_params)) for s in (state, after)), strict=True
@@ -59,15 +56,16 @@ def test_one_update_equals_an_independent_implementation(name, moves):
             np.testing.assert_array_equal(a, b)
         return
     gradient = jax.grad(actor_loss)(state.params["actor"])
-    assert_close(after.params["actor"], adam(state.params["actor"], state.opt_state["actor"], gradient, config, 1 - 6 / 20))
+    assert_close(after.params["actor"], adam(state.params["actor"], state.opt_state["actor"], gradient, config, left))
     moved = jax.tree.map(lambda old, new: 0.995 * old + 0.005 * new, wide(state.target_params), wide(after.params))
     assert_close(after.target_params, moved)
 
 
 def test_exploration_adds_noise_of_the_declared_deviation():
     agent, _ = build("td3", RandomWalk(True), exploration_noise=0.2)
-    state = start(agent, 2)  # random until then
-    after, _ = jax.jit(agent.iteration)(state)
+    iterate = counting(agent)
+    state = start(agent, 2, iterate)  # random until then
+    after, _ = iterate(state, 2)
     batch = np.asarray(after.replay.items[0])[:, 8:12], np.asarray(after.replay.items[1])[:, 8:12]
     obs, action = (np.moveaxis(x, 1, 0).reshape(4, 16, -1) for x in batch)
     keys = jax.vmap(lambda key: jax.random.split(key, 5), out_axes=1)(state.actor_keys)[1:]
@@ -80,36 +78,33 @@ def test_exploration_adds_noise_of_the_declared_deviation():
 
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     agent, _ = build("td3", RandomWalk(True), hidden_sizes=(32, 32))
-    found = collectives(agent)
+    found = collectives(counted(agent))
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert num_params(agent) <= sum(size for _, size in found) <= num_params(agent) + 16
 
 
 def test_actors_receive_the_actor_alone():
-    agent, _ = build("td3", RandomWalk(True))
+    agent = counted(build("td3", RandomWalk(True))[0])
     state = jax.jit(agent.init)(jax.random.key(0))
     program = msrl.compile(agent.iteration, state, policy=msrl.policies.SingleLearnerCoarse(actors=2), axes=agent.axes)
     down = sorted(c.value for c in program.explain().crossings if c.destination == "actors")
-    assert down[0] == "state.iteration.low" and len(down) == 1 + len(jax.tree.leaves(state.params["actor"]))
-    assert all(value.startswith("state.params['actor']") for value in down[1:])
+    assert down[0] == "state.count.high" and len(down) == 2 + len(jax.tree.leaves(state.inner.params["actor"]))
+    assert all(value.startswith("state.inner.params['actor']") for value in down[2:])
 
 
 @pytest.mark.parametrize("field", ["num_updates", "tau", "policy_period", "policy_noise", "exploration_noise", "num_critics"])
 def test_bad_fields_are_named(field):
-    with pytest.raises(ValueError, match=rf"TD3Config\.{field}=-1"):
-        TD3Config(**{field: -1})
+    with pytest.raises(ValueError, match=rf"TD3\.{field}=-1"):
+        TD3(**{field: -1})
 
 
 @pytest.mark.parametrize("name", ["td3", "ddpg"])
 def test_discrete_actions_are_refused_with_a_remedy(name):
-    algorithm = algorithms.get(name)
     with pytest.raises(TypeError, match=rf"{name} acts in a bounded Box, not in Discrete\(3\); use sac, ppo or a DQN"):
-        algorithm.build(RandomWalk(), algorithm.config())
+        algorithms.get(name)().build(RandomWalk())
 
 
 @pytest.mark.parametrize("name", ["td3", "ddpg"])
 def test_every_field_is_documented_with_its_usual_value(name):
-    config = algorithms.get(name).config
-    texts = field_docs(config)
-    assert list(texts) == [field.name for field in dataclasses.fields(config)]
-    assert [field for field, text in texts.items() if "Usual: " not in text] == ["total_steps"]
+    texts = field_docs(algorithms.get(name))
+    assert [field for field, text in texts.items() if "Usual: " not in text] == []

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from msrl_jax import algorithms, replay
-from msrl_jax.algorithms import ippo, maddpg, qmix
+from msrl_jax.algorithms import Progress, ippo, maddpg, qmix
 from msrl_jax.algorithms.loops.agents import Experience, Now
-from msrl_jax.algorithms.loops.replaying import Batch, Progress
+from msrl_jax.algorithms.loops.off_policy import Batch
 from msrl_jax.counters import counter
 from msrl_jax.envs import Box, JointObservation, MaskedObservation, VectorizedAgents
 from tests.envs.agents.leaving import Leaving
@@ -40,7 +40,7 @@ def rule_of(module, env, config):
     """What a team learns from a batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "off_policy_team", lambda view, buffer, rule, *_, **__: rule)
-        return module.make_team(VectorizedAgents(env, config.num_envs), A, config)
+        return config.build_team(VectorizedAgents(env, config.num_envs), A)
 
 
 def begin(rule, seed):
@@ -53,8 +53,8 @@ def begin(rule, seed):
 
 def updated(update, learner, experience, weight, key):
     """The update of a batch: gradients, TD errors and statistics."""
-    progress = Progress(counter(), counter(), jnp.bool(True))
-    after, error, stats = jax.device_get(update(learner, Batch(experience, weight, key), progress))
+    batch = Batch(experience, weight, key, counter(), jnp.bool(True))
+    after, error, stats = jax.device_get(update(learner, batch, Progress(counter())))
     opt_state = after.opt_state if isinstance(after.opt_state, dict) else {"": after.opt_state}
     moments = {name: jax.tree.map(lambda m: m / (1 - 0.9), part[1].mu) for name, part in opt_state.items()}
     return moments.get("", moments), error, stats
@@ -169,7 +169,7 @@ def joint_value(params, values, obs, mixer):
 @pytest.mark.parametrize(("name", "mixer", "shared"), [("qmix", "monotonic", True), ("vdn", "sum", False)])
 def test_one_update_of_joint_values_equals_the_formulas(name, mixer, shared):
     """Double Q-learning with the joint values (arXiv 1803.11485, eq. 6; 1706.05296, eq. 2), two rewards a target."""
-    config = algorithms.get(name).config(**SMALL | VALUES | {"share_parameters": shared})
+    config = algorithms.get(name)(**SMALL | VALUES | {"share_parameters": shared})
     rule, rng = rule_of(qmix, Leaving(), config), np.random.default_rng(3)
     learner, w, weight = begin(rule, 1), window(rng), np.float32(rng.uniform(0.5, 1, B))
     update, key = jax.jit(rule.update), jax.random.key(0)
@@ -225,7 +225,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
     discrete, rows, penalty, temperature = isinstance(env, Leaving) and env.action_mask is not None, 6, 0.02, 0.7
     size = N if discrete else 2
     options = {"output_penalty": penalty, "temperature": temperature, "share_parameters": shared, "batch_size": rows}
-    config = algorithms.MADDPGConfig(**SMALL | options)
+    config = algorithms.MADDPG(**SMALL | options)
     rule, rng = rule_of(maddpg, env, config), np.random.default_rng(7)
     learner, e, weight = begin(rule, 4), transitions(rng, rows, discrete), np.float32(rng.uniform(0.5, 1, rows))
     update, key = jax.jit(rule.update), jax.random.key(8)
@@ -299,7 +299,7 @@ def test_one_update_of_maddpg_equals_the_formulas(env, shared):
 def test_advantages_of_mappo_equal_a_loop_over_every_agent():
     """Generalized advantages (arXiv 1506.02438, eq. 16) of agents that end at different times, from the critic's values."""
     length, num_envs, gae_lambda = 6, 2, 0.8
-    config = algorithms.MAPPOConfig(
+    config = algorithms.MAPPO(
         num_envs=num_envs, unroll_length=length, num_epochs=1, num_minibatches=1, hidden_sizes=(5,), activation="relu",
         discount=DISCOUNT, gae_lambda=gae_lambda, normalize_advantage="none",
     )  # fmt: skip
@@ -313,7 +313,7 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ippo, "ppo_loss", as_statistics)
-        team = ippo.make_team(VectorizedAgents(env, num_envs), A, config)
+        team = config.build_team(VectorizedAgents(env, num_envs), A)
         params, rest = jax.jit(team.init)(*jax.random.split(jax.random.key(1), 3))
         shape = (length, num_envs)
         now, final = joint_observation(rng, length + 1, num_envs, absent=0), joint_observation(rng, *shape, absent=0)
@@ -331,7 +331,7 @@ def test_advantages_of_mappo_equal_a_loop_over_every_agent():
             (np.zeros((*shape, A), np.float32),), reward, terminated, truncated, present, final.obs, final.state,
         )  # fmt: skip
         after = Now(jax.tree.map(lambda x: x[-1], now.obs), now.state[-1], np.zeros(num_envs, bool))
-        metrics = jax.jit(team.learn)(params, rest, experience, after, team.initial_carry(num_envs))[2]
+        metrics = jax.jit(team.learn)(params, rest, experience, after, team.initial_carry(num_envs), Progress(counter()))[2]
 
     critic = wide(params["critic"])
     value = lambda state: np.stack([mlp(critic, with_id(np.float64(state), i))[..., 0] for i in range(A)], -1)  # noqa: E731

@@ -1,6 +1,7 @@
 """Several teams with their own algorithms: who acts for whom, what one team is alone, and what is refused."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms import IPPO, MAPPO, PPO, QMIX, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
 from tests.fragments.marking import fragments_of
 
+from ..support.agents import make_still
 from .many_agents import Homes
 
-IPPO = "ippo:hidden_sizes=(8,),num_epochs=2,num_minibatches=2"
+TEXT = "ippo:hidden_sizes=(8,),num_epochs=2,num_minibatches=2"
 SMALL = {"num_envs": 16, "unroll_length": 8}
 
 
@@ -36,9 +39,8 @@ class Wishes:
 
 
 def test_a_team_of_all_agents_is_the_algorithm_alone():
-    config = msrl.algorithms.IPPOConfig(**SMALL, hidden_sizes=(8,), num_epochs=2, num_minibatches=2)
-    alone = msrl.algorithms.IPPO.build(Homes(), config)
-    team = msrl.algorithms.TEAMS.build(Homes(), msrl.algorithms.TeamsConfig(**SMALL, teams={"walker": IPPO}))
+    alone = make_still("ippo", Homes(), **SMALL, hidden_sizes=(8,), num_epochs=2, num_minibatches=2)
+    team = make_still("teams", Homes(), **SMALL, teams={"walker": TEXT})
     ends = [
         jax.jit(lambda key, a=agent: jax.lax.scan(lambda s, _: a.iteration(s), a.init(key), None, length=2))(jax.random.key(5))
         for agent in (alone, team)
@@ -49,7 +51,7 @@ def test_a_team_of_all_agents_is_the_algorithm_alone():
 
 def test_every_team_acts_for_its_agents_and_learns_from_their_rewards():
     """With every other agent in a team: one team learns its wishes, the other keeps acting at random, so half as often."""
-    fields = IPPO.partition(":")[2] + ",learning_rate=0.01"
+    fields = TEXT.partition(":")[2] + ",learning_rate=0.01"
     result = msrl.train(
         "teams", Wishes(), total_steps=40 * 128, teams={"red": f"ippo:{fields}", "blue": "random"}, **SMALL
     )  # fmt: skip
@@ -79,39 +81,62 @@ def test_random_actions_are_legal_and_uniform():
 @pytest.mark.parametrize(
     ("teams", "message"),
     [
-        ({"red": IPPO}, r"agent 'blue_0' of Wishes has no learner; add a team for it, such as blue=random"),
-        ({"red": IPPO, "all": "vdn:agents=*"}, r"agent 'red_0' of Wishes has 2 learners, teams 'red' and 'all'"),
-        ({"red": IPPO, "blue": IPPO, "green": IPPO}, r"no agent's name begins with 'green', the name of a team; the agents of"),
-        ({"red": IPPO, "blue": "ippo:agents=blue_0|bleu_1"}, r"no agent fits agents=bleu_1 of team 'blue'; the agents of"),
-        ({"red": IPPO, "blue": "ippo:agents=('blue_0','blue_1')"}, r"team 'blue': cannot read agents in .*agents=ally_"),
-        ({"red": IPPO, "a=b": "ippo"}, r"a team cannot have the name 'a=b'"),
+        ({"red": TEXT}, r"agent 'blue_0' of Wishes has no learner; add a team for it, such as blue=random"),
+        ({"red": TEXT, "all": "vdn:agents=*"}, r"agent 'red_0' of Wishes has 2 learners, teams 'red' and 'all'"),
+        ({"red": TEXT, "blue": TEXT, "green": TEXT}, r"no agent's name begins with 'green', the name of a team; the agents of"),
+        ({"red": TEXT, "blue": "ippo:agents=blue_0|bleu_1"}, r"no agent fits agents=bleu_1 of team 'blue'; the agents of"),
+        ({"red": TEXT, "blue": "ippo:agents=('blue_0','blue_1')"}, r"team 'blue': cannot read agents in .*agents=ally_"),
+        ({"red": TEXT, "a=b": "ippo"}, r"a team cannot have the name 'a=b'"),
         ({"red": "random", "blue": "random"}, r"no team of .* learns"),
-        ({}, r"TeamsConfig.teams is empty; give each agent of Wishes a team: red_0, blue_0"),
+        ({}, r"Teams.teams is empty; give each agent of Wishes a team: red_0, blue_0"),
+        ({"red": PPO(), "blue": "random"}, r"team 'red' has the algorithm 'ppo' \(did you mean 'ippo'\?\); teams"),
+        ({"red": MAPPO(num_envs=3), "blue": "random"}, r"team 'red' sets num_envs, which all teams share"),
+        ({"red": MAPPO, "blue": "random"}, r"Teams.teams\['red'\] is <class .*; give a config such as IPPO\(\)"),
         ({"red": "ppo", "blue": "random"}, r"team 'red' has the algorithm 'ppo' \(did you mean 'ippo'\?\); teams"),
-        ({"red": "ippo:learning_rat=1", "blue": "random"}, r"team 'red': IPPOConfig has no field 'learning_rat'"),
+        ({"red": "ippo:learning_rat=1", "blue": "random"}, r"team 'red': IPPO has no field 'learning_rat'"),
         ({"red": "ippo:num_envs=3", "blue": "random"}, r"team 'red' sets num_envs, which all teams share"),
-        ({"red": "ippo:num_minibatches=3", "blue": "random"}, r"team 'red': IPPOConfig.unroll_length=8 cannot be split"),
-        ({"red": "random:epsilon=1", "blue": IPPO}, r"team 'red' sets epsilon, but random actions need no settings"),
-        ({"red": {"algorithm": "ippo"}}, r"TeamsConfig.teams\['red'\] is {'algorithm': 'ippo'}; write text such as"),
-        (("red", "blue=random"), r"TeamsConfig.teams has 'red'; write TEAM=ALGORITHM"),
+        ({"red": "ippo:num_minibatches=3", "blue": "random"}, r"team 'red': IPPO.unroll_length=8 cannot be split"),
+        ({"red": "random:epsilon=1", "blue": TEXT}, r"team 'red' sets epsilon, but random actions need no settings"),
+        ({"red": {"algorithm": "ippo"}}, r"Teams.teams\['red'\] is {'algorithm': 'ippo'}; give a config such as"),
+        (("red", "blue=random"), r"Teams.teams has 'red'; write TEAM=ALGORITHM"),
         (("red=random", "red=ippo"), r"names a team twice"),
-        ({"red": "qmix:capacity=10", "blue": "random"}, r"team 'red': QMIXConfig.* capacity=10"),
+        ({"red": "qmix:capacity=10", "blue": "random"}, r"team 'red': QMIX.* capacity=10"),
     ],
 )
 def test_bad_teams_are_refused(teams, message):
     with pytest.raises(ValueError, match=message):
-        msrl.train("teams", Wishes(), total_steps=1000, teams=teams, **SMALL)
+        Teams(**SMALL, teams=teams).build(Wishes())
 
 
 def test_agents_by_patterns():
     teams = {"one": "ippo:agents=a_[12] | c-1.5,hidden_sizes=(8,)", "b": "vdn:batch_size=8,agents=1_0|b*"}
-    entries = msrl.algorithms.TeamsConfig(teams=teams).entries()
+    entries = Teams(teams=teams).entries()
     assert members_of(("b_0", "a_1", "c-1.5", "1_0"), entries, "Any") == {"one": (1, 2), "b": (0, 3)}
     assert entries[0].config.hidden_sizes == (8,) and entries[1].config.batch_size == 8
 
 
+def test_configs_and_texts_are_the_same_teams():
+    """They become one text, which JSON keeps, without fields that are the defaults and with all others."""
+    mappo = MAPPO(learning_rate=7e-4, hidden_sizes=(8, 8), core="gru", max_grad_norm=None)
+    qmix = QMIX(prioritised=True, beta=None)
+    forms = [
+        {"red": mappo, "blue": qmix, "green": "random"},
+        {"red": "mappo:learning_rate=7e-4,hidden_sizes=(8, 8),core=gru,max_grad_norm=None,clip_ratio=0.2",
+         "blue": "qmix:prioritised=True, beta=None", "green": "random"},
+        "red=mappo:core='gru',learning_rate=0.0007,max_grad_norm=None,hidden_sizes=(8,8) blue=qmix:beta=None,prioritised=True "
+        "green=random",
+    ]  # fmt: skip
+    first, *others = [Teams(**SMALL, teams=form) for form in forms]
+    assert [hash(first)] * 2 == [hash(other) for other in others] and all(first == other for other in others)
+    assert Teams(**SMALL, teams=json.loads(json.dumps(first.teams))) == first
+    red, blue, green = (entry.config for entry in first.entries())
+    assert red == dataclasses.replace(mappo, **SMALL) and blue == dataclasses.replace(qmix, **SMALL) and green is None
+    patterns = Teams(teams={"a": "ippo:agents=a_* | b,num_epochs=2", "b": IPPO()})
+    assert patterns.teams == ("a=ippo:agents=a_*|b,num_epochs=2", "b=ippo")
+
+
 def test_fragments_have_the_names_of_their_teams():
-    agent = msrl.algorithms.TEAMS.build(Wishes(), msrl.algorithms.TeamsConfig(**SMALL, teams={"red": IPPO, "blue": IPPO}))
+    agent = make_still("teams", Wishes(), **SMALL, teams={"red": TEXT, "blue": TEXT})
     names = fragments_of(agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)))
     assert {"env_step", "choose/red", "choose/blue", "gradients/red", "gradients/blue"} <= set(names)
     assert len(names) == len(set(names))
@@ -119,7 +144,7 @@ def test_fragments_have_the_names_of_their_teams():
 
 def test_a_run_goes_on_with_the_same_teams(tmp_path):
     """In every form of the same teams; the learning rate of a team that falls over another number of steps is told."""
-    teams = {"red": IPPO + ",anneal_learning_rate=True", "blue": "random"}
+    teams = {"red": TEXT + ",anneal_learning_rate=True", "blue": "random"}
     run = {"out": tmp_path / "run", "eval_episodes": 0, **SMALL}
     msrl.train("teams", Wishes(), total_steps=256, teams=teams, **run)
     with pytest.warns(msrl.training.ResumeWarning, match=r"total_steps changes from 256 to 512, over which the learning rate"):
@@ -129,14 +154,14 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     np.testing.assert_array_equal(drawn["team red"], result.history["episode_return/red"])
     np.testing.assert_array_equal(drawn["team blue"], result.history["episode_return/blue"])
     with pytest.raises(ValueError, match=r"cannot go on with teams="):
-        msrl.train("teams", Wishes(), total_steps=512, teams=teams | {"blue": IPPO}, resume=True, **run)
+        msrl.train("teams", Wishes(), total_steps=512, teams=teams | {"blue": TEXT}, resume=True, **run)
 
 
 def test_totals_do_not_rank_opposing_teams(tmp_path):
     """Opposing teams have no best checkpoint and no best member; the returns of each are shown."""
     result = msrl.train(
         "teams", Wishes(), total_steps=512, seeds=2, eval_every=128, out=tmp_path / "run",
-        teams={"red": IPPO, "blue": "random"}, **SMALL,
+        teams={"red": TEXT, "blue": "random"}, **SMALL,
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"does not tell which member of this run is the best; name one, member=0"):
         result.evaluate(4)

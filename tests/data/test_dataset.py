@@ -136,7 +136,12 @@ def test_spaces_that_fit_give_their_dtypes(walk):
         ({"action_space": envs.Box(-1, 1, ())}, {"action": np.full(12, 1.01)}, "action .* has 1.01 in row 0"),
         ({}, {"action": np.full(12, 0.5)}, "action of the data set is float64, but the action_space of Plane is Discrete"),
         ({}, {"reward": np.append(np.ones(11), np.nan)}, "reward of the data set is nan in row 11"),
-        ({}, {"obs": np.full((12, 2), np.inf, np.float32)}, "obs of the data set is not finite in row 0 and in 11 more"),
+        ({}, {"obs": np.full((12, 2), np.inf, np.float32)}, "obs of the data set is not finite in float32 in row 0 and in 11 "),
+        (
+            {"observation_space": envs.Box(-np.inf, np.inf, (2,))},
+            {name: np.where(np.arange(12)[:, None] == 3, 1e300, np.zeros((12, 2))) for name in ("obs", "next_obs")},
+            "obs of the data set is not finite in float32 in row 3; leave",
+        ),
     ],
 )  # fmt: skip
 def test_spaces_that_differ_say_how(walk, spaces, change, message):

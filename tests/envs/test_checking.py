@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import msrl_jax as msrl
 from msrl_jax import cli, envs
 from tests.envs.agents.leaving import Leaving
 from tests.envs.corridor import Corridor
@@ -148,3 +149,29 @@ def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, cap
     assert "problem: the observation of TooFar.step is " in capsys.readouterr().out
     assert cli.main(["check-env", "my_checked_walks:Wlk", *small]) == 2
     assert "(did you mean 'Walk'?)" in capsys.readouterr().err
+
+
+class Branching(Walk):
+    def step(self, key, state, action):
+        if action == 0:
+            state = state - 1
+        return super().step(key, state, action)
+
+
+def test_a_line_that_cannot_be_traced_is_named_with_a_remedy():
+    (problem,) = envs.check(Branching()).problems
+    line = f"{__file__}:{Branching.step.__code__.co_firstlineno + 1} (step), `if action == 0:`"
+    assert f"Branching fails at {line}" in problem and "use jnp.where" in problem and "vector.py" not in problem
+
+
+def test_a_class_in_place_of_an_environment_is_refused():
+    for use in (lambda: envs.vectorize(Walk, 2), lambda: msrl.train("ppo", Walk, total_steps=100)):
+        with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
+            use()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("dtype", "strict"), ("rank", "raise")])
+def test_settings_of_jax_that_forbid_promotion_are_refused(kind, value):
+    setting = getattr(jax, f"numpy_{kind}_promotion")
+    with setting(value), pytest.raises(ValueError, match=rf"jax_numpy_{kind}_promotion='{value}': .* call this under jax"):
+        msrl.train("ppo", "CartPole-v1", total_steps=100)

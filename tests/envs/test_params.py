@@ -262,6 +262,8 @@ def test_environments_without_parameters_as_data_are_refused():
         envs.RandomizeParams(Own(), {"weight": 3})
     with pytest.raises(ValueError, match="the parameters of Weighing are drawn already; give all of them at once"):
         envs.RandomizeParams(envs.TimeLimit(envs.RandomizeParams(Weighing(), {"weight": 1}), 5), {"steps": 3})
+    with pytest.raises(TypeError, match="the function of env_params of Weighing returned None; return a mapping"):
+        envs.RandomizeParams(Weighing(), lambda key: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(TypeError, match="env_params=3 of Weighing: give a mapping name -> value, a function of a key, or"):
         envs.RandomizeParams(Weighing(), 3)
     with pytest.raises(ValueError, match="masscart of CartPole-v1 changes nothing in reset and step"):

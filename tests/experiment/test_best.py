@@ -48,7 +48,8 @@ def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     returns = few.history["episode_return"]
     assert np.isnan(returns[-2:]).any()
     last = [column[~np.isnan(column)][-1] for column in returns.T]
-    tail = [np.nanmean(column[-2:]) if not np.isnan(column[-2:]).all() else x for column, x in zip(returns.T, last, strict=True)]
+    ends = [column[-2:] for column in returns.T]
+    tail = [x if np.isnan(end).all() else np.nanmean(end) for end, x in zip(ends, last, strict=True)]
     assert few.summary()["episode_return"] == np.mean(tail) and "nan" not in repr(few)
     steps, mean = few.plot().axes[0].lines[0].get_xydata().T
     assert steps[-1] >= 2 * 19 and mean[-1] == np.mean(last)

@@ -43,9 +43,7 @@ MATRIX = [
 @functools.cache
 def reference(algo):
     """The agent, its initial state, and the result of plain jit(scan)."""
-    algorithm = msrl.algorithms.get(algo)
-    env = envs.RandomizeParams(envs.make(ENV), DRAWN)
-    agent = algorithm.build(env, algorithm.config(**SMALL[algo], total_steps=10_000))
+    agent = counted(msrl.algorithms.get(algo)(**SMALL[algo]).build(envs.RandomizeParams(envs.make(ENV), DRAWN)), 100)
     state = jax.jit(agent.init)(jax.random.key(0))
     return agent, state, *jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, length=ITERATIONS))(state)
 
@@ -57,10 +55,10 @@ def test_the_same_run_under_every_policy(algo, count, policy):
         agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, devices=jax.devices()[:count]
     )
     mine, measured = program.run(state, ITERATIONS, chunk=ITERATIONS)
-    np.testing.assert_array_equal(mine.obs, after.obs)
+    np.testing.assert_array_equal(mine.inner.obs, after.inner.obs)
     for a, b in zip(*map(jax.tree.leaves, (find_source(mine), find_source(after))), strict=True):
         np.testing.assert_array_equal(a, b)
-    for a, b in zip(*map(jax.tree.leaves, (mine.params, after.params)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (mine.inner.params, after.inner.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     assert {f"env_params/{name}" for name in DRAWN} < set(measured)
     for a, b in zip(*map(jax.tree.leaves, (measured, metrics)), strict=True):

@@ -13,8 +13,7 @@ from tests.support.training_envs import Lottery
 @pytest.fixture(scope="module")
 def lottery(tiny):
     env = Lottery(short=1, long=40)
-    algorithm = algorithms.get("ppo")
-    agent = algorithm.build(env, algorithm.config(**tiny))
+    agent = algorithms.get("ppo")(**tiny).build(env)
     return Behavior(agent, env), jax.jit(agent.init)(jax.random.key(0))
 
 
@@ -40,8 +39,7 @@ def test_the_cap_cuts_long_episodes_and_says_so(lottery):
 
 def test_a_truncation_ends_an_episode(tiny):
     env = Lottery(short=3, long=7, truncates=True)
-    algorithm = algorithms.get("ppo")
-    agent = algorithm.build(env, algorithm.config(**tiny))
+    agent = algorithms.get("ppo")(**tiny).build(env)
     evaluation = make_evaluator(Behavior(agent, env), 16, max_steps=30)(agent.init(jax.random.key(0)), jax.random.key(1))
     assert set(evaluation.lengths.tolist()) == {3, 7} and evaluation.finished.all()
     np.testing.assert_array_equal(evaluation.returns, evaluation.lengths)
@@ -116,6 +114,6 @@ def test_training_evaluates_greedily_from_the_key_of_its_seed(trained):
 
 
 def test_stale_actors_are_evaluated_with_the_newest_parameters(stale):
-    assert to_int(stale.state.iteration) == 3 and len(stale.registers) > 0
+    assert to_int(stale.run_state.count) == 3 and len(stale.registers) > 0
     newest = make_evaluator(stale.behavior, 4)(stale.state, jax.random.fold_in(jax.random.key(0), 1))
     np.testing.assert_array_equal(stale.evaluation.returns, newest.returns)

@@ -192,9 +192,9 @@ def searching(**fields):
 @pytest.mark.parametrize(
     ("env", "options", "message"),
     [
-        (ENV, searching(num_envs=RATE), "num_envs of PPOConfig changes shapes or branches of the program; it can search"),
-        (ENV, searching(learning_rat=RATE), "PPOConfig has no field 'learning_rat' (did you mean 'learning_rate'?)"),
-        (ENV, searching(discount="uniform:0.9:1.5"), "PBT.search: discount=1.5 of discount=uniform(0.9, 1.5): PPOConfig"),
+        (ENV, searching(num_envs=RATE), "num_envs of PPO changes shapes or branches of the program; it can search"),
+        (ENV, searching(learning_rat=RATE), "PPO has no field 'learning_rat' (did you mean 'learning_rate'?)"),
+        (ENV, searching(discount="uniform:0.9:1.5"), "PBT.search: discount=1.5 of discount=uniform(0.9, 1.5): PPO.discount"),
         (ENV, {"pbt": {"serch": SEARCH}}, "pbt has no field 'serch' (did you mean 'search'?); its fields are search, members"),
         (ENV, {"pbt": EIGHT, "seeds": 2}, "seeds=2: the members of a population have the seeds from seed on; give pbt members"),
         (ENV, {"pbt": EIGHT, "chunk": 3}, "chunk=3 does not divide PBT.every=2"),

@@ -228,9 +228,9 @@ def test_columns_that_come_later_are_added_to_the_table(tmp_path):
     write_table(tmp_path)
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
         "step,x,y,y/0,y/1",
-        "1.0,2.0,,,",
-        "2.0,,3.5,3.0,4.0",
-        "3.0,5.0,,,",
+        "1,2.0,,,",
+        "2,,3.5,3.0,4.0",
+        "3,5.0,,,",
     ]
     assert len(rewind_rows(tmp_path, 2)) == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -11,7 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.agent import counted
 from msrl_jax.counters import to_int
-from msrl_jax.experiment import DivergedError, Result
+from msrl_jax.experiment import DivergedError, Ending, Experiment, Result, make_experiment
 from tests.support.training_envs import Poison
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -99,7 +99,7 @@ def test_a_run_reports_the_parts_of_its_time(trained):
 def test_answers_of_callbacks_that_are_no_truth_values_change_nothing(tiny, one_device):
     answers = [[1, [2, 3]], "True", np.array([True]), np.int32(1), 1, {}, None]
     callbacks = [lambda tick, answer=answer: answer for answer in answers]
-    result = msrl.train("ppo", ENV, total_steps=2 * 64, chunk=1, devices=one_device, callbacks=callbacks, progress=False, **tiny)
+    result = msrl.train("ppo", ENV, total_steps=128, chunk=1, devices=one_device, callbacks=callbacks, progress=False, **tiny)
     assert result.status == "finished"
     for true in (np.True_, np.array(True), jnp.bool_(True)):
         assert msrl.train(
@@ -117,19 +117,13 @@ def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
 
 
 def test_a_metric_of_text_is_refused_by_name(one_device):
-    ppo = msrl.algorithms.get("ppo")
+    class Chatty(msrl.algorithms.get("ppo")):
+        def build(self, env):
+            return dataclasses.replace(super().build(env), iteration=lambda state, progress: (state, {"note": "good"}))
 
-    def build(env, config):
-        agent = ppo.build(env, config)
-        return dataclasses.replace(agent, iteration=lambda state: (state, {"note": "good"}))
-
-    name = msrl.algorithms.register(dataclasses.replace(ppo, name="chatty", build=build)).name
-    try:
-        for seeds in (1, 2):
-            with pytest.raises(TypeError, match=r"'chatty' reports the metric 'note' as 'good'; metrics are numbers"):
-                msrl.train(name, ENV, seeds=seeds, devices=one_device, progress=False)
-    finally:
-        del msrl.algorithms.ALGORITHMS[name]
+    for seeds in (1, 2):
+        with pytest.raises(TypeError, match=r"'ppo' reports the metric 'note' as 'good'; metrics are numbers"):
+            msrl.train(Chatty(), ENV, seeds=seeds, devices=one_device, progress=False)
 
 
 def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
@@ -249,3 +243,52 @@ def test_nothing_is_written_unless_asked_for(tiny, one_device, tmp_path, monkeyp
 def test_ppo_solves_cartpole(one_device):
     run = msrl.train("ppo", "CartPole-v1", total_steps=200_000, devices=one_device, progress=False)
     assert run.evaluation is not None and run.evaluation.mean_return > 475
+
+
+def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
+    experiment = make_experiment("ppo", ENV, total_steps=4 * 64, seed=3, overrides=tiny)
+    assert Experiment.from_json(json.loads(json.dumps(experiment.to_json()))) == experiment
+    assert experiment.difference(dataclasses.replace(experiment, seed=4)) == ("seed", 3, 4)
+    options = {"chunk": 2, "eval_episodes": 0, "devices": one_device, "progress": False}
+    half = msrl.train(experiment, out=tmp_path / "run", callbacks=[lambda tick: True], **options)
+    assert half.experiment == experiment and half.status == "stopped"
+    other = dataclasses.replace(experiment, seed=4)
+    with pytest.raises(ValueError, match="has seed=3, and cannot go on with seed=4"):
+        msrl.train(other, resume=tmp_path / "run", **options)
+    with pytest.raises(ValueError, match="seeds is a part of the experiment"):
+        msrl.train(experiment, seeds=2, **options)
+    whole = msrl.train(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3, **options)
+    assert_trees_close(msrl.train(experiment, resume=tmp_path / "run", **options).run_state, whole.run_state, rtol=0, atol=0)
+
+
+def test_hooks_are_called_around_every_chunk(tiny, one_device):
+    calls = []
+
+    class Hook:
+        def begin(self, run):
+            calls.append(("begin", run.iteration))
+
+        def before(self, run):
+            return Ending("stopped") if run.iteration == 2 else calls.append(("before", run.iteration))
+
+        def after(self, run):
+            calls.append(("after", run.iteration))
+
+        def end(self, run):
+            calls.append(("end", run.ending.status))
+
+    run = msrl.train(
+        "ppo", ENV, total_steps=4 * 64, chunk=1, eval_episodes=0, devices=one_device, callbacks=[Hook()], progress=False, **tiny
+    )
+    assert run.status == "stopped" and run.history["iteration"].tolist() == [1, 2]
+    around = [(phase, i) for i in (0, 1) for phase in ("before", "after")]
+    assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
+
+
+def test_a_run_saved_by_version_0_1_is_refused_with_a_sentence(run_folder, trained, tmp_path):
+    config = json.loads((run_folder / "config.json").read_text())
+    del config["format"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read in (Result.load, lambda path: msrl.train(resume=path, progress=False)):
+        with pytest.raises(ValueError, match=r"was saved by version 0\.1 of msrl_jax, which this version cannot read; start a new"):
+            read(tmp_path)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.fragments.executables import Executables
 from msrl_jax.policies import Layout, Placement
 
 from . import toy
@@ -167,3 +168,81 @@ def test_numpy_states_run():
         given, _ = program.run(program.place(state)._replace(x=state.x), 1, donate=True)
         np.testing.assert_array_equal(kept.x, given.x)
         assert not state.x.any()  # the caller's memory is not written to
+
+
+def test_errors_of_programs_whose_arguments_xla_may_split_are_shown():
+    def fails(x):
+        raise ValueError("no such operation")
+
+    with pytest.raises(ValueError, match="no such operation"):
+        Executables().compile("key", fails, [jax.ShapeDtypeStruct((2,), jnp.float32)], (), None)
+
+
+class NoLayout:
+    def layout(self, devices, sizes):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "GPUOnly"}, TypeError, r"policy='GPUOnly' is no policy.*policies\.get\('GPUOnly'\)"),
+        ({"policy": None}, TypeError, "policy=None is no policy"),
+        ({"policy": msrl.policies.GPUOnly}, TypeError, "is no policy"),
+        ({"policy": NoLayout()}, TypeError, r"layout\(\.\.\.\) returned None"),
+        ({"devices": ["cpu:0"]}, TypeError, r"devices holds 'cpu:0'.*jax\.devices\(\)"),
+        ({"groups": 4}, TypeError, "groups=4 must map"),
+        ({"groups": {"env": 0}}, ValueError, r"groups\['env'\]=0 must be an integer of at least 1"),
+        ({"groups": {"env": -2}}, ValueError, "of at least 1"),
+        ({"groups": {"env": True}}, ValueError, "of at least 1"),
+        ({"groups": {"env": 3}}, ValueError, r"groups\['env'\]=3 does not divide the 8 entries of state"),
+        ({"groups": {"emv": 2}}, ValueError, "axis 'emv', which no leaf of the state has.*'env'"),
+        ({"axes": P(1)}, ValueError, "axes of state hold 1; name logical axes by text"),
+    ],
+)
+def test_options_that_are_none_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        msrl.compile(lambda s: (s, {}), jnp.ones(8), **{"policy": COARSE, "axes": P("env"), **options})
+
+
+@pytest.mark.parametrize("field", ["actors", "learners", "buffers"])
+def test_booleans_are_no_numbers_of_devices(field):
+    with pytest.raises(ValueError, match=f"{field}=True"):
+        compile_(lambda s: (s, {}), jnp.ones(8), msrl.policies.SingleLearnerCoarse(**{field: True}))
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad])
+def test_programs_are_no_traced_functions(transform):
+    program = compile_(lambda s: (fit(act(s)), {"m": s.sum()}), jnp.ones(8), msrl.policies.GPUOnly(1))
+    with pytest.raises(TypeError, match=r"a program is no function of traced arrays: .*Call it on arrays"):
+        transform(lambda s: program(s)[0].sum())(jnp.ones((2, 8)) if transform is jax.vmap else jnp.ones(8))
+    with pytest.raises(TypeError, match="no function of traced arrays"):
+        transform(lambda s: program.run(s, 1)[0].sum())(jnp.ones((2, 8)) if transform is jax.vmap else jnp.ones(8))
+
+
+def test_a_mesh_around_a_program_is_refused():
+    iteration, state = lambda s: (fit(act(s)), {}), jnp.ones(8)
+    program = compile_(iteration, state)
+    with jax.set_mesh(jax.make_mesh((4,), ("d",))):
+        for call in (lambda: program.run(state, 1), lambda: program(state), lambda: program.place(state)):
+            with pytest.raises(RuntimeError, match=r"jax\.set_mesh has set .*Leave the context"):
+                call()
+        with pytest.raises(RuntimeError, match="Leave the context"):
+            compile_(iteration, state)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("policy", [msrl.policies.GPUOnly(1), msrl.policies.GPUOnly(), COARSE], ids=str)
+def test_metrics_may_be_written_to(policy, chunk):
+    program = compile_(lambda s: (fit(act(s)), {"m": s.sum(), "key": jax.random.key(0)}), jnp.ones(8), policy, axes=P("env"))
+    _, metrics = program.run(jnp.ones(8), 3, chunk=chunk)
+    metrics["m"] *= 2
+    np.testing.assert_array_equal(metrics["m"], [16, 64, 160])
+
+
+def test_a_state_that_was_deleted_says_so():
+    program = compile_(lambda s: (fit(act(s)), {}), jnp.ones(8))
+    state = program.place(jnp.ones(8))
+    state.delete()
+    with pytest.raises(RuntimeError, match=r"state has no memory.*donate_argnums or delete\(\) took it, perhaps in a callback"):
+        program.run(state, 1)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from msrl_jax._compat import drop_unused
 from msrl_jax.fragments.marker import fragment, fragment_scope
@@ -315,3 +316,52 @@ def test_jaxprs_with_fragments_pass_the_checks_of_jax():
         ours = jax.jit(f)(PARAMS, XS)
     grads = jax.grad(lambda p: loss(jax.vmap(mlp, (None, 0)))(p, XS))(PARAMS)
     np.testing.assert_allclose(ours, mlp(grads, XS) + jnp.arange(8.0)[:, None], rtol=1e-5)
+
+
+class Dropout(nnx.Module):
+    """Counts its calls, as dropout does, and keeps a running mean."""
+
+    def __init__(self):
+        self.count, self.mean = nnx.Variable(jnp.int32(0)), nnx.Variable(jnp.float32(0))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean()
+        return x + self.count[...]
+
+
+def test_a_module_argument_that_changes_in_place_is_refused():
+    with pytest.raises(TypeError, match=r"fragment 'apply' changes its argument module\.count\.value in place.*nnx\.state"):
+        jax.jit(fragment(lambda x, module: module(x), name="apply"))(X, Dropout())
+
+
+def test_a_module_that_is_merged_inside_may_change():
+    definition, state = nnx.split(Dropout())
+
+    def apply(x, state):
+        module = nnx.merge(definition, state)
+        return module(x), nnx.state(module)
+
+    marked = jax.jit(fragment(apply))
+    y, once = marked(X, state)
+    _, twice = marked(X, once)
+    assert twice["count"][...] == 2 and jnp.array_equal(y, X + 1)
+
+
+@pytest.mark.parametrize("change", [lambda d: d.update(a=d["a"] + 1), lambda d: d.update(c=1.0), lambda d: d.pop("b")])
+def test_a_dict_argument_that_changes_in_place_is_refused(change):
+    def body(x, *, table):
+        change(table)
+        return x * table["a"]
+
+    with pytest.raises(TypeError, match=r"changes its argument table\['(a|b|c)'\] in place"):
+        jax.jit(fragment(body))(X, table={"a": X, "b": X})
+
+
+def test_arguments_that_make_their_leaves_on_demand_are_no_change():
+    class Halves:
+        def __init__(self, x):
+            self.x = x
+
+    jax.tree_util.register_pytree_node(Halves, lambda h: ((h.x / 2,), None), lambda _, xs: Halves(xs[0] * 2))
+    assert jnp.array_equal(jax.jit(fragment(lambda h: h.x))(Halves(X)), X)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.instructions import Move, Run, walk
@@ -235,3 +236,23 @@ def test_states_of_another_staleness_are_refused():
     state = one.place(toy.initial_state())
     with pytest.raises(ValueError, match=r"1 registers.*program has 2.*unwrap"):
         two.run(state, 1)
+
+
+def test_environments_that_read_fresh_parameters_are_warned_of():
+    step = lambda params, x: x + params.sum()  # noqa: E731
+    learn = msrl.fragment(role="learner")(lambda params, x: params - x.mean())
+    act = msrl.fragment(role="actor")(lambda params, x: x * params.sum())
+
+    def warnings(role):
+        env = msrl.fragment(role=role, name="step")(step)
+
+        def iteration(s):
+            params, x = s
+            x = env(params, act(params, x))
+            return (learn(params, x), x), {}
+
+        state, policy = (jnp.ones(2), jnp.ones(8)), msrl.policies.SingleLearnerCoarse(staleness=1)
+        return msrl.compile(iteration, state, policy=policy, axes=(P(), P("env"))).explain().warnings
+
+    assert any("step' on the actors' devices (actors) reads the learner's newest values" in w for w in warnings("env"))
+    assert not any("newest values" in w for w in warnings("actor"))

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Agent, Algorithm, Metrics, logical_axes
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.networks.actions import action_transform
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
+from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, vectorize_agents
+from msrl_jax.envs.masks import unmasked, with_mask_of
+from msrl_jax.envs.spaces import flat_space, flatten
 from msrl_jax.fragments import fragment, fragment_scope
 
 
@@ -68,14 +70,17 @@ class Now(NamedTuple):
 class Team:
     """An algorithm for a team of agents, as functions that call fragments.
 
+    The config of an algorithm that can train a team makes it with a method `build_team(venv, num_agents) -> Team`.
+
     Attributes:
       init: `(params_key, actor_key, learner_key) -> (params, rest)`: the parameters, and what else the team keeps, such as
         states of optimizers and keys.
       axes: logical axes of the parameters and of the rest.
-      begin: `(params, rest) -> (acting, rest, keys [T, ...])`: what acts in an unroll, such as the parameters, and its keys.
+      begin: `(params, rest, progress) -> (acting, rest, keys [T, ...])`: what acts in an unroll, such as the parameters, and
+        its keys.
       act: `(acting, now, carry, keys) -> (action [E, A, ...], extras, carry)`.
-      learn: `(params, rest, experience, now, carry) -> (params, rest, metrics)`; `now` is what follows the experience, and
-        `carry` what the team remembered before it.
+      learn: `(params, rest, experience, now, carry, progress) -> (params, rest, metrics)`; `now` is what follows the
+        experience, and `carry` what the team remembered before it.
       choose_action: `(params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)`, outside of training.
       initial_carry: `(num_envs) -> carry [E, A, ...]`; an empty pytree for networks without a memory.
       recurrent: whether the team remembers.
@@ -88,7 +93,7 @@ class Team:
 
     init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
     axes: tuple[Any, Any]
-    begin: Callable[[Any, Any], tuple[Any, Any, Any]]
+    begin: Callable[[Any, Any, Progress], tuple[Any, Any, Any]]
     act: Callable[..., tuple[jax.Array, Any, Any]]
     learn: Callable[..., tuple[Any, Any, Metrics]]
     choose_action: Callable[..., tuple[jax.Array, Any]]
@@ -185,7 +190,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
-    def iteration(state: TeamsState) -> tuple[TeamsState, Metrics]:
+    def iteration(state: TeamsState, progress: Progress) -> tuple[TeamsState, Metrics]:
         def step(before, keys):
             env_state, now, carry = before
             acted = {}
@@ -202,7 +207,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         begun = {}
         for name, team in teams.items():
             with scope(name):
-                begun[name] = team.begin(state.params[name], state.teams[name])
+                begun[name] = team.begin(state.params[name], state.teams[name], progress)
         acting, kept, keys = ({name: x[i] for name, x in begun.items()} for i in range(3))
         start = state.env_state, state.now, state.carry
         (env_state, now, carry), experience = jax.lax.scan(step, start, keys, length=unroll_length)
@@ -211,7 +216,7 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         for name, team in teams.items():
             with scope(name):
                 params[name], rest[name], stats = team.learn(
-                    state.params[name], kept[name], experience[name], now[name], state.carry[name]
+                    state.params[name], kept[name], experience[name], now[name], state.carry[name], progress
                 )
             metrics |= {metric + f"/{name}" * (len(teams) > 1): value for metric, value in stats.items()}
         return TeamsState(params, rest, carry, env_state, now), {**metrics, **episodes}
@@ -255,20 +260,28 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     )
 
 
-def team_algorithm(name: str, config: type, make_team: Callable[[VectorizedAgents, int, Any], Team]) -> Algorithm:
-    """An algorithm for several agents, alone for one team of all agents or beside others.
+def agent_of(config: Any, env: MultiAgentEnvironment) -> Agent:
+    """The agent of a config whose method `build_team` makes one team of all agents of an environment."""
+    venv = vectorize_agents(env, config.num_envs)
+    return teams_agent(venv, {"agents": config.build_team(venv, venv.num_agents)}, unroll_length=config.unroll_length)
 
-    Args:
-      name: its name in the registry.
-      config: its config class, with `num_envs` and `unroll_length`.
-      make_team: makes a team from the vector environment, the number of its agents, and a config.
 
-    Returns:
-      The entry of the registry.
+def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
+    """Appends the number of the agent, one-hot, to vectors, or to observations of one agent's space, flattened; masks stay.
+
+    `[..., A, *shape]` becomes `[..., A, D + A]` float32.
     """
+    plain = unmasked(obs)
+    vectors = plain if space is None else flatten(space, plain)
+    ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
+    return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
 
-    def build(env: MultiAgentEnvironment, config: Any) -> Agent:
-        venv = vectorize_agents(env, config.num_envs)
-        return teams_agent(venv, {"agents": make_team(venv, venv.num_agents, config)}, unroll_length=config.unroll_length)
 
-    return Algorithm(name, config, build, many_agents=True, make_team=make_team)
+def with_ids_space(space: Space, num_agents: int) -> Box:
+    """The space of the results of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
+    if isinstance(space, Box) and len(space.shape) > 1:
+        raise TypeError(
+            f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
+            "agent_ids=False"
+        )
+    return Box(-np.inf, np.inf, (flat_space(space).shape[0] + num_agents,))

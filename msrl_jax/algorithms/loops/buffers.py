@@ -1,19 +1,39 @@
-"""Makes the replay buffer of a config."""
+"""The replay buffer of a config, which may draw its batches from the run's own experience and from a data set.
+
+Ball et al. (2023, arXiv 2302.02948) take half of every batch from each source. In the shape descriptions, `B` is the batch size
+and `G` the number of shards of the buffers. Each shard holds `B / G` rows of a batch: first rows of the run, then rows of the
+data.
+"""
 
 import dataclasses
 import math
+import os
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from msrl_jax import data, replay
-from msrl_jax.algorithms.configs.replay import MixingConfig, OffPolicyConfig, PriorityConfig
-from msrl_jax.algorithms.loops.mixing import load_data, mix, split_batch
+from msrl_jax.algorithms.networks.actions import policy_actions
+from msrl_jax.data import Dataset
 from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.masks import observation_type
-from msrl_jax.replay import Replay, Transition
+from msrl_jax.replay import Indices, Replay, ReplayState, Sample, Transition
+
+
+def check_data(config: Any, given: Collection[str] = ()) -> None:
+    """Raises ValueError unless `data` are a path or a data set, and `data_fraction` of no data has its default."""
+    name, source = type(config).__name__, config.data
+    if not isinstance(source, str | os.PathLike | Dataset | None):
+        raise ValueError(f"{name}.data={source!r}: use the path of a data set, or a msrl_jax.data.Dataset")
+    share = getattr(config, "data_fraction", None)
+    if source is None and share is not None and (share != type(config).data_fraction or "data_fraction" in given):
+        raise ValueError(
+            f"{name}.data_fraction={share} is a share of every batch for a data set, but there is none; give "
+            "data='experience.npz', or leave data_fraction out"
+        )
 
 
 def action_type(space: Space) -> jax.ShapeDtypeStruct:
@@ -23,12 +43,12 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((math.prod(space.shape),), jnp.float32)
 
 
-def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
+def n_step_buffer(env: Environment, config: Any) -> Replay:
     """Makes the replay buffer of n-step transitions; it mixes in the data set of the config, if there is one.
 
     Args:
       env: the environment, for the shapes of its steps.
-      config: the size and kind of the buffer; a `PriorityConfig` may ask for priorities.
+      config: the size and kind of the buffer; it may ask for priorities.
 
     Returns:
       The buffer.
@@ -39,7 +59,7 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
     """
     windows = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
     obs, action = observation_type(env), action_type(env.action_space)
-    if not isinstance(config, MixingConfig) or config.data is None:
+    if getattr(config, "data", None) is None:
         return _buffer(obs, action, config, "n_step is", config.batch_size, config.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
@@ -50,19 +70,8 @@ def n_step_buffer(env: Environment, config: OffPolicyConfig) -> Replay:
     return mix(_buffer(obs, action, config, "n_step is", own_rows, shards, **windows), *mixed_in)
 
 
-def agents_buffer(view: TeamView, config: OffPolicyConfig) -> Replay:
-    """Makes the replay buffer of n-step transitions of several agents, each with its own rewards and ends of episodes.
-
-    Args:
-      view: what the team sees, for the shapes of its steps.
-      config: the size and kind of the buffer, as in `n_step_buffer`.
-
-    Returns:
-      The buffer.
-
-    Raises:
-      ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
-    """
+def agents_buffer(view: TeamView, config: Any) -> Replay:
+    """Makes an `n_step_buffer` of several agents, each with its own rewards and ends of episodes."""
     one, agents = action_type(view.action_space), (view.num_agents,)
     action = jax.ShapeDtypeStruct((*agents, *one.shape), one.dtype)
     windows = {"length": config.n_step, "discount": config.discount}
@@ -74,7 +83,7 @@ def agents_buffer(view: TeamView, config: OffPolicyConfig) -> Replay:
 def sequence_buffer(
     obs: Any,
     action: Any,
-    config: OffPolicyConfig,
+    config: Any,
     *,
     length: int,
     length_is: str,
@@ -110,26 +119,26 @@ def sequence_buffer(
 def _of_one_step(buffer: Replay) -> Replay:
     """A buffer whose sequences of one step have the dimension of time, `[1, B, ...]`, which windows of one step lack."""
 
-    def sample(state: Any, key: jax.Array, data: Any = ()) -> replay.Sample:
-        drawn = buffer.sample(state, key, data)
+    def sample(*args: Any) -> Sample:
+        drawn = buffer.sample(*args)
         return drawn._replace(experience=jax.tree.map(lambda x: x[None], drawn.experience))
 
     return dataclasses.replace(buffer, sample=sample)
 
 
 def storage_of(codec: str | None, obs: Any) -> dict[str, str | None] | None:
-    """The `storage` of a buffer whose observations have a codec; what stands beside an observation, as its mask, has none."""
-    beside: dict[str, str | None] = {}
+    """The `storage` of a buffer whose observations have a codec; what accompanies an observation, as its mask, has none."""
+    others: dict[str, str | None] = {}
     while isinstance(obs, JointObservation | MaskedObservation):
-        beside |= dict.fromkeys(obs._fields[1:])
+        others |= dict.fromkeys(obs._fields[1:])
         obs = obs.obs
-    return None if codec is None else {"obs": codec, "next_obs": codec, **beside}
+    return None if codec is None else {"obs": codec, "next_obs": codec, **others}
 
 
 def _buffer(
     obs: Any,
     action: Any,
-    config: OffPolicyConfig,
+    config: Any,
     length_is: str,
     batch_size: int,
     shards: int | None,
@@ -151,13 +160,75 @@ def _buffer(
         **windows,
     }
     make = replay.uniform
-    if isinstance(config, PriorityConfig) and config.prioritised:
-        make = replay.prioritized
-        options["alpha"] = config.alpha
-        if config.beta is not None:
-            options |= {"beta": config.beta, "beta_steps": config.total_steps}
+    if getattr(config, "prioritised", False):
+        make, options = replay.prioritized, options | {"alpha": config.alpha, "beta": config.beta}
     try:
         return make(example, **options)
     except ValueError as error:
         text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
         raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None
+
+
+def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
+    """Makes a buffer that draws every batch from two buffers.
+
+    Args:
+      own: the buffer of the run's experience.
+      data: the buffer of a data set, with the same number of shards and the same items.
+      held: the state of `data`, as host arrays.
+
+    Returns:
+      The buffer: `own` with mixed batches. Rows of the data have weight 1 and no valid index, and `update` ignores their
+      errors. `Replay.data` is `held`.
+    """
+
+    def join(own_rows: jax.Array, data_rows: jax.Array) -> jax.Array:
+        parts = (x.reshape(own.shards, -1, *x.shape[1:]) for x in (own_rows, data_rows))
+        joined = jnp.concatenate([*parts], 1)
+        return joined.reshape(-1, *joined.shape[2:])
+
+    def take_own(x: jax.Array) -> jax.Array:
+        """Selects the rows of the run: `[..., B]` becomes `[..., own.batch_size]`."""
+        by_shard = x.reshape(*x.shape[:-1], own.shards, -1)
+        return by_shard[..., : own.batch_size // own.shards].reshape(*x.shape[:-1], -1)
+
+    def sample(state: ReplayState, key: jax.Array, data_state: Any = (), fraction: jax.Array | float = 0.0) -> Sample:
+        from_run = own.sample(state, key, (), fraction)
+        from_data = data.sample(data_state, jax.random.fold_in(key, 1))
+        nowhere = jax.tree.map(jnp.zeros_like, from_data.indices)
+        return jax.tree.map(join, from_run, from_data._replace(indices=nowhere))
+
+    def update(state: ReplayState, indices: Indices, td_error: jax.Array) -> ReplayState:
+        return own.update(state, Indices(*map(take_own, indices)), take_own(td_error))
+
+    return dataclasses.replace(
+        own, sample=sample, update=update, batch_size=own.batch_size + data.batch_size, data=held, data_axes=data.axes
+    )
+
+
+def split_batch(config: Any) -> tuple[int, int, int]:
+    """The numbers of rows of the run, of rows of the data, and of shards: in every shard, `data_fraction` of the rows, rounded.
+
+    Raises:
+      ValueError: if a shard has no row of the run or no row of the data.
+    """
+    shards = math.gcd(config.num_envs, config.batch_size, 8) if config.shards is None else config.shards
+    rows = config.batch_size // shards
+    given = round(config.data_fraction * rows)
+    if not 0 < given < rows:
+        raise ValueError(
+            f"{type(config).__name__}.data_fraction={config.data_fraction:g} of the {rows} rows that each of {shards} shards "
+            f"gives to batch_size={config.batch_size} leaves none to {'the data' if not given else 'the run'}; use another "
+            "fraction, larger batches or fewer shards"
+        )
+    return config.batch_size - shards * given, shards * given, shards
+
+
+def load_data(source: str | Dataset, env: Environment) -> Dataset:
+    """Reads a data set for an environment, and converts its actions to a policy's actions.
+
+    Raises:
+      ValueError: if the file cannot be read, or the data do not fit the environment's spaces.
+    """
+    dataset = data.check_spaces(data.load(source), env)
+    return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))

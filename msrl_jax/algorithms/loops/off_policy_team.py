@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.base import Metrics
+from msrl_jax.algorithms.agent import Metrics, Progress
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team
-from msrl_jax.algorithms.loops.replaying import Explore, Replayer, Rule, replaying
-from msrl_jax.algorithms.networks.cores import forget
+from msrl_jax.algorithms.loops.off_policy import Explore, OffPolicyState, Rule, replaying
+from msrl_jax.algorithms.networks.layers import forget
 from msrl_jax.envs import TeamView
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, Transition
@@ -30,22 +30,18 @@ def off_policy_team(
     refresh_period: int = 1,
     rewards: Literal["summed", "each"] = "summed",
 ) -> Team:
-    """Makes a team that learns from a replay buffer.
+    """Makes a team that learns from a replay buffer; other arguments are those of `off_policy_agent`.
 
     Args:
       view: what the team sees of its environments.
       buffer: the buffer, of `Transition`s with `JointObservation`s and joint actions.
       rule: what the team learns from a batch.
       explore: chooses actions in training.
-      unroll_length: steps of every environment per iteration, `T`.
-      num_updates: updates per iteration.
-      refresh_period: iterations between two refreshes of the acting parameters.
       rewards: "summed" for the reward of the team and one end of its episode; "each" keeps those of every agent, `[A]`.
 
     Returns:
       The team.
     """
-    initial_carry = rule.initial_carry or (lambda num_envs: ())
 
     def act_jointly(params, now, keys, steps, carry):
         carry = forget(now.is_first, carry)
@@ -53,23 +49,17 @@ def off_policy_team(
         return action, carry, next_carry
 
     explore_jointly: Any = fragment(role="actor", name="explore")(act_jointly)
-    replayer = replaying(
-        buffer,
-        rule,
-        num_envs=view.num_envs,
-        unroll_length=unroll_length,
-        num_updates=num_updates,
-        refresh_period=refresh_period,
-    )
+    sizes = {"num_envs": view.num_envs, "unroll_length": unroll_length, "num_updates": num_updates}
+    replayer = replaying(buffer, rule, **sizes, refresh_period=refresh_period)
 
-    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, Replayer]:
+    def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
         learner_key, replay_key = jax.random.split(learner_key)
         obs = jax.tree.map(lambda x: jnp.zeros((view.num_envs, *x.shape), x.dtype), view.observation_type)
         begun = replayer.init(params_key, actor_key, learner_key, replay_key, obs)
         return begun.params, begun._replace(params=())
 
-    def begin(params: Any, rest: Replayer) -> tuple[Any, Replayer, Any]:
-        acting, begun, keys = replayer.begin(rest._replace(params=params))
+    def begin(params: Any, rest: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, Any]:
+        acting, begun, keys = replayer.begin(rest._replace(params=params), progress)
         return acting, begun._replace(params=()), keys
 
     def act(acting: Any, now: Now, carry: Any, keys: Any) -> tuple[jax.Array, Any, Any]:
@@ -81,7 +71,9 @@ def off_policy_team(
             return reward.sum(-1), terminated.all(-1), truncated
         return reward, terminated, jnp.broadcast_to(truncated[..., None], terminated.shape)
 
-    def learn(params: Any, rest: Replayer, experience: Experience, now: Now, carry: Any) -> tuple[Any, Replayer, Metrics]:
+    def learn(
+        params: Any, rest: OffPolicyState, experience: Experience, now: Now, carry: Any, progress: Progress
+    ) -> tuple[Any, OffPolicyState, Metrics]:
         t = experience
         items = Transition(
             view.join(t.obs, t.state, t.present),
@@ -90,13 +82,13 @@ def off_policy_team(
             view.join(t.final_obs, t.final_state, ~t.terminated),
             t.extras,
         )
-        done, metrics = replayer.finish(rest._replace(params=params), items)
+        done, metrics = replayer.finish(rest._replace(params=params), items, progress)
         return done.params, done._replace(params=()), metrics
 
-    def choose_action(params: Any, rest: Replayer, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
+    def choose_action(params: Any, rest: OffPolicyState, obs: Any, key: jax.Array | None, carry: Any) -> tuple[jax.Array, Any]:
         return rule.choose_action(params, view.observe(obs), key, carry)
 
-    axes = Replayer(**{**replayer.axes, "params": ()})
+    axes = OffPolicyState(**{**replayer.axes, "params": ()})
     return Team(
         init=init,
         axes=(replayer.axes["params"], axes),
@@ -104,7 +96,7 @@ def off_policy_team(
         act=act,
         learn=learn,
         choose_action=choose_action,
-        initial_carry=initial_carry,
+        initial_carry=rule.initial_carry or (lambda num_envs: ()),
         recurrent=rule.initial_carry is not None,
         updates_per_iteration=num_updates,
         agent_axes=P("env"),

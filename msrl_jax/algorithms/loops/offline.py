@@ -16,15 +16,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import data, envs
-from msrl_jax.algorithms.base import Agent, Metrics, logical_axes
-from msrl_jax.algorithms.configs.offline import OfflineConfig
-from msrl_jax.algorithms.loops.buffers import observation_type, storage_of
-from msrl_jax.algorithms.loops.mixing import load_data
-from msrl_jax.algorithms.loops.replaying import LEARNER_AXES, Batch, Learner, Progress, Rule
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
+from msrl_jax.algorithms.loops.buffers import load_data, storage_of
+from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
 from msrl_jax.algorithms.networks.actions import action_transform
-from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.counters import advance
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
+from msrl_jax.envs.masks import observation_type
 from msrl_jax.fragments import fragment
 from msrl_jax.replay import Replay, ReplayState
 
@@ -63,8 +62,6 @@ class OfflineState(NamedTuple):
       params: parameters of all trained networks.
       target_params: parameters of the target networks.
       opt_state: states of the optimizers.
-      iteration: iterations done. shape=()
-      updates: updates done. shape=()
       key: the learner's key. shape=()
       data_key: the buffers' key, for draws. shape=()
       env_state: always `()`.
@@ -74,15 +71,13 @@ class OfflineState(NamedTuple):
     params: Any
     target_params: Any
     opt_state: Any
-    iteration: Counter
-    updates: Counter
     key: jax.Array
     data_key: jax.Array
-    env_state: tuple[()]
-    data: Data | tuple[()]
+    env_state: tuple[()] = ()
+    data: Data | tuple[()] = ()
 
 
-def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: Source | None) -> Agent:
+def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | None) -> Agent:
     """Builds an agent that learns from a data set.
 
     Args:
@@ -103,27 +98,16 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         params_key, learner_key, data_key = jax.random.split(key, 3)
         example = observation_type(env)
         learner = rule.init(params_key, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), example))
-        return OfflineState(
-            **learner._asdict(),
-            iteration=counter(),
-            updates=counter(),
-            key=learner_key,
-            data_key=data_key,
-            env_state=(),
-            data=(),
-        )
+        return OfflineState(*learner, key=learner_key, data_key=data_key)
 
-    def iteration(state: OfflineState) -> tuple[OfflineState, Metrics]:
+    def iteration(state: OfflineState, progress: Progress) -> tuple[OfflineState, Metrics]:
         if source is None or not state.data:
-            name = type(config).__name__.removesuffix("Config").lower()
-            raise ValueError(f"{name} learns from data alone, but there is none; give data='experience.npz', or a Dataset")
+            fact = f"{config.name} learns from data alone, but there is none"
+            raise ValueError(f"{fact}; give data='experience.npz', or a Dataset")
         data_key, batches, held_out = sample_batches(state.data, state.data_key)
         learner = Learner(state.params, state.target_params, state.opt_state)
-        learner, count, updates, key, metrics = learn(learner, state.iteration, state.updates, state.key, batches, held_out)
-        after = OfflineState(
-            **learner._asdict(), iteration=count, updates=updates, key=key, data_key=data_key, env_state=(), data=state.data
-        )
-        return after, metrics
+        learner, key, metrics = learn(learner, progress, state.key, batches, held_out)
+        return state._replace(**learner._asdict(), key=key, data_key=data_key), metrics
 
     @fragment(role="buffer")
     def sample_batches(data, key):
@@ -134,26 +118,24 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
         return key, batches, held_out
 
     @fragment(role="learner")
-    def learn(learner, iteration, updates, key, batches, held_out):
+    def learn(learner, progress, key, batches, held_out):
         key, held_out_key, *keys = jax.random.split(key, num_updates + 2)
-        ready = jnp.bool_(True)
 
-        def step(learner, inputs):
-            update, experience, key = inputs
-            batch = Batch(experience, jnp.ones(config.batch_size), key)
-            learner, _, stats = rule.update(learner, batch, Progress(iteration, update, ready))
-            return learner, stats
+        def update(learner, experience, key, number):
+            weight = jnp.ones(len(experience.reward))
+            batch = Batch(experience, weight, key, number, jnp.bool_(True))
+            now = Progress(number, progress.total and progress.total * num_updates)
+            learner, _, stats = rule.update(learner, batch, now)
+            return learner, dict(stats)
 
-        numbers = advance(updates, jnp.arange(num_updates))
-        learner, stats = jax.lax.scan(step, learner, (numbers, batches, jnp.stack(keys)))
-        metrics = jax.tree.map(lambda x: x.mean(), dict(stats))
-        updates = advance(updates, num_updates)
+        numbers = advance(progress.times(num_updates), jnp.arange(num_updates))
+        learner, stats = jax.lax.scan(lambda x, inputs: update(x, *inputs), learner, (batches, jnp.stack(keys), numbers))
+        metrics = jax.tree.map(lambda x: x.mean(), stats)
         if held_out is not None:
             # An update for its statistics only: XLA removes the rest, because nothing uses the new learner.
-            batch = Batch(held_out, jnp.ones(len(held_out.reward)), held_out_key)
-            _, _, measured = rule.update(learner, batch, Progress(iteration, updates, ready))
+            _, measured = update(learner, held_out, held_out_key, progress.times(num_updates))
             metrics |= {f"validation_{name}": x for name, x in measured.items()}
-        return learner, advance(iteration), updates, key, metrics
+        return learner, key, metrics
 
     def act(state: OfflineState, obs: jax.Array, key: jax.Array | None) -> jax.Array:
         action, _ = rule.choose_action(state.params, obs, key, ())
@@ -162,13 +144,8 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
     data_axes: Any = P()
     if source is not None:
         data_axes = Data(source.training.axes, () if source.validation is None else source.validation.axes)
-    axes = logical_axes(
-        OfflineState,
-        **LEARNER_AXES,
-        data_key=P(),
-        env_state=P(),
-        data=data_axes,
-    )
+    whole = dict.fromkeys((*Learner._fields, "key", "data_key", "env_state"), P())
+    axes = logical_axes(OfflineState, **whole, data=data_axes)
     return Agent(
         init=init,
         iteration=iteration,
@@ -182,9 +159,7 @@ def offline_agent(env: Environment, config: OfflineConfig, rule: Rule, source: S
     )
 
 
-def read_data(
-    env: Environment, config: OfflineConfig, *, discount: float = 1.0, normalize_rewards: bool = False
-) -> Source | None:
+def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
     """Reads the data set of a config, and splits off the held-out episodes.
 
     Args:
@@ -227,5 +202,5 @@ def reward_scale(dataset: Dataset) -> float:
     return float(np.ptp(episodes.returns) / episodes.length.max()) or 1.0
 
 
-def _shards(config: OfflineConfig) -> int:
+def _shards(config: Any) -> int:
     return math.gcd(config.batch_size, 8) if config.shards is None else config.shards

@@ -4,14 +4,16 @@ In the shape descriptions, `T` denotes the length of an unroll and `E` the numbe
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
+
+if TYPE_CHECKING:  # algorithms without such a network load none
+    from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 
 
 class Trajectory(NamedTuple):
@@ -50,12 +52,12 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     return keys[0], keys[1:]
 
 
-def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
+def values(network: "ActorCritic", params: Any, obs: jax.Array) -> jax.Array:
     """The values `[T, E]` of observations `[T, E, ...]`."""
     return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
 
 
-def evaluate(network: ActorCritic, params: Any, trajectory: Trajectory) -> tuple[jax.Array, jax.Array, jax.Array]:
+def evaluate(network: "ActorCritic", params: Any, trajectory: Trajectory) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Evaluates a trajectory with the current parameters.
 
     Args:

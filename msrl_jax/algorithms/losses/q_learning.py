@@ -12,14 +12,8 @@ import optax
 def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
     """The target network's outputs for the action with the largest value (van Hasselt et al., 2016, arXiv 1509.06461).
 
-    Args:
-      next_value: values that choose the action: the target network's for Q-learning, the online network's for double
-        Q-learning.
-        `[A]`
-      next_target: outputs of the target network: values, atoms or quantiles of each action. `[A, ...]`
-
-    Returns:
-      The outputs for the chosen action. `[...]`
+    The values `next_value` `[A]` that choose the action are the target network's for Q-learning, the online network's for
+    double Q-learning. `next_target` `[A, ...]` has the target network's values, atoms or quantiles of each action.
     """
     chex.assert_rank(next_value, 1)
     chex.assert_equal_shape_prefix((next_value, next_target), 1)
@@ -29,20 +23,10 @@ def greedy_target(next_value: jax.Array, next_target: jax.Array) -> jax.Array:
 def categorical_projection(
     probability: jax.Array, reward: jax.Array, discount: jax.Array, v_min: float, v_max: float
 ) -> jax.Array:
-    """Projects the distribution of `reward + discount * return` onto the atoms (C51).
+    """Projects the distribution of `reward + discount * return` onto the atoms (C51; arXiv 1707.06887, algorithm 1).
 
-    Bellemare et al., 2017, arXiv 1707.06887, algorithm 1.
     The mass of a shifted atom goes to its two neighbors, more to the nearer one, or to the first or last atom if it is outside.
-
-    Args:
-      probability: masses of the next return on `N` atoms at equal distances from `v_min` to `v_max`. `[N]`
-      reward: the reward, of one or n steps. `[]`
-      discount: the discount of the next return. `[]`
-      v_min: the lowest atom.
-      v_max: the highest atom.
-
-    Returns:
-      The masses on the same atoms, with the same sum as `probability`. `[N]`
+    The masses `[N]` belong to atoms at equal distances from `v_min` to `v_max`; their sum stays.
     """
     chex.assert_rank((probability, reward, discount), (1, 0, 0))
     num_atoms = probability.shape[-1]
@@ -56,12 +40,7 @@ def categorical_projection(
 def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
     """The KL divergence of the predicted masses from the target; it has the gradient of the cross-entropy (arXiv 1707.06887).
 
-    Args:
-      logits: predicted logits of the masses. `[N]`
-      target: the target masses. `[N]`
-
-    Returns:
-      The loss; 0 if the masses are equal. `[]`
+    From logits `[N]` and target masses `[N]`; 0 if the masses are equal.
     """
     chex.assert_rank(logits, 1)
     chex.assert_equal_shape((logits, target))
@@ -70,15 +49,10 @@ def categorical_loss(logits: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1.0) -> jax.Array:
-    """The quantile Huber loss (Dabney et al., 2018, arXiv 1710.10044, eq. 10).
+    """The quantile Huber loss (Dabney et al., 2018, arXiv 1710.10044, eq. 10), summed over quantiles, averaged over samples.
 
-    Args:
-      quantile: predictions of the quantiles at the midpoints `(i + 1/2) / N`. `[N]`
-      target: samples of the target. `[M]`
-      delta: the error above which the Huber loss is linear; the Huber loss is divided by `delta`.
-
-    Returns:
-      The sum over the quantiles of the mean over the samples. `[]`
+    The quantiles `[N]` are predictions at the midpoints `(i + 1/2) / N`; the targets `[M]` are samples. The Huber loss is
+    linear above `delta` and divided by it.
     """
     chex.assert_rank((quantile, target), 1)
     midpoint = (jnp.arange(quantile.shape[-1]) + 0.5) / quantile.shape[-1]
@@ -88,45 +62,24 @@ def quantile_huber_loss(quantile: jax.Array, target: jax.Array, delta: float = 1
 
 
 def rescale(value: jax.Array, epsilon: float) -> jax.Array:
-    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593).
-
-    Args:
-      value: values. `[...]`
-      epsilon: slope of the linear term; it keeps the inverse Lipschitz continuous.
-
-    Returns:
-      The squeezed values. `[...]`
-    """
+    """Squeezes large values: `sign(x) (sqrt(|x| + 1) - 1) + epsilon x` (Pohlen et al., 2018, arXiv 1805.11593)."""
     # Equal to the root minus 1, without the cancellation.
     return value / (jnp.sqrt(jnp.abs(value) + 1) + 1) + epsilon * value
 
 
 def unrescale(value: jax.Array, epsilon: float) -> jax.Array:
-    """The inverse of `rescale`.
-
-    Args:
-      value: squeezed values. `[...]`
-      epsilon: the `epsilon` of `rescale`.
-
-    Returns:
-      The values. `[...]`
-    """
+    """The inverse of `rescale`."""
     size = jnp.abs(value)
-    # The larger root of a quadratic equation for sqrt(|x| + 1), written without cancellation.
-    root = jnp.sqrt(1 + 4 * epsilon * (size + 1 + epsilon))
-    squared = jnp.square(2 * (size + 1 + epsilon) / (root + 1))
-    return jnp.sign(value) * (squared - 1)
+    # sqrt(|x| + 1) - 1 by the larger root of a quadratic equation, written without cancellation.
+    root = jnp.sqrt((1 + 2 * epsilon) ** 2 + 4 * epsilon * size)
+    above = 2 * size / (root + 1 + 2 * epsilon)
+    return jnp.sign(value) * above * (above + 2)
 
 
 def sequence_priority(td_error: jax.Array, eta: float) -> jax.Array:
-    """One error for a sequence, for its priority (Kapturowski et al., 2019, https://openreview.net/forum?id=r1lyTjAqYX).
+    """One error `[...]` for a sequence of errors `[L, ...]` of either sign, for its priority (Kapturowski et al., 2019).
 
-    Args:
-      td_error: errors of either sign. `[L, ...]`
-      eta: weight of the largest error; the mean has the weight `1 - eta`.
-
-    Returns:
-      `eta max |td_error| + (1 - eta) mean |td_error|`. `[...]`
+    It is `eta max |td_error| + (1 - eta) mean |td_error|`; see https://openreview.net/forum?id=r1lyTjAqYX.
     """
     chex.assert_type(td_error, float)
     size = jnp.abs(td_error)

@@ -1,19 +1,16 @@
-"""Actions: which spaces an algorithm takes, distributions over actions from outputs of networks, and maps to environments.
+"""Actions: which spaces an algorithm takes, and the maps between actions of policies and of environments.
 
-In the shape descriptions, `K` denotes the number of integers of an action, and `N` the most values that one of them has.
+In the shape descriptions, `K` denotes the number of integers of an action.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical, Normal
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import is_integers, num_values
 
 MAX_VALUES = 1024
@@ -27,13 +24,7 @@ _FOR_INTEGERS = (
 
 
 def check_policy_space(space: Space) -> Discrete | Box:
-    """Checks that a policy can act in a space.
-
-    Args:
-      space: the space of one action.
-
-    Returns:
-      The same space.
+    """Checks that a policy can act in a space, and returns it.
 
     Raises:
       TypeError: if it is neither `Discrete` nor a `Box` of floats or integers.
@@ -64,65 +55,17 @@ def num_outputs(space: Discrete | Box) -> int:
     return sum(num_values(space)) if is_integers(space) else math.prod(space.shape)
 
 
-def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical | MultiCategorical:
-    """Makes the distribution over actions in a `Discrete` space or a `Box` of integers.
-
-    Args:
-      space: the space.
-      outputs: logits of all actions, or of all values of the first integer, then of the second, and so on. `[..., D]`
-      obs: the observations; if they have masks, illegal actions of a `Discrete` space have probability 0.
-
-    Returns:
-      The distribution.
-    """
-    if isinstance(space, Discrete):
-        return Categorical(only_legal(outputs, obs))
-    sizes = num_values(space)
-    if len(set(sizes)) == 1:
-        return MultiCategorical(outputs.reshape(*outputs.shape[:-1], len(sizes), sizes[0]))
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    padding = [(0, 0)] * (outputs.ndim - 1)
-    logits = [
-        jnp.pad(outputs[..., end - size : end], [*padding, (0, max(sizes) - size)], constant_values=-jnp.inf)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
-    return MultiCategorical(jnp.stack(logits, axis=-2))
-
-
-def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:
-    """Makes the distribution over actions: as `discrete_policy`, or for a `Box` of floats a `Normal` around `outputs`.
-
-    Args:
-      space: the space.
-      outputs: logits, or means. `[..., D]`
-      obs: the observations.
-      log_scale: logarithms of the standard deviations of floats. `[D]`
-
-    Returns:
-      The distribution.
-    """
-    if log_scale is None:
-        return discrete_policy(space, outputs, obs)
-    return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
-
-
 def has_scale(space: Discrete | Box) -> bool:
     """Whether the distribution has a scale: whether actions are floats."""
     return isinstance(space, Box) and not is_integers(space)
 
 
 def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
-    """Makes the map from a policy's actions to an environment's actions.
+    """Makes the map from actions of a policy `[..., D]` to an environment's `[..., *space.shape]`, or `[...]` to `[...]`.
 
     Discrete actions pass unchanged. Integers of a `Box`, which a policy counts from 0, are shifted to its lower bounds. A
     component of a vector of floats with two finite bounds is clipped to [-1, 1] and scaled to the bounds; other components are
     only clipped to their bounds.
-
-    Args:
-      space: space of one action.
-
-    Returns:
-      A function from `[..., N]` to `[..., *space.shape]`, or from `[...]` to `[...]` if the space is `Discrete`.
     """
     if isinstance(space, Discrete):
         return lambda action: jnp.asarray(action, space.dtype)
@@ -144,15 +87,10 @@ def action_transform(space: Space) -> Callable[[jax.Array], jax.Array]:
 
 
 def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
-    """The inverse of `action_transform`: from an environment's actions to a policy's actions.
+    """The inverse of `action_transform`: from an environment's actions `[N, *space.shape]` to a policy's actions.
 
-    Args:
-      space: space of one action.
-      action: actions in the space. `[N, *space.shape]`
-
-    Returns:
-      Vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is `Discrete`, and
-      `[N, K]` int32 counted from 0 if it is a `Box` of integers.
+    These are vectors `[N, D]` float32, in [-1, 1] where the space has two finite bounds; integers `[N]` int32 if it is
+    `Discrete`, and `[N, K]` int32 counted from 0 if it is a `Box` of integers.
     """
     if not isinstance(space, Box):
         return action.astype(np.int32)
@@ -167,18 +105,7 @@ def policy_actions(space: Space, action: np.ndarray) -> np.ndarray:
 
 
 def check_discrete(name: str, space: Space) -> Discrete:
-    """Checks that actions are discrete.
-
-    Args:
-      name: name of the algorithm in error messages.
-      space: the space of actions.
-
-    Returns:
-      The same space.
-
-    Raises:
-      TypeError: if it is not `Discrete`.
-    """
+    """The space if its actions are discrete; raises TypeError, with the name of the algorithm, if it is not `Discrete`."""
     if isinstance(space, Discrete):
         return space
     if is_integers(space):
@@ -190,14 +117,7 @@ def check_discrete(name: str, space: Space) -> Discrete:
 
 
 def check_bounded(name: str, space: Space) -> Box:
-    """Checks that actions are bounded vectors of floats.
-
-    Args:
-      name: name of the algorithm in error messages.
-      space: the space of actions.
-
-    Returns:
-      The same space.
+    """Checks that actions are bounded vectors of floats, and returns the space; messages have the name of the algorithm.
 
     Raises:
       TypeError: if it is not a `Box` of floats.
@@ -218,5 +138,5 @@ def check_bounded(name: str, space: Space) -> Box:
 
 
 def check_discrete_or_bounded(name: str, space: Space) -> Discrete | Box:
-    """Checks that actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
+    """The space if its actions are discrete, or bounded vectors of floats: `check_discrete` or `check_bounded`."""
     return space if isinstance(space, Discrete) else check_bounded(name, space)

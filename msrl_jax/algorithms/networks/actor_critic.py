@@ -2,108 +2,17 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical
-from msrl_jax.algorithms.networks.layers import convolution, dense
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs
+from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical, policy_of
+from msrl_jax.algorithms.networks.layers import Layers, Torso, dense, make_torso
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import unmasked
-from msrl_jax.envs.spaces import flatten, is_integers
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "tanh": nn.tanh,
-    "relu": nn.relu,
-    "elu": nn.elu,
-    "gelu": nn.gelu,
-    "silu": nn.silu,
-}
-
-
-_LARGE = 36
-"""Images of this height and width have something left after the three convolutions."""
-_FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
-"""Number, size and stride of filters, by whether images are large."""
-
-
-class Torso(nn.Module):
-    """Features of an observation: convolutions of images, if wanted, then dense layers.
-
-    Images of at least 36x36 pass through three convolutions (Mnih et al., 2015, doi:10.1038/nature14236), uint8 divided by 255;
-    smaller ones through MinAtar's 16 3x3 filters (Young & Tian, 2019, arXiv 1903.03176).
-
-    Attributes:
-      observation_space: the space of one observation; of images `[H, W, C]` if `convolve`.
-      hidden_sizes: widths of the dense layers.
-      activation: a key of `ACTIVATIONS`.
-      convolve: whether convolutions come first.
-    """
-
-    observation_space: Space
-    hidden_sizes: tuple[int, ...]
-    activation: str
-    convolve: bool
-
-    @nn.compact
-    def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
-        """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
-        obs = unmasked(obs)
-        activation = ACTIVATIONS[self.activation]
-        if self.convolve:
-            large = min(obs.shape[-3:-1]) >= _LARGE
-            x = obs.astype(jnp.float32)
-            if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
-                x /= 255
-            for size, window, stride in _FILTERS[large]:
-                x = activation(convolution(size, window, stride)(x))
-            x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
-        else:
-            x = flatten(self.observation_space, obs)
-        if action is not None:
-            x = jnp.concatenate([x, action], axis=-1)
-        for size in self.hidden_sizes:
-            x = activation(dense(size, math.sqrt(2))(x))
-        return x
-
-
-class Layers(Protocol):
-    """What a config says of the layers of a network; see `make_torso`."""
-
-    @property
-    def hidden_sizes(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def activation(self) -> str: ...  # noqa: D102
-    @property
-    def network(self) -> str: ...  # noqa: D102
-
-
-def make_torso(observation_space: Space, config: Layers) -> Torso:
-    """Makes the torso for a space of observations.
-
-    Args:
-      observation_space: any space, which is flattened to vectors, or a `Box` of images `[H, W, C]` if the network convolves.
-      config: the layers; the network is "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
-
-    Returns:
-      The torso.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
-    """
-    shape = observation_space.shape if isinstance(observation_space, Box) else ()
-    convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)
-    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
-        raise ValueError(
-            f"network={config.network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
-            "use network='mlp'"
-        )
-    return Torso(observation_space, config.hidden_sizes, config.activation, convolve)
+from msrl_jax.envs.spaces import is_integers
 
 
 class _Module(nn.Module):

@@ -1,86 +1,47 @@
 """Policies and critics of several agents, feed-forward or recurrent; a critic may see the global state.
 
-In the shape descriptions, `S` denotes the length of what a centralized critic sees.
+A config has the layers of `make_torso`, the kind `core` of a recurrent layer ("none" for feed-forward networks), and its
+`memory_size`. Networks that convolve raise ValueError if observations are not images of at least 3x3. In the shape
+descriptions, `S` denotes the length of what a centralized critic sees.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.actor_critic import Layers, Torso, actor_critic, make_torso
-from msrl_jax.algorithms.networks.distributions import Distribution
-from msrl_jax.algorithms.networks.layers import dense
-from msrl_jax.algorithms.networks.policies import Network
-from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import (
-    RecurrentNetwork,
-    recurrent_actor_critic,
-    recurrent_network,
-    recurrent_q_network,
-)
+from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, linear_actor_critic
+from msrl_jax.algorithms.networks.distributions import Distribution, policy_of
+from msrl_jax.algorithms.networks.layers import Torso, dense, make_torso
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward, recurrent_network
 from msrl_jax.envs import Box, Discrete, Space
-from msrl_jax.envs.masks import unmasked, with_mask_of
-from msrl_jax.envs.spaces import flat_space, flatten, zeros
-
-Core = Literal["none", "gru", "lstm", "min_gru"]
-"""The kind of recurrent layer; "none" makes a feed-forward network."""
 
 
-def independent_network(
-    observation_space: Space, action_space: Space, config: Layers, *, core: Core, memory_size: int, shared_torso: bool
-) -> RecurrentNetwork:
+def independent_network(observation_space: Space, action_space: Space, config: Any) -> RecurrentNetwork:
     """Makes a policy and a critic that both see observations: the networks of PPO and of recurrent PPO.
 
-    Args:
-      observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      config: the layers.
-      core: the kind of recurrent layer.
-      memory_size: its size.
-      shared_torso: whether policy and critic share a torso; recurrent ones always do.
-
-    Returns:
-      The network; its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    Its outputs are distributions over actions, as in `actor_critic`, and values `[...]`. Policy and critic share a torso if the
+    config has `shared_torso`; recurrent ones always do. Raises TypeError if there is no policy for the space of actions.
     """
-    if core != "none":
-        return recurrent_actor_critic(observation_space, action_space, config, core=core, memory_size=memory_size)
-    network = actor_critic(observation_space, action_space, config, shared_torso=shared_torso)
-    return _feed_forward(observation_space, network.init, network.apply)
+    if config.core != "none":
+        return recurrent_network(observation_space, lambda features: linear_actor_critic(features, action_space), config)
+    return feed_forward(
+        observation_space, actor_critic(observation_space, action_space, config, shared_torso=config.shared_torso)
+    )
 
 
-def centralized_network(
-    observation_space: Space, action_space: Space, state_size: int, config: Layers, *, core: Core, memory_size: int
-) -> RecurrentNetwork:
+def centralized_network(observation_space: Space, action_space: Space, state_size: int, config: Any) -> RecurrentNetwork:
     """Makes a policy that sees observations, and a critic that sees global states.
 
-    Args:
-      observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      state_size: length of what the critic sees, `S`.
-      config: the layers of both.
-      core: the kind of recurrent layer of both.
-      memory_size: its size.
-
-    Returns:
-      The network. It takes pairs of observations and states `[..., S]`; its outputs are distributions over actions, as in
-      `actor_critic`, and values `[...]`.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    The network takes pairs of observations and states `[..., S]`; its outputs are those of `independent_network`. Raises
+    TypeError if there is no policy for the space of actions.
     """
     space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
-    actor = _network(observation_space, lambda torso: _Policy(torso, space), config, core, memory_size)
-    critic = _network(states, _Value, config, core, memory_size)
+    actor = _network(observation_space, lambda torso: _Policy(torso, space), config)
+    critic = _network(states, _Value, config)
 
     def init(key: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
@@ -130,122 +91,8 @@ class _Value(nn.Module):
         return dense(1, 1.0)(self.torso(state))[..., 0]
 
 
-def _network(
-    space: Space, make: Callable[[Torso], nn.Module], config: Layers, core: Core, memory_size: int
-) -> RecurrentNetwork:
+def _network(space: Space, make: Callable[[Torso], nn.Module], config: Any) -> RecurrentNetwork:
     """A module on a torso, or linear in the outputs of a recurrent core."""
-    if core == "none":
-        module = make(
-            make_torso(space, config)
-        )
-        return _feed_forward(space, module.init, module.apply)
-
-    def heads(features: Box) -> Network:
-        module = make(Torso(features, (), "tanh", convolve=False))
-        return Network(module.init, module.apply)  # type: ignore[arg-type]
-
-    return recurrent_network(space, heads, config, core=core, memory_size=memory_size)
-
-
-def _feed_forward(space: Any, init: Callable[..., Any], apply: Callable[..., Any]) -> RecurrentNetwork:
-    """Gives a network the interface of a recurrent one, with an empty carry."""
-    return RecurrentNetwork(
-        init=lambda key: init(key, zeros(space)),
-        initial_carry=lambda batch_shape: (),
-        step=lambda params, obs, carry: (apply(params, obs), carry),
-        unroll=lambda params, obs, is_first, carry: (apply(params, obs), carry),
-    )
-
-
-def agent_values(
-    observation_space: Space,
-    action_space: Discrete,
-    num_agents: int,
-    config: Layers,
-    *,
-    core: Core,
-    memory_size: int,
-    dueling: bool,
-    shared: bool,
-    agent_ids: bool,
-) -> RecurrentNetwork:
-    """Makes the action values of every agent of a team, from joint observations.
-
-    Args:
-      observation_space: the space of one agent's observations, a `Box`.
-      action_space: the space of one agent's `N` actions.
-      num_agents: number of agents, `A`.
-      config: the layers.
-      core: the kind of recurrent layer.
-      memory_size: its size.
-      dueling: whether there are separate streams for values and for advantages.
-      shared: whether all agents have one network, or each its own.
-      agent_ids: whether a shared network also sees which agent it acts for.
-
-    Returns:
-      The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
-    """
-    identify = shared and agent_ids and num_agents > 1
-    space = with_ids_space(observation_space, num_agents) if identify else observation_space
-    if core == "none":
-        values = q_network(space, action_space, config, dueling=dueling)
-        one = _feed_forward(space, values.init, lambda params, obs: values.apply(params, obs)[..., 0])
-    else:
-        one = recurrent_q_network(space, action_space, config, core=core, memory_size=memory_size, dueling=dueling)
-
-    def init(key: jax.Array) -> Any:
-        # One after another: a batched QR decomposition of orthogonal initializers is slow.
-        return one.init(key) if shared else jax.lax.map(one.init, jax.random.split(key, num_agents))
-
-    def seen(joint: Any) -> Any:
-        return with_ids(joint.obs, num_agents, observation_space) if identify else joint.obs
-
-    def step(params: Any, joint: Any, carry: Any) -> tuple[jax.Array, Any]:
-        obs = seen(joint)
-        if shared:
-            return one.step(params, obs, carry)
-        axis = joint.present.ndim - 1
-        return jax.vmap(one.step, in_axes=(0, axis, axis), out_axes=axis)(params, obs, carry)
-
-    def unroll(params: Any, joint: Any, is_first: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
-        obs = seen(joint)
-        if not shared:
-            return jax.vmap(one.unroll, in_axes=(0, 2, None, 1), out_axes=2)(params, obs, is_first, carry)
-        # The agents of an environment are rows of the one network.
-        length, batch = is_first.shape
-        rows = jax.tree.map(lambda x: x.reshape(length, -1, *x.shape[3:]), obs)
-        carry = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), carry)
-        outputs = one.unroll(params, rows, jnp.repeat(is_first, num_agents, axis=1), carry)
-        return jax.tree.map(lambda x: x.reshape(length, batch, num_agents, *x.shape[2:]), outputs)
-
-    return RecurrentNetwork(init, lambda batch_shape: one.initial_carry((*batch_shape, num_agents)), step, unroll)
-
-
-def with_ids(obs: Any, num_agents: int, space: Space | None = None) -> Any:
-    """Appends the number of the agent, one-hot, to observations `[..., A, *shape]`, flattened; a mask stays as it is.
-
-    Args:
-      obs: observations of a space, or vectors if none is given.
-      num_agents: number of agents, `A`.
-      space: the space of one agent's observations.
-
-    Returns:
-      Vectors. `[..., A, D + A]` float32
-    """
-    plain = unmasked(obs)
-    vectors = plain if space is None else flatten(space, plain)
-    ids = jnp.broadcast_to(jnp.eye(num_agents), (*vectors.shape[:-1], num_agents))
-    return with_mask_of(obs, jnp.concatenate([vectors, ids], axis=-1))
-
-
-def with_ids_space(space: Space, num_agents: int) -> Box:
-    """The space of the results of `with_ids`; raises TypeError if observations are arrays of several dimensions."""
-    if isinstance(space, Box) and len(space.shape) > 1:
-        raise TypeError(
-            f"agent_ids=True appends the number of the agent to vectors, but observations are in {space}; flatten them, or use "
-            "agent_ids=False"
-        )
-    return Box(-np.inf, np.inf, (flat_space(space).shape[0] + num_agents,))
+    if config.core == "none":
+        return feed_forward(space, make(make_torso(space, config)))
+    return recurrent_network(space, lambda features: make(Torso(features, (), "tanh", convolve=False)), config)

@@ -7,10 +7,14 @@ the whole batch. `sample` takes one typed key per element, so that a sample does
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+
+from msrl_jax.envs import Box, Discrete
+from msrl_jax.envs.masks import only_legal
+from msrl_jax.envs.spaces import num_values
 
 
 class Distribution(Protocol):
@@ -199,6 +203,32 @@ class TanhNormal:
     def kl(self, other: Self) -> jax.Array:
         """KL(self, other) in nats: the divergence of the bases, since squashing is invertible. `[...]`."""
         return self.base.kl(other.base)
+
+
+def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical | MultiCategorical:
+    """The distribution over actions in a `Discrete` space, only legal ones if observations have masks, or a `Box` of integers.
+
+    The outputs `[..., D]` are logits of all actions, or of all values of the first integer, then of the second, and so on.
+    """
+    if isinstance(space, Discrete):
+        return Categorical(only_legal(outputs, obs))
+    sizes = num_values(space)
+    if len(set(sizes)) == 1:
+        return MultiCategorical(outputs.reshape(*outputs.shape[:-1], len(sizes), sizes[0]))
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    padding = [(0, 0)] * (outputs.ndim - 1)
+    logits = [
+        jnp.pad(outputs[..., end - size : end], [*padding, (0, max(sizes) - size)], constant_values=-jnp.inf)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    return MultiCategorical(jnp.stack(logits, axis=-2))
+
+
+def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:
+    """As `discrete_policy`; or for a `Box` of floats a `Normal` around `outputs` with the `log_scale` `[D]`."""
+    if log_scale is None:
+        return discrete_policy(space, outputs, obs)
+    return Normal(outputs, jnp.broadcast_to(log_scale, outputs.shape))
 
 
 def choose(policy: Distribution, key: jax.Array | None) -> jax.Array:

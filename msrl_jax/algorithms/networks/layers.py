@@ -1,12 +1,20 @@
-"""Layers with weight gradients that XLA computes quickly on CPUs; on other platforms they are the usual layers."""
+"""Layers, the torso of all networks, and what a network is.
 
+The layers have weight gradients that XLA computes quickly on CPUs; on other platforms they are the usual layers.
+"""
+
+import dataclasses
 import functools
 import math
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+
+from msrl_jax.envs import Box, Space, spaces
+from msrl_jax.envs.masks import unmasked
 
 
 def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
@@ -62,9 +70,7 @@ def _convolve_backward(stride, residuals, g):
 
 def _patch_gradient(stride: int, x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
     height, width = (stride * (size - 1) + 1 for size in g.shape[1:3])
-    shifted = [
-        x[:, i : i + height : stride, j : j + width : stride] for i in range(w.shape[0]) for j in range(w.shape[1])
-    ]
+    shifted = [x[:, i : i + height : stride, j : j + width : stride] for i in range(w.shape[0]) for j in range(w.shape[1])]
     patches = jnp.concatenate(shifted, axis=-1)
     return _product_gradient(patches, g).reshape(w.shape)
 
@@ -91,6 +97,116 @@ def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
         kernel_init=kernel_init,
         conv_general_dilated=lambda x, w, *_, **__: convolve(x, w, stride),
     )
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": nn.tanh,
+    "relu": nn.relu,
+    "elu": nn.elu,
+    "gelu": nn.gelu,
+    "silu": nn.silu,
+}
+
+_LARGE = 36
+"""Images of this height and width have something left after the three convolutions."""
+_FILTERS = {False: ((16, 3, 1),), True: ((32, 8, 4), (64, 4, 2), (64, 3, 1))}
+"""Number, size and stride of filters, by whether images are large."""
+
+
+class Torso(nn.Module):
+    """Features of an observation: convolutions of images, if wanted, then dense layers.
+
+    Images of at least 36x36 pass through three convolutions (Mnih et al., 2015, doi:10.1038/nature14236), uint8 divided by 255;
+    smaller ones through MinAtar's 16 3x3 filters (Young & Tian, 2019, arXiv 1903.03176).
+
+    Attributes:
+      observation_space: the space of one observation; of images `[H, W, C]` if `convolve`.
+      hidden_sizes: widths of the dense layers.
+      activation: a key of `ACTIVATIONS`.
+      convolve: whether convolutions come first.
+    """
+
+    observation_space: Space
+    hidden_sizes: tuple[int, ...]
+    activation: str
+    convolve: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> jax.Array:
+        """Maps observations `[..., *observation_shape]`, with or without actions `[..., D]`, to `[..., hidden_sizes[-1]]`."""
+        obs = unmasked(obs)
+        activation = ACTIVATIONS[self.activation]
+        if self.convolve:
+            large = min(obs.shape[-3:-1]) >= _LARGE
+            x = obs.astype(jnp.float32)
+            if large and obs.dtype == jnp.uint8:  # small ones may be numbers of tiles
+                x /= 255
+            for size, window, stride in _FILTERS[large]:
+                x = activation(convolution(size, window, stride)(x))
+            x = x.reshape(*obs.shape[: obs.ndim - len(self.observation_space.shape)], -1)
+        else:
+            x = spaces.flatten(self.observation_space, obs)
+        if action is not None:
+            x = jnp.concatenate([x, action], axis=-1)
+        for size in self.hidden_sizes:
+            x = activation(dense(size, math.sqrt(2))(x))
+        return x
+
+
+class Layers(Protocol):
+    """What a config says of the layers of a network; see `make_torso`."""
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def activation(self) -> str: ...  # noqa: D102
+    @property
+    def network(self) -> str: ...  # noqa: D102
+
+
+def make_torso(observation_space: Space, config: Layers) -> Torso:
+    """Makes the torso for a space of observations.
+
+    Args:
+      observation_space: any space, which is flattened to vectors, or a `Box` of images `[H, W, C]` if the network convolves.
+      config: the layers; the network is "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
+
+    Returns:
+      The torso.
+
+    Raises:
+      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    """
+    shape = observation_space.shape if isinstance(observation_space, Box) else ()
+    convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)
+    if convolve and (len(shape) != 3 or min(shape[:2]) < 3):
+        raise ValueError(
+            f"network={config.network!r} convolves images [H, W, C] of at least 3x3, got {shape or observation_space}; "
+            "use network='mlp'"
+        )
+    return Torso(observation_space, config.hidden_sizes, config.activation, convolve)
+
+
+Carry = tuple[jax.Array, ...]
+"""A recurrent state: arrays `[..., H]`; empty for networks without one. An episode starts with zeros."""
+
+
+def forget(is_first: jax.Array, carry: Carry) -> Carry:
+    """Clears a carry `[..., H]` where an observation is the first of an episode, `is_first` bool of its first dimensions."""
+    return tuple(jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x) for x in carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A network as pure functions of its parameters, from any library of networks.
+
+    Attributes:
+      init: `(key, *inputs) -> params`.
+      apply: `(params, *inputs) -> outputs`, arrays or distributions.
+    """
+
+    init: Callable[..., Any]
+    apply: Callable[..., Any]
 
 
 ArraysT = TypeVar("ArraysT")

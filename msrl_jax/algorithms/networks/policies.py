@@ -1,36 +1,27 @@
-"""Policies for off-policy and offline actor-critics.
+"""Policies and critics of off-policy and offline actor-critics.
 
-In the shape descriptions, `B` denotes the batch size and `D` the length of a continuous action. Continuous actions are in
-[-1, 1]; only the environment has other units.
+In the shape descriptions, `B` denotes the batch size, `C` the number of critics, `N` the number of discrete actions and `D`
+the length of a continuous action. Continuous actions are in [-1, 1]; only the environment has other units. Networks that
+convolve raise ValueError if observations are not images of at least 3x3.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import discrete_policy, has_scale, num_outputs
-from msrl_jax.algorithms.networks.actor_critic import Layers, Torso, make_torso
-from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal, TanhNormal, choose
-from msrl_jax.algorithms.networks.layers import dense
+from msrl_jax.algorithms.networks.actions import has_scale, num_outputs
+from msrl_jax.algorithms.networks.distributions import (
+    Categorical,
+    MultiCategorical,
+    Normal,
+    TanhNormal,
+    discrete_policy,
+)
+from msrl_jax.algorithms.networks.layers import Layers, Network, Torso, dense, make_torso
 from msrl_jax.envs import Box, Discrete, Space
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A network as pure functions of its parameters.
-
-    Attributes:
-      init: `(key, *inputs) -> params`.
-      apply: `(params, *inputs) -> outputs`.
-    """
-
-    init: Callable[..., Any]
-    apply: Callable[..., jax.Array]
 
 
 class _Linear(nn.Module):
@@ -47,23 +38,12 @@ class _Linear(nn.Module):
 
 
 def linear_network(observation_space: Space, config: Layers, *, num_outputs: int, scale: float) -> Network:
-    """Makes a network of a torso and a linear layer.
+    """Makes a network of a torso and a linear layer, whose initial weights have a scale.
 
-    Args:
-      observation_space: any space.
-      config: the layers.
-      num_outputs: number of outputs.
-      scale: scale of the linear layer's initial weights.
-
-    Returns:
-      The network: `(params, obs [..., *observation_shape]) -> [..., num_outputs]`; actions `[..., D]` may follow `obs`.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    It maps `(params, obs [..., *observation_shape])` to `[..., num_outputs]`; actions `[..., D]` may follow `obs`.
     """
-    torso = make_torso(observation_space, config)
-    module = _Linear(torso, num_outputs, scale)
-    return Network(module.init, cast(Any, module.apply))
+    module = _Linear(make_torso(observation_space, config), num_outputs, scale)
+    return Network(module.init, module.apply)
 
 
 def make_actor(observation_space: Space, num_outputs: int, config: Layers) -> Network:
@@ -71,24 +51,7 @@ def make_actor(observation_space: Space, num_outputs: int, config: Layers) -> Ne
     return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """A distribution over actions as pure functions of parameters.
-
-    Attributes:
-      init: `(key, obs [..., *observation_shape]) -> params`.
-      apply: `(params, obs) -> distribution`.
-    """
-
-    init: Callable[[jax.Array, jax.Array], Any]
-    apply: Callable[[Any, jax.Array], Categorical | MultiCategorical | TanhNormal]
-
-    def choose_action(self, params: Any, obs: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Actions for observations `[E, ...]`: drawn, or the most probable ones if `key` is None."""
-        return choose(self.apply(params, obs), key)
-
-
-def make_policy(observation_space: Space, action_space: Discrete | Box, config: Layers) -> Policy:
+def make_policy(observation_space: Space, action_space: Discrete | Box, config: Layers) -> Network:
     """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a scale that depends on the observation.
 
     Args:
@@ -97,34 +60,64 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
       config: the layers.
 
     Returns:
-      The policy.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+      The network: `(params, obs [..., *observation_shape]) -> Categorical, MultiCategorical or TanhNormal`.
     """
     if not has_scale(action_space):
         logits = make_actor(observation_space, num_outputs(action_space), config)
-        return Policy(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
+        return Network(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
     network = make_actor(observation_space, 2 * math.prod(action_space.shape), config)
 
     def apply(params: Any, obs: jax.Array) -> TanhNormal:
         loc, log_scale = jnp.split(network.apply(params, obs), 2, axis=-1)
         return TanhNormal(Normal(loc, jnp.clip(log_scale, -20.0, 2.0)))
 
-    return Policy(network.init, apply)
+    return Network(network.init, apply)
 
 
 def log_likelihood(policy: Categorical | MultiCategorical | TanhNormal, action: jax.Array) -> jax.Array:
-    """Log-likelihoods of the actions of a data set.
+    """Log-likelihoods `[B]` in nats of the actions of a data set: `[B]`, integers `[B, K]`, or floats in [-1, 1] `[B, D]`.
 
-    Continuous actions are clipped to [-0.999, 0.999], because the log-density of a squashed distribution has no use at a
-    bound.
-
-    Args:
-      policy: the distribution.
-      action: discrete actions `[B]`, integers `[B, K]`, or continuous ones in [-1, 1] `[B, D]`.
-
-    Returns:
-      The log-likelihoods, in nats. `[B]`
+    Floats are clipped to [-0.999, 0.999], because the log-density of a squashed distribution has no use at a bound.
     """
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
+
+
+def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Layers) -> Network:
+    """Makes critics with different initial parameters; one batched product computes a layer of all critics.
+
+    Args:
+      observation_space: any space.
+      action_space: `Discrete`, or a `Box`.
+      num_critics: number of critics, `C`.
+      config: the layers.
+
+    Returns:
+      The network: `(params, obs [B, ...]) -> values [C, B, N]` for discrete actions, or `(params, obs, action [B, D]) ->
+      values [C, B]` for continuous ones. Its `init` takes the observations alone.
+    """
+    discrete = isinstance(action_space, Discrete)
+    critic = linear_network(observation_space, config, num_outputs=action_space.n if discrete else 1, scale=1.0)
+
+    def init(key: jax.Array, obs: Any) -> Any:
+        batch = len(jax.tree.leaves(obs)[0])
+        inputs = (obs,) if discrete else (obs, jnp.zeros((batch, math.prod(action_space.shape))))
+        return jax.lax.map(lambda k: critic.init(k, *inputs), jax.random.split(key, num_critics))
+
+    def apply(params: Any, *inputs: jax.Array) -> jax.Array:
+        values = jax.vmap(lambda p: critic.apply(p, *inputs))(params)
+        return values if discrete else values[..., 0]
+
+    return Network(init, apply)
+
+
+def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
+    """The critics' values `[C, B]` of actions `[B]` or `[B, D]`."""
+    if jnp.issubdtype(action.dtype, jnp.integer):
+        return jnp.take_along_axis(critics.apply(params, obs), action[None, :, None], axis=-1)[..., 0]
+    return critics.apply(params, obs, action)
+
+
+def make_value(observation_space: Space, config: Layers) -> Network:
+    """Makes the network of a value function: `(params, obs [..., *observation_shape]) -> values [...]`."""
+    network = linear_network(observation_space, config, num_outputs=1, scale=1.0)
+    return Network(network.init, lambda params, obs: network.apply(params, obs)[..., 0])

@@ -1,38 +1,295 @@
-"""Recurrent networks: an actor-critic and action values on a recurrent core.
+"""Recurrent layers: GRU and LSTM, whose steps wait for each other, and minGRU, whose steps need not; networks with one.
 
-In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments and `H` the size of the
-recurrent state.
+In the shape descriptions, `T` denotes the length of an unroll, `E` the number of environments, `I` the size of an input
+and `H` the size of the recurrent state. A carry (the recurrent state) is a tuple of arrays `[..., H]`; the first array is the
+output of the core. An episode starts with zeros.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actor_critic import Layers, linear_actor_critic, make_torso
-from msrl_jax.algorithms.networks.cores import Carry, recurrent_core
-from msrl_jax.algorithms.networks.layers import flatten, unflatten
-from msrl_jax.algorithms.networks.q_network import q_network_on_features
-from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.algorithms.networks.layers import Carry, flatten, forget, make_torso, matmul, unflatten
+from msrl_jax.envs import Box, Space
 from msrl_jax.envs.masks import with_mask_of
 from msrl_jax.envs.spaces import zeros
 
+Gates = tuple[jax.Array, ...]
+"""One array `[..., H]` for each gate."""
 
-class Heads(Protocol):
-    """A network from features to outputs, such as an `ActorCritic` or a `QNetwork`."""
 
-    @property
-    def init(self) -> Callable[[jax.Array, jax.Array], Any]:
-        """`(key, features [..., H]) -> params`."""
-        ...
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One step of a recurrent network, without its matrices.
 
-    @property
-    def apply(self) -> Callable[[Any, jax.Array], Any]:
-        """`(params, features [..., H]) -> outputs [..., ...]`."""
-        ...
+    Attributes:
+      biases: initial bias of every gate.
+      num_arrays: number of arrays in a carry.
+      update: `(from_input, from_carry, carry) -> carry`, elementwise. `from_input` is the product of the input and its
+        matrix, plus the bias; `from_carry` is the product of the last output and the recurrent matrix.
+    """
+
+    biases: tuple[float, ...]
+    num_arrays: int
+    update: Callable[[Gates, Gates, Carry], Carry]
+
+
+def _gru(x: Gates, u: Gates, carry: Carry) -> Carry:
+    (h,) = carry
+    reset, keep = jax.nn.sigmoid(x[0] + u[0]), jax.nn.sigmoid(x[1] + u[1])
+    candidate = jnp.tanh(x[2] + reset * u[2])
+    return (candidate + keep * (h - candidate),)
+
+
+def _lstm(x: Gates, u: Gates, carry: Carry) -> Carry:
+    _, c = carry
+    write, keep, read = (jax.nn.sigmoid(a + b) for a, b in zip(x[:3], u[:3], strict=True))
+    c = keep * c + write * jnp.tanh(x[3] + u[3])
+    return read * jnp.tanh(c), c
+
+
+CELLS: dict[str, Cell] = {
+    # Cho et al., 2014, arXiv 1406.1078, with the reset gate after the recurrent matrix, as in cuDNN: one product per step.
+    "gru": Cell((0.0, 0.0, 0.0), 1, _gru),
+    # Gers et al., 2000; the forget gate starts open (Jozefowicz et al., 2015).
+    "lstm": Cell((0.0, 1.0, 0.0, 0.0), 2, _lstm),
+}
+
+LONGEST_MEMORY = 128
+"""How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """A recurrent layer as pure functions of its parameters.
+
+    Attributes:
+      init: `(key, input_size) -> params`.
+      initial_carry: `(batch_shape) -> carry`, zeros.
+      step: `(params, inputs [..., I], carry [..., H]) -> carry`.
+      unroll: `(params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> carries after every step [T, E, H]`; the
+        carry is cleared before the first step of every episode.
+    """
+
+    init: Callable[[jax.Array, int], Any]
+    initial_carry: Callable[[tuple[int, ...]], Carry]
+    step: Callable[[Any, jax.Array, Carry], Carry]
+    unroll: Callable[[Any, jax.Array, jax.Array, Carry], Carry]
+
+
+def recurrent_core(name: str, size: int) -> Core:
+    """Makes a recurrent layer.
+
+    Args:
+      name: "gru", "lstm" or "min_gru".
+      size: size of the carry, `H`.
+
+    Returns:
+      The layer. Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
+    """
+    return _min_gru(size) if name == "min_gru" else _stepwise(CELLS[name], size)
+
+
+def _stepwise(cell: Cell, size: int) -> Core:
+    """A layer whose gates depend on its last output; the products of its inputs are one product for all steps."""
+    num_gates = len(cell.biases)
+
+    def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        input_key, *keys = jax.random.split(key, 1 + num_gates)
+        orthogonal = nn.initializers.orthogonal()
+        return {
+            "input": nn.initializers.lecun_normal()(input_key, (input_size, num_gates * size)),
+            "recurrent": jnp.concatenate([orthogonal(k, (size, size)) for k in keys], axis=-1),
+            "bias": jnp.repeat(jnp.array(cell.biases, jnp.float32), size),
+        }
+
+    def initial_carry(batch_shape: tuple[int, ...]) -> Carry:
+        return (jnp.zeros((*batch_shape, size)),) * cell.num_arrays
+
+    def gates(params: Any, inputs: jax.Array) -> Gates:
+        return _per_gate(matmul(inputs, params["input"]) + params["bias"], num_gates)
+
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
+        return cell.update(gates(params, inputs), _per_gate(matmul(carry[0], params["recurrent"]), num_gates), carry)
+
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
+        return _scan(cell.update, params["recurrent"], gates(params, inputs), is_first, carry)
+
+    return Core(init, initial_carry, step, unroll)
+
+
+def _min_gru(size: int) -> Core:
+    """A GRU whose gates see inputs alone: its carries are a linear recurrence (minGRU; Feng et al., 2024, arXiv 2410.01201)."""
+
+    def init(key: jax.Array, input_size: int) -> dict[str, jax.Array]:
+        # Units start with evenly spaced lengths of memory (Tallec and Ollivier, 2018, arXiv 1804.11188). With all gates half
+        # open, PPO needed three to five times as many steps to learn a chain of 15.
+        keep = jnp.log(jnp.linspace(1, LONGEST_MEMORY - 1, size))
+        return {
+            "input": nn.initializers.lecun_normal()(key, (input_size, 2 * size)),
+            "bias": jnp.concatenate([keep, jnp.zeros(size)]),
+        }
+
+    def gates(params: Any, inputs: jax.Array) -> Gates:
+        keep, candidate = _per_gate(matmul(inputs, params["input"]) + params["bias"], 2)
+        keep = jax.nn.sigmoid(keep)
+        return keep, (1 - keep) * candidate
+
+    def step(params: Any, inputs: jax.Array, carry: Carry) -> Carry:
+        keep, write = gates(params, inputs)
+        return (keep * carry[0] + write,)
+
+    def unroll(params: Any, inputs: jax.Array, is_first: jax.Array, carry: Carry) -> Carry:
+        keep, write = gates(params, inputs)
+        (keep,) = forget(is_first, (keep,))  # what an episode keeps of the one before
+        return (linear_recurrence(keep, write, carry[0]),)
+
+    return Core(init, lambda batch_shape: (jnp.zeros((*batch_shape, size)),), step, unroll)
+
+
+def _per_gate(x: jax.Array, num_gates: int) -> Gates:
+    # One array per gate: on a CPU, XLA does not vectorize a loop over slices of one array, and a step of the scan took four
+    # times as long.
+    return tuple(jnp.split(x, num_gates, axis=-1))
+
+
+def _carries_and_products(
+    update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
+) -> tuple[Carry, jax.Array]:
+    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix.
+
+    Also returns the products of that matrix and the outputs before every step, for all gates one after another.
+    """
+
+    def step(carry, inputs):
+        x, is_first = inputs
+        carry = forget(is_first, carry)
+        product = carry[0] @ kernel
+        carry = update(x, _per_gate(product, len(x)), carry)
+        return carry, (carry, product)
+
+    return jax.lax.scan(step, carry, (x, is_first))[1]
+
+
+def _plain_scan(update, kernel, x, is_first, carry):
+    return _carries_and_products(update, kernel, x, is_first, carry)[0]
+
+
+_scan = jax.custom_vjp(_plain_scan, nondiff_argnums=(0,))
+
+
+def _scan_forward(update, kernel, x, is_first, carry):
+    carries, products = _carries_and_products(update, kernel, x, is_first, carry)
+    return carries, (kernel, x, is_first, carry, carries, products)
+
+
+def _scan_backward(update, residuals, cotangents):
+    kernel, x, is_first, carry, carries, products = residuals
+    before = tuple(jnp.concatenate([m[None], ms[:-1]]) for m, ms in zip(carry, carries, strict=True))
+    before = forget(is_first, before)
+    # Only the cotangents of the carries depend on later steps, so only they need a scan. Before the scan, compute the
+    # derivatives of every carry for all steps at once; a cell is elementwise, so the derivatives are arrays, not matrices.
+    # After the scan, compute the gradients of gates and matrix; in the scan, every step would sum them over devices.
+    _, pullback = jax.vjp(update, x, _per_gate(products, len(x)), before)
+    ones, zeros = jnp.ones_like(before[0]), jnp.zeros_like(before[0])
+    slopes = [pullback(tuple(ones if i == j else zeros for i in range(len(carry)))) for j in range(len(carry))]
+    by_x, by_u, by_carry = zip(*slopes, strict=True)
+    by_u = tuple(jnp.stack(by, axis=-2) for by in by_u)  # one array, one multiplication per step
+
+    def through_gates(cotangent: Carry, by_u: Gates) -> jax.Array:
+        terms = (c[..., None, :] * by for c, by in zip(cotangent, by_u, strict=True))
+        du = functools.reduce(jnp.add, terms)
+        return du.reshape(*du.shape[:-2], -1)
+
+    def step(later, inputs):
+        is_first, cotangent, by_u, by_carry = inputs
+        cotangent = tuple(map(jnp.add, later, cotangent))
+        output, *rest = _chain(cotangent, by_carry)
+        output += jax.lax.optimization_barrier(through_gates(cotangent, by_u)) @ transposed
+        return forget(is_first, (output, *rest)), cotangent
+
+    # Without the barriers, XLA fuses transpose, chain rule and product for one row: a loop that took ten times as long.
+    transposed = jax.lax.optimization_barrier(kernel.T)
+    start = tuple(map(jnp.zeros_like, carry))
+    dcarry, cotangents = jax.lax.scan(step, start, (is_first, cotangents, by_u, by_carry), reverse=True)
+    du = through_gates(cotangents, by_u)
+    (dkernel,) = jax.vjp(lambda kernel: matmul(before[0], kernel), kernel)[1](du)
+    return dkernel, _chain(cotangents, by_x), None, dcarry
+
+
+def _chain(cotangents: Carry, slopes: tuple[Gates, ...]) -> Gates:
+    """The elementwise chain rule: combines the cotangents of the carries with their derivatives by each of several arrays."""
+    return tuple(functools.reduce(jnp.add, map(jnp.multiply, cotangents, by)) for by in zip(*slopes, strict=True))
+
+
+_scan.defvjp(_scan_forward, _scan_backward)
+
+
+Scan = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`(decay [T, ...], inputs [T, ...], start [...]) -> h [T, ...]`."""
+
+
+def step_by_step(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+    """The recurrence as a loop of `T` steps."""
+
+    def step(h, now):
+        decay, x = now
+        h = decay * h + x
+        return h, h
+
+    return jax.lax.scan(step, start, (decay, inputs))[1]
+
+
+def associative(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+    """The recurrence in about `2 * log2(T)` parallel steps (Blelloch, 1990)."""
+
+    def join(early, late):
+        return early[0] * late[0], late[0] * early[1] + late[1]
+
+    inputs = inputs.at[0].add(decay[0] * start)
+    return jax.lax.associative_scan(join, (decay, inputs))[1]
+
+
+def by_platform(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+    """The recurrence as it is fast: step by step on a CPU, in parallel elsewhere."""
+    # A CPU core does more work in a parallel scan and has nothing to do it with: the loop took 0.6 times as long, and compiled
+    # in a third of the time.
+    return jax.lax.platform_dependent(decay, inputs, start, cpu=step_by_step, default=associative)
+
+
+def _recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+    return scan(decay, inputs, start)
+
+
+def _forward(scan, decay, inputs, start):
+    h = scan(decay, inputs, start)
+    return h, (decay, start, h)
+
+
+def _backward(scan, residuals, cotangents):
+    # The cotangents of the inputs are a linear recurrence from the last step to the first, with the decay of the step after.
+    # Differentiated by JAX, a parallel scan would keep all its partial results.
+    decay, start, h = residuals
+    decay_after = jnp.concatenate([decay[1:], jnp.zeros_like(decay[:1])])
+    dinputs = scan(decay_after[::-1], cotangents[::-1], jnp.zeros_like(start))[::-1]
+    before = jnp.concatenate([start[None], h[:-1]])
+    return dinputs * before, dinputs, decay[0] * dinputs[0]
+
+
+recurrence = jax.custom_vjp(_recurrence, nondiff_argnums=(0,))
+"""`(scan, decay [T, ...], inputs [T, ...], start [...]) -> h [T, ...]`, whose gradient is a recurrence with the same scan."""
+recurrence.defvjp(_forward, _backward)
+
+
+def linear_recurrence(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+    """Computes `h[t] = decay[t] * h[t - 1] + inputs[t]` `[T, ...]` with `h[-1] = start` `[...]`, elementwise."""
+    return recurrence(by_platform, decay, inputs, start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +310,13 @@ class RecurrentNetwork:
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
 
 
-class RecurrentLayers(Layers, Protocol):
-    """What a config says of a recurrent network: its dense layers, then its core."""
-
-    @property
-    def core(self) -> Any: ...  # noqa: D102
-    @property
-    def memory_size(self) -> int: ...  # noqa: D102
-
-
-def recurrent_network(
-    observation_space: Space, make_heads: Callable[[Box], Heads], config: Layers, *, core: Any, memory_size: int
-) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent core, and heads.
+def recurrent_network(observation_space: Space, make_heads: Callable[[Box], Any], config: Any) -> RecurrentNetwork:
+    """Makes a network of a torso, a recurrent layer, and heads.
 
     Args:
       observation_space: any space; of images `[H, W, C]` if the network convolves.
-      make_heads: makes the heads for the space of the core's outputs.
-      config: sizes of the torso.
-      core: the kind of the core.
-      memory_size: its size, `H`.
+      make_heads: makes the heads, such as an `ActorCritic` or a `Network`, for the space of the layer's outputs.
+      config: the layers of the torso, then the kind `core` of the recurrent layer and its `memory_size`, `H`.
 
     Returns:
       The network.
@@ -81,15 +325,15 @@ def recurrent_network(
       ValueError: if the network convolves and the observations are not images of at least 3x3.
     """
     torso = make_torso(observation_space, config)
-    memory = recurrent_core(core, memory_size)
-    heads = make_heads(Box(-np.inf, np.inf, (memory_size,)))
+    memory = recurrent_core(config.core, config.memory_size)
+    heads = make_heads(Box(-np.inf, np.inf, (config.memory_size,)))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
         return {
             "torso": torso.init(torso_key, zeros(observation_space)),
             "core": memory.init(core_key, config.hidden_sizes[-1]),
-            "heads": heads.init(heads_key, jnp.zeros((1, memory_size))),
+            "heads": heads.init(heads_key, jnp.zeros((1, config.memory_size))),
         }
 
     def features(params: Any, obs: jax.Array) -> jax.Array:
@@ -108,46 +352,11 @@ def recurrent_network(
     return RecurrentNetwork(init, memory.initial_carry, step, unroll)
 
 
-def recurrent_actor_critic(observation_space: Space, action_space: Space, config: RecurrentLayers) -> RecurrentNetwork:
-    """Makes a recurrent policy and value function: linear heads on a recurrent core.
-
-    Args:
-      observation_space: any space; of images `[H, W, C]` if the network convolves.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      config: sizes of the torso and the core.
-
-    Returns:
-      The network. Its outputs are distributions over actions, as in `actor_critic`, and values `[...]`.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
-    """
-    heads = lambda features: linear_actor_critic(features, action_space)  # noqa: E731
-    return recurrent_network(observation_space, heads, config, core=config.core, memory_size=config.memory_size)
-
-
-def recurrent_q_network(
-    observation_space: Space, action_space: Discrete, config: RecurrentLayers, *, dueling: bool
-) -> RecurrentNetwork:
-    """Makes recurrent action values: a linear head on a recurrent core, or two streams of one dense layer each.
-
-    Args:
-      observation_space: any space; of images `[H, W, C]` if the network convolves.
-      action_space: its size is `A`.
-      config: sizes of the torso and the core; streams are as wide as the last dense layer.
-      dueling: whether there are separate streams for values and for advantages.
-
-    Returns:
-      The network: its outputs are values `[..., A]`.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
-    """
-
-    def make_heads(features: Box) -> Heads:
-        sizes = config.hidden_sizes[-1:] if dueling else ()
-        heads = q_network_on_features(features, action_space, hidden_sizes=sizes, activation=config.activation, dueling=dueling)
-        return dataclasses.replace(heads, apply=lambda params, x: heads.apply(params, x)[..., 0])
-
-    return recurrent_network(observation_space, make_heads, config, core=config.core, memory_size=config.memory_size)
+def feed_forward(space: Space, network: Any) -> RecurrentNetwork:
+    """A network without a memory in the form of a recurrent one, with an empty carry."""
+    return RecurrentNetwork(
+        init=lambda key: network.init(key, zeros(space)),
+        initial_carry=lambda batch_shape: (),
+        step=lambda params, obs, carry: (network.apply(params, obs), carry),
+        unroll=lambda params, obs, is_first, carry: (network.apply(params, obs), carry),
+    )

@@ -1,11 +1,8 @@
 """Returns and advantages over time-major arrays `[T, ...]`, for algorithms of your own."""
 
-from msrl_jax._deprecated import deprecated as _deprecated
 from msrl_jax.algorithms.returns.advantages import gae as gae
 from msrl_jax.algorithms.returns.advantages import standardize as standardize
 from msrl_jax.algorithms.returns.estimators import lambda_return as lambda_return
 from msrl_jax.algorithms.returns.estimators import n_step_return as n_step_return
 from msrl_jax.algorithms.returns.estimators import retrace as retrace
 from msrl_jax.algorithms.returns.estimators import vtrace as vtrace
-
-standardise = _deprecated("standardise", standardize)

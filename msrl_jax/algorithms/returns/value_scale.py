@@ -5,33 +5,36 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from msrl_jax.envs.running import compensated_sum
+
 _DECAY = 0.99999
 """How much of the statistics remains after an update, as in MAPPO's code: nearly the mean over a whole run."""
 
 
 class ValueScale(NamedTuple):
-    """Decaying sums over value targets, one of each for every network. `[]` or `[A]`
+    """Decaying mean and variance of value targets, one of each for every network. `[]` or `[A]`
+
+    An update moves them by less than the precision of float32, so the rests keep what was rounded off; see
+    `RunningStatistics`.
 
     Attributes:
-      total: sum of the means of the targets.
-      total_square: sum of the means of their squares.
+      mean: the mean of the targets; 0 before the first.
+      variance: the variance of the targets; 0 before the first.
       weight: sum of the weights, which corrects the bias of the start.
+      mean_rest: the part of the mean that `mean` does not hold.
+      variance_rest: the part of the variance that `variance` does not hold.
     """
 
-    total: jax.Array
-    total_square: jax.Array
+    mean: jax.Array
+    variance: jax.Array
     weight: jax.Array
-
-    @property
-    def mean(self) -> jax.Array:
-        """The mean of the targets; 0 before the first."""
-        return self.total / jnp.maximum(self.weight, 1e-8)
+    mean_rest: jax.Array
+    variance_rest: jax.Array
 
     @property
     def deviation(self) -> jax.Array:
         """The standard deviation of the targets, at least 0.1; 1 before the first."""
-        variance = self.total_square / jnp.maximum(self.weight, 1e-8) - self.mean**2
-        return jnp.where(self.weight > 0, jnp.sqrt(jnp.maximum(variance, 1e-2)), 1.0)
+        return jnp.where(self.weight > 0, jnp.sqrt(jnp.maximum(self.variance, 1e-2)), 1.0)
 
     def normalize(self, value: jax.Array) -> jax.Array:
         """Standardizes values `[...]` or `[..., A]`."""
@@ -53,11 +56,21 @@ class ValueScale(NamedTuple):
         """
         axes = None if self.weight.ndim == 0 else (0, 1)
         number = counts.sum(axes)
-        mean, square = (jnp.where(counts, x, 0.0).sum(axes) / jnp.maximum(number, 1) for x in (target, target**2))
-        moved = ValueScale(*(_DECAY * old + (1 - _DECAY) * new for old, new in zip(self, (mean, square, 1.0), strict=True)))
+
+        def mean_of(x: jax.Array) -> jax.Array:
+            return jnp.where(counts, x, 0.0).sum(axes) / jnp.maximum(number, 1)
+
+        center = mean_of(target)
+        spread = mean_of((target - center) ** 2)
+        weight = _DECAY * self.weight + (1 - _DECAY)
+        new, shift = (1 - _DECAY) / weight, center - self.mean
+        mean, mean_rest = compensated_sum(self.mean, new * shift, self.mean_rest)
+        increment = new * (spread - self.variance + (1 - new) * shift**2)
+        variance, variance_rest = compensated_sum(self.variance, increment, self.variance_rest)
+        moved = ValueScale(mean, variance, weight, mean_rest, variance_rest)
         return ValueScale(*(jnp.where(number > 0, new, old) for old, new in zip(self, moved, strict=True)))
 
 
 def value_scale(*shape: int) -> ValueScale:
     """Statistics without targets."""
-    return ValueScale(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape))
+    return ValueScale(*[jnp.zeros(shape)] * 5)

@@ -1,8 +1,9 @@
 """JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
 
 import dataclasses
-import importlib.util
 import inspect
+import io
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import _jaxmarl
 from msrl_jax._spelling import suggestion
+from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.agents.stacked import stack_agents
@@ -38,22 +39,19 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
       ImportError: if JaxMARL is missing, or a package that it needs for this environment.
       ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
     """
-    _jaxmarl.put_off()
-    full, known = _jaxmarl.PREFIX + name, _jaxmarl.all_names()
-    if name not in known:
-        raise ValueError(f"JaxMARL has no environment {name!r}{suggestion(name, known)}; it has {', '.join(known)}")
-    other = _jaxmarl.package_of(name)
-    if other is not None and importlib.util.find_spec(other) is None:
+    full = f"jaxmarl:{name}"
+    common.check_name("JaxMARL", name, _registration().registered_envs)
+    if other := SUITES["jaxmarl"].lacks(name):
         remedy = f"install it with: pip install {other}" if other == "brax" else "it is not on PyPI, see JaxMARL's README"
         raise ImportError(f"{full} needs the package {other!r}, which JaxMARL does not bring; {remedy}")
     suite = _suite_of(name)
     weight = _weight(full, params.pop("shaped_reward", 0.0)) if suite.shapes_rewards else 0.0
-    with _jaxmarl.quiet():
+    with common.quiet():
         params = {key: _named(full, key, value) for key, value in params.items()}
-        if other == "brax":
+        if suite.ending is _brax:
             params["auto_reset"] = False
         try:
-            env = _jaxmarl.make(name, **params)
+            env = _registration().make(name, **params)
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
             _refuse_unknown(full, params, _default(name))
             raise ValueError(f"{full} cannot be made with {params}: {error}") from error
@@ -61,10 +59,20 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
         return stack_agents(JaxMARLEnvironment(env, full, suite, weight))
 
 
+def _registration() -> Any:
+    """JaxMARL's registry. One of its modules replaces the standard streams by those that Python began with; undone here."""
+    streams, began_with = (sys.stdout, sys.stderr), sys.__stdout__
+    sys.__stdout__ = io.StringIO()  # type: ignore[misc]
+    try:
+        return common.load("jaxmarl.registration")
+    finally:
+        (sys.stdout, sys.stderr), sys.__stdout__ = streams, began_with  # type: ignore[misc]
+
+
 def _default(name: str) -> Any:
     """The environment without parameters; None if it needs some."""
     try:
-        return _jaxmarl.make(name)
+        return _registration().make(name)
     except TypeError:
         return None
 
@@ -78,7 +86,7 @@ def _refuse_unknown(full: str, params: dict[str, Any], env: Any) -> None:
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD
     known = sorted({p.name for s in signatures for p in s.parameters.values() if p.kind == named} - {"self"})
     known += _PHYSICS if hasattr(env, "contact_margin") else ()
-    known += ("shaped_reward",) if _suite_of(full.removeprefix(_jaxmarl.PREFIX)).shapes_rewards else ()
+    known += ("shaped_reward",) if _suite_of(full.removeprefix("jaxmarl:")).shapes_rewards else ()
     if unknown := [p for p in params if p not in known]:
         raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; it has {', '.join(known)}")
 
@@ -93,7 +101,7 @@ def _weight(full: str, value: Any) -> float:
 
 def _named(full: str, key: str, value: Any) -> Any:
     """The scenario or the layout that a name stands for; other values as they are."""
-    if not isinstance(value, str) or (key, full) == ("layout", f"{_jaxmarl.PREFIX}overcooked_v2"):
+    if not isinstance(value, str) or (key, full) == ("layout", "jaxmarl:overcooked_v2"):
         return value
     if key == "scenario":
         from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as table  # type: ignore
@@ -174,13 +182,12 @@ _SUITES = {
     "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
     "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
     "jaxnav": _Suite(_navigation),
+    **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
 }  # fmt: skip
 """The suites, by the start of the names of their environments."""
 
 
 def _suite_of(name: str) -> _Suite:
-    if _jaxmarl.package_of(name) == "brax":
-        return _Suite(_brax)
     return next((suite for start, suite in _SUITES.items() if name.startswith(start)), _Suite(_tasks))
 
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.vector import VectorizedAgents
-from msrl_jax.envs.base import PyTree
+from msrl_jax.envs.base import PyTree, Wrapper
 
 
 class JointObservation(NamedTuple):
@@ -26,7 +25,7 @@ class JointObservation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TeamView:
+class TeamView(Wrapper):
     """What a team sees of environments that it may share with other teams.
 
     Attributes:
@@ -43,16 +42,6 @@ class TeamView:
     def num_envs(self) -> int:
         """The number of environments, `E`."""
         return self.env.num_envs
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of one agent's observations."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of one agent's actions."""
-        return self.env.action_space
 
     @property
     def state_size(self) -> int:

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import _pgx
 from msrl_jax._spelling import suggestion
+from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
 from msrl_jax.envs.base import PyTree
+from msrl_jax.envs.suites.common import load
 
 _PLAYERS = ("player_0", "player_1")
 
@@ -29,15 +30,15 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
       ImportError: if pgx is missing; the message says how to install it.
       ValueError: on an unknown name, on a parameter, or if the game has not two players.
     """
-    full, known = _pgx.PREFIX + name, _pgx.games()
-    if name not in _pgx.all_names():
+    full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, load("pgx")
+    if name not in (*known, *pgx.available_envs()):
         raise ValueError(f"pgx has no game {name!r}{suggestion(name, known)}; those of two players are {', '.join(known)}")
     if params:
         raise ValueError(f"{full} has no parameter {next(iter(params))!r}, as no game of pgx has; leave it out")
     if name not in known:
         other = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
         raise ValueError(f"{full} is no game of two players, and only those are environments here: {', '.join(known)}{other}")
-    return PgxGame(_pgx.make(name), full)
+    return PgxGame(pgx.make(name), full)
 
 
 class PgxGame:

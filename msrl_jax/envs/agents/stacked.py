@@ -12,9 +12,8 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.agents.base import MultiAgentEnvironment
-from msrl_jax.envs.agents.conformity import check_names
 from msrl_jax.envs.base import PyTree, env_name, strong
-from msrl_jax.envs.conformity import check_space, compare_types, returned, show
+from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
 
 

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import param_source, spaces
+from msrl_jax.envs import param_source
 from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
-from msrl_jax.envs.agents.conformity import check_agents
-from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, env_name, strong
-from msrl_jax.envs.conformity import as_actions, check_key
+from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, Wrapper, strong
+from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action
 from msrl_jax.envs.params import ParamSource
 from msrl_jax.metrics import Mean
@@ -66,7 +65,7 @@ def vectorize_agents(
 
 
 @dataclass(frozen=True)
-class VectorizedAgents:
+class VectorizedAgents(Wrapper):
     """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.
 
     Environments do not depend on each other, and each has its own key, as in `vectorize`.
@@ -83,12 +82,7 @@ class VectorizedAgents:
     axes = ENV_AXIS
 
     def __post_init__(self):
-        check_agents(self.env)
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
+        check_types(self.env, several=True)
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -99,16 +93,6 @@ class VectorizedAgents:
     def num_agents(self) -> int:
         """The number of agents, `A`."""
         return len(self.env.agents)
-
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of one agent's observations."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> spaces.Space:
-        """The space of one agent's actions."""
-        return self.env.action_space
 
     @property
     def state_size(self) -> int:

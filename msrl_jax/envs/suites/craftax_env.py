@@ -28,7 +28,7 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     Raises:
       ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
     """
-    common.check_name("Craftax", name, SUITES["craftax"].read())
+    common.check_name("Craftax", name, SUITES["craftax"].own_names)
     full = f"craftax:{name}"
     env = common.load("craftax.craftax_env").make_craftax_env_from_name(name, auto_reset=False)
     fields, static = ({f.name for f in dataclasses.fields(x)} for x in (env.default_params, env.default_static_params()))

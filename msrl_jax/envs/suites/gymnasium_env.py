@@ -81,7 +81,7 @@ class GymnasiumEnvironment:
             raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
         try:
             env = common.build(self.name, self.factory, {})
-        except gymnasium.error.Error as error:
+        except (gymnasium.error.Error, ImportError) as error:
             raise ValueError(f"{self.name} cannot be made: {error}") from error
         if not hasattr(env, "action_space"):
             raise TypeError(f"the factory of {self.name} returned {env!r}; return a gymnasium.Env")

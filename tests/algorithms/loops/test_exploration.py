@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms.loops.exploration import epsilon_greedy, uniform_actions
+from msrl_jax.algorithms import DQN, Progress
+from msrl_jax.algorithms.loops.off_policy import epsilon_greedy, uniform_actions
 from msrl_jax.counters import counter
 from msrl_jax.envs import Discrete
 
@@ -22,18 +22,17 @@ GREEDY = {"exploration_steps": STARTS, "final_epsilon": 0.0}
 @pytest.mark.parametrize("name", ["sac", "td3", "ddpg", "dqn"])
 def test_actions_follow_the_network_from_the_first_update_on(name):
     """Random actions are the same for all parameters; others are not."""
-    algorithm = algorithms.get(name)
-    config = algorithm.config(learning_starts=STARTS, **OPTIONS, **(GREEDY if name == "dqn" else {}))
-    agent = algorithm.build(RandomWalk(name != "dqn"), config)
+    config = algorithms.get(name)(learning_starts=STARTS, **OPTIONS, **(GREEDY if name == "dqn" else {}))
+    agent = config.build(RandomWalk(name != "dqn"))
     state = jax.jit(agent.init)(jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 64))
     other = jax.tree.map(lambda x: x + jax.random.normal(next(keys), x.shape), state.params)
     # XLA drops all but acting.
-    actions = jax.jit(lambda state: agent.iteration(state)[0].replay.items[1][:, 0])
+    actions = jax.jit(lambda state, done: agent.iteration(state, Progress(done))[0].replay.items[1][:, 0])
 
     def share_that_follows(steps):
-        at = state._replace(steps=counter(steps))
-        a, b = np.asarray(actions(at)), np.asarray(actions(at._replace(params=other)))
+        done = counter(steps // E)  # of E steps each
+        a, b = np.asarray(actions(state, done)), np.asarray(actions(state._replace(params=other), done))
         return (a != b).mean()
 
     for steps in (0, STARTS - E):
@@ -44,7 +43,7 @@ def test_actions_follow_the_network_from_the_first_update_on(name):
 
 @pytest.mark.parametrize("steps", [STARTS, 10_000, *LATE])
 def test_epsilon_stays_at_the_end_of_its_schedule(steps):
-    config = ExplorationConfig(exploration_steps=10_000, final_epsilon=0.25)
+    config = DQN(exploration_steps=10_000, final_epsilon=0.25)
     explore = jax.jit(epsilon_greedy(config, num_envs=4000, num_actions=1000, random_steps=STARTS))
     found = np.asarray(explore(jnp.full(4000, -1), jax.random.split(jax.random.key(0), 4000), counter(steps)))
     epsilon = max(0.25, 1 - 0.75 * steps / 10_000)
@@ -60,7 +59,7 @@ def test_discrete_actions_are_drawn_with_equal_probabilities():
 
 
 def test_every_environment_has_its_own_epsilon():
-    config = ExplorationConfig(exploration="per_env", base_epsilon=0.4)
+    config = DQN(exploration="per_env", base_epsilon=0.4)
     explore = jax.jit(epsilon_greedy(config, num_envs=3, num_actions=1000, random_steps=STARTS))
     keys = jax.random.split(jax.random.key(0), (2000, 3))
     for steps in (STARTS, 2**31, 10**13):

@@ -11,8 +11,8 @@ from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
-from msrl_jax.algorithms.loops.buffers import n_step_buffer
-from msrl_jax.algorithms.loops.mixing import mix, split_batch
+from msrl_jax.algorithms import counted
+from msrl_jax.algorithms.loops.buffers import mix, n_step_buffer, split_batch
 from msrl_jax.cli import main
 
 G, K, B, ROWS = 4, 3, 24, 8
@@ -34,7 +34,7 @@ def random_data(env, rows=400, seed=0):
 CARTPOLE, PENDULUM = envs.make("CartPole-v1"), envs.make("Pendulum-v1")
 DQN = {
     "num_envs": 16, "unroll_length": 4, "num_updates": 2, "batch_size": 32, "capacity": 512, "learning_starts": 64,
-    "hidden_sizes": (8,), "prioritised": True, "n_step": 2, "total_steps": 1000,
+    "hidden_sizes": (8,), "prioritised": True, "n_step": 2,
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def test_a_buffer_that_mixes_is_a_buffer(mixed):
     ("fraction", "shards", "own"), [(0.5, None, 16), (0.25, None, 24), (0.3, None, 24), (0.3, 2, 22), (0.01, 1, None)]
 )
 def test_the_share_is_rounded_to_rows_of_each_shard(fraction, shards, own):
-    config = msrl.algorithms.DQNConfig(**DQN | {"shards": shards, "data": "x.npz", "data_fraction": fraction})
+    config = msrl.algorithms.DQN(**DQN | {"shards": shards, "data": "x.npz", "data_fraction": fraction})
     if own is None:
         with pytest.raises(ValueError, match=r"data_fraction=0.01 of the 32 rows that each of 1 shards .* none to the data"):
             split_batch(config)
@@ -106,9 +106,7 @@ def test_the_share_is_rounded_to_rows_of_each_shard(fraction, shards, own):
 
 
 def agent(**changes):
-    dataset = random_data(CARTPOLE)
-    algorithm = msrl.algorithms.get("dqn")
-    return algorithm.build(CARTPOLE, algorithm.config(**DQN | {"data": dataset} | changes))
+    return counted(msrl.algorithms.DQN(**DQN | {"data": random_data(CARTPOLE)} | changes).build(CARTPOLE), 15)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +129,7 @@ def test_a_run_is_the_same_under_every_policy(policy, devices, plain):
     program = msrl.compile(built.iteration, state, policy=policy, axes=built.axes, devices=jax.devices()[:devices])
     found, measured = program.run(program.initialize(lambda: built.with_data(built.init(jax.random.key(0)))), 5, chunk=5)
     # With two environments per device, XLA may fuse a multiplication and an addition in one program and not in the other.
+    found, after = found.inner, after.inner
     np.testing.assert_allclose(found.obs, after.obs, rtol=0, atol=np.spacing(np.abs(after.obs).max()))
     for a, b in zip(*map(jax.tree.leaves, ((found.params, measured), (after.params, metrics))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -157,7 +156,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixed")
     data.save(random_data(CARTPOLE), folder / "anywhere.npz")
     options = {"devices": jax.devices()[:1], "progress": False, "eval_episodes": 2, "chunk": 2}
-    config = {k: v for k, v in DQN.items() if k != "total_steps"} | {"data": str(folder / "anywhere.npz")}
+    config = DQN | {"data": str(folder / "anywhere.npz")}
     run = lambda **more: msrl.train("dqn", "CartPole-v1:max_steps_in_episode=9", total_steps=256, **options, **config | more)  # noqa: E731
     return run, run(out=folder / "run"), folder / "run"
 
@@ -201,9 +200,9 @@ def test_a_data_set_in_memory_is_described_not_written(trained, tmp_path):
 
 @pytest.mark.parametrize("name", ["sac", "td3", "ddpg"])
 def test_data_actions_are_converted_to_policy_actions(name):
-    dataset, algorithm = random_data(PENDULUM), msrl.algorithms.get(name)
-    config = algorithm.config(num_envs=8, batch_size=32, data=dataset, data_fraction=0.25)
-    built = algorithm.build(PENDULUM, config)
+    dataset = random_data(PENDULUM)
+    config = msrl.algorithms.get(name)(num_envs=8, batch_size=32, data=dataset, data_fraction=0.25)
+    built = config.build(PENDULUM)
     held = jax.tree.map(np.asarray, built.data["data"].items)
     np.testing.assert_allclose(held[1].reshape(400, 1), dataset.action / 2, rtol=1e-6)
     own_rows, data_rows, _ = split_batch(config)
@@ -223,9 +222,9 @@ def test_actor_critics_learn_from_both(name):
     [
         ({"data": random_data(PENDULUM)}, r"obs of the data set has shape \[3\] .* CartPole-v1"),
         ({"data": "no/such.npz"}, "there is no file no/such.npz"),
-        ({"data": 5}, "DQNConfig.data=5: use the path of a data set"),
+        ({"data": 5}, "DQN.data=5: use the path of a data set"),
         ({"data_fraction": 1.5}, "data_fraction=1.5"),
-        ({"data": None, "data_fraction": 0.3}, r"DQNConfig.data_fraction=0.3 is a share .* none; give data='experience.npz'"),
+        ({"data": None, "data_fraction": 0.3}, r"DQN.data_fraction=0.3 is a share .* none; give data='experience.npz'"),
         ({"data": random_data(CARTPOLE, 8)}, "8 rows, 1 in each of shards=8: fewer than batch_size=16 windows of 2 steps"),
         ({"data": random_data(CARTPOLE), "storage": "uint8"}, "cannot store 400 rows of the data set exactly"),
     ],
@@ -245,6 +244,6 @@ def test_the_command_line_mixes(tmp_path, capsys):
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5], ids=["another", "the-default"])
 def test_a_share_of_no_data_is_refused(fraction):
-    with pytest.raises(ValueError, match=rf"DQNConfig.data_fraction={fraction} is a share of every batch for a data set, but"):
-        resolve("dqn", "CartPole-v1", overrides={"data_fraction": fraction})
-    assert resolve("dqn", "CartPole-v1").config.data_fraction == 0.5
+    with pytest.raises(ValueError, match=rf"DQN.data_fraction={fraction} is a share of every batch for a data set, but"):
+        msrl.algorithms.make("dqn", {"data_fraction": fraction})
+    assert msrl.algorithms.make("dqn", {}).data_fraction == 0.5

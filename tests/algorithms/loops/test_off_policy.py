@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs, replay
-from msrl_jax.algorithms.loops import off_policy, replaying
+from msrl_jax.algorithms.loops import off_policy
+from msrl_jax.algorithms.loops.updates import make_apply_update, make_optimizer
+
+from ..off_policy_reference import counting
 
 E, T, K, B, CAPACITY, ALPHA, EPSILON, LEARNING_STARTS = 8, 3, 2, 16, 96, 0.6, 1e-6, 72
 
@@ -23,7 +25,7 @@ def agent():
         alpha=ALPHA, epsilon=EPSILON, beta=0.5,
     )  # fmt: skip
     optimizer = make_optimizer("adam", max_grad_norm=10.0, epsilon=1e-8)
-    apply_update = replaying.make_apply_update(optimizer)
+    apply_update = make_apply_update(optimizer)
 
     def explore(params, obs, keys, steps, carry):
         noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(keys)
@@ -40,28 +42,28 @@ def agent():
 
     def update(learner, batch, progress):
         grads, error = gradients(learner.params, learner.target_params, batch.experience)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), progress.ready)
-        stats = {"update": counters.to_float(progress.update)}
-        return replaying.Learner(params, learner.target_params, opt_state), error, stats
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, jnp.float32(1e-2), batch.ready)
+        stats = {"update": counters.to_float(batch.update)}
+        return off_policy.Learner(params, learner.target_params, opt_state), error, stats
 
     def init(key, obs):
         params = jax.random.normal(key, (4, 2))
-        return replaying.Learner(params, params, optimizer.init(params))
+        return off_policy.Learner(params, params, optimizer.init(params))
 
     def choose_action(params, obs, key, carry):
         return (obs @ params).argmax(1), carry
 
-    rule = replaying.Rule(init, update, choose_action)
+    rule = off_policy.Rule(init, update, choose_action)
     return off_policy.off_policy_agent(venv, buffer, rule, explore, unroll_length=T, num_updates=K)
 
 
 @pytest.fixture(scope="module")
 def states(agent):
     """The states before and after each of 10 iterations, and the metrics."""
-    iteration, state = jax.jit(agent.iteration), jax.jit(agent.init)(jax.random.key(0))
+    iterate, state = counting(agent), jax.jit(agent.init)(jax.random.key(0))
     found, metrics = [state], []
-    for _ in range(10):
-        state, measured = iteration(state)
+    for i in range(10):
+        state, measured = iterate(state, i)
         found.append(state)
         metrics.append(jax.device_get(measured))
     return found, metrics

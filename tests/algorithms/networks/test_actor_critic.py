@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.configs.network import NetworkConfig
 
-from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, action_transform, actor_critic
+from msrl_jax.algorithms import PPO
+from msrl_jax.algorithms.networks.actions import action_transform
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.networks.layers import ACTIVATIONS
 from msrl_jax.envs import Box, Dict, Discrete, MultiDiscrete
 
-CONFIG = NetworkConfig(hidden_sizes=(8, 6))
-FLAT = NetworkConfig(hidden_sizes=(8, 6), network="mlp")
+CONFIG = PPO(hidden_sizes=(8, 6))
+FLAT = PPO(hidden_sizes=(8, 6), network="mlp")
 VECTOR = Box(-1.0, 1.0, (5,))
 
 
@@ -80,7 +82,7 @@ def test_images_may_be_flattened_instead():
 )
 def test_bad_input_is_refused_with_a_remedy(observation_space, action_space, network, error, remedy):
     with pytest.raises(error, match=remedy):
-        actor_critic(observation_space, action_space, NetworkConfig(hidden_sizes=(8, 6), network=network))
+        actor_critic(observation_space, action_space, PPO(hidden_sizes=(8, 6), network=network))
 
 
 def test_actions_are_stretched_to_their_bounds_and_clipped():
@@ -96,4 +98,4 @@ def test_actions_without_bounds_pass_and_half_bounds_only_clip():
 
 
 def test_every_activation_of_a_config_is_there():
-    assert set(ACTIVATIONS) == set(typing.get_args(typing.get_type_hints(NetworkConfig)["activation"]))
+    assert set(ACTIVATIONS) == set(typing.get_args(typing.get_type_hints(PPO)["activation"]))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax.algorithms.networks.mixers import monotonic_mixer, sum_mixer
+from msrl_jax.algorithms.qmix import monotonic_mixer, sum_mixer
 
 AGENTS, STATE = 3, 5
 MIXER = monotonic_mixer(AGENTS, STATE, mixing_size=4, hyper_size=6)

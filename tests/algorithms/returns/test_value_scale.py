@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import msrl_jax as msrl
 from msrl_jax.algorithms.returns.value_scale import value_scale
 
+from ...support.agents import make_still
 from ..many_agents import Homes
 
 
@@ -35,6 +35,27 @@ def test_statistics_of_targets_that_count(shape):
     np.testing.assert_allclose(scale.restore(scale.normalize(values)), values, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("center", "spread"), [(100.0, 1.0), (-30.0, 1.0), (1e-3, 300.0)])
+def test_statistics_stay_right_in_long_runs(center, spread):
+    """Half a million updates and then a change of the targets, against the closed form of the decaying sums."""
+    draws = np.random.default_rng(1).normal(center, spread, (64, 2, 4, 1)).astype(np.float32)
+    later = draws + np.float32(3 * spread)
+    counts = jnp.ones(draws.shape[1:], bool)
+
+    @jax.jit
+    def run(scale, draws, number):
+        return jax.lax.fori_loop(0, number, lambda i, scale: scale.updated(draws[i % 64], counts), scale)
+
+    scale = run(run(value_scale(), draws, 500_032), later, 50_048)
+    left = 0.99999**50_048
+    weights = np.array([left * (1 - 0.99999**500_032), 1 - left])
+    weights /= weights.sum()
+    means, squares = (np.array([f(x.astype(np.float64)).mean() for x in (draws, later)]) for f in (np.array, np.square))
+    mean = weights @ means
+    np.testing.assert_allclose(scale.mean, mean, rtol=1e-3, atol=1e-3 * spread)
+    np.testing.assert_allclose(scale.deviation, np.sqrt(weights @ squares - mean**2), rtol=1e-3)
+
+
 def test_critics_learn_standardized_values():
     """Rewards of hundreds give value losses of thousands, and of the size of 1 where values are standardized."""
 
@@ -44,10 +65,10 @@ def test_critics_learn_standardized_values():
             return state, obs, 100 * reward, terminated, truncated
 
     def last_loss(normalize):
-        config = msrl.algorithms.MAPPOConfig(
-            num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1, normalize_values=normalize
-        )
-        agent = msrl.algorithms.MAPPO.build(InCents(), config)
+        agent = make_still(
+            "mappo", InCents(), num_envs=16, unroll_length=8, hidden_sizes=(8,), num_epochs=1, num_minibatches=1,
+            normalize_values=normalize,
+        )  # fmt: skip
         _, metrics = jax.jit(lambda key: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), None, length=3))(
             jax.random.key(0)
         )

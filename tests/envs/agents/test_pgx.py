@@ -9,7 +9,8 @@ import pgx
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _pgx, cli, envs
+from msrl_jax import cli, envs
+from msrl_jax._suites import SUITES
 from msrl_jax.envs.masks import sample_legal
 
 FAST = ("kuhn_poker", "leduc_holdem", "tic_tac_toe")
@@ -23,8 +24,7 @@ def slow(*values):
 
 def test_the_games_of_two_players_are_listed(capsys):
     players = {name: pgx.make(name).num_players for name in pgx.available_envs() if name not in LONG}
-    assert set(_pgx.all_names()) == {*pgx.available_envs(), "bridge_bidding"}
-    assert {name for name, count in players.items() if count == 2} | {*LONG} == {*_pgx.games()}
+    assert {name for name, count in players.items() if count == 2} | {*LONG} == {*SUITES["pgx"].own_names}
     assert {"pgx:tic_tac_toe", "pgx:go_9x9"} <= set(envs.names())
     assert cli.main(["list"]) == 0
     listed = capsys.readouterr().out
@@ -113,7 +113,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     def version(package):
         raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr(_pgx, "all_names", lambda: ())
     with monkeypatch.context() as missing:
         missing.setattr(metadata, "version", version)
         with pytest.raises(ImportError, match=r"need pgx 2\.6 or later, which is not installed; .*msrl-jax\[marl\]'"):

@@ -1,5 +1,6 @@
 """Environments of suites: their names, and 1,000 random steps against the suites' own step functions, from the same states."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import envs
-from msrl_jax._suites import SUITES, _keys
+from msrl_jax._suites import SUITES
 from msrl_jax.envs.masks import mask_of, sample_legal, unmasked
 from msrl_jax.envs.suites.common import load, quiet
 from msrl_jax.envs.wrappers import TimeLimit
@@ -26,7 +27,7 @@ BROKEN = {"swimmer": r"brax:swimmer fails in a step of its own, .* JAX .*: clip\
 """Environments that do not work with the JAX that is installed, and what they say."""
 FETCHED = ("Sokoban-v0",)
 """Environments that download what they need, as do all of Playground's but those of the DeepMind Control Suite."""
-CONTROL_SUITE = _keys("mujoco_playground._src.dm_control_suite")
+CONTROL_SUITE = dataclasses.replace(SUITES["playground"], files=SUITES["playground"].files[:1]).own_names
 
 
 def own_names(prefix):
@@ -42,7 +43,7 @@ def own_names(prefix):
 
 @pytest.mark.parametrize("prefix", OFTEN)
 def test_names_are_those_of_the_suite(prefix):
-    assert set(SUITES[prefix].read()) == own_names(prefix)
+    assert set(SUITES[prefix].own_names) == own_names(prefix)
     assert {f"{prefix}:{name}" for name in own_names(prefix)} <= set(envs.names())
 
 
@@ -100,7 +101,7 @@ REDO = {
 def every_environment(*prefixes):
     """All environments of the suites, but for those of several agents; those that are not to be checked often are slow."""
     for prefix, often in OFTEN.items():
-        for name in SUITES[prefix].read():
+        for name in SUITES[prefix].own_names:
             fetched = name in FETCHED or (prefix == "playground" and name not in CONTROL_SUITE)
             if not fetched and name not in BROKEN and not (prefix == "jumanji" and name in TEAMS):
                 marks = [] if name in often and prefix in prefixes else [pytest.mark.slow]

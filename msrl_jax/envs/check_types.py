@@ -1,4 +1,4 @@
-"""What the checks of environments share: types of results, keys and actions; the messages name the place and the remedy."""
+"""Checks of types, from shapes alone: of results of environments, keys and actions. Messages name the place and the remedy."""
 
 from typing import Any
 
@@ -7,7 +7,81 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree
+from msrl_jax.envs.base import PyTree, env_name, strong
+from msrl_jax.envs.masks import check_masks, has_masks
+
+_MEMBERS = ("observation_space", "action_space", "reset", "step")
+
+
+def check_types(env: Any, several: bool = False) -> None:
+    """Checks the types of the results of an environment, without computing anything.
+
+    Args:
+      env: the environment.
+      several: whether it has several agents.
+
+    Raises:
+      TypeError: if a member is missing, or a result does not fit the protocol; the message names it.
+    """
+    name, members = env_name(env), ("agents", *_MEMBERS) if several else _MEMBERS
+    if missing := [member for member in members if not hasattr(env, member)]:
+        dicts = "; stack_agents(env) makes them of dicts by agent name" if hasattr(env, "observation_spaces") else ""
+        kind = " of several agents" if several else ""
+        raise TypeError(f"{name} has no {missing[0]}; an environment{kind} has {', '.join(members)}{dicts if several else ''}")
+    if several:
+        check_names(name, env.agents)
+    for field in ("observation_space", "action_space"):
+        check_space(getattr(env, field), f"{name}.{field}")
+    lead: tuple[int, ...] = (len(env.agents),) if several else ()
+    each = f" for each of its {len(env.agents)} agents" if several else ""
+    observation, action = (
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
+        for space in (env.observation_space, env.action_space)
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    started = jax.eval_shape(lambda key: strong(returned(env.reset(key), f"{name}.reset", "state, obs")), key)
+    state, obs = started
+    compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{each}")
+
+    parts = "state, obs, reward, terminated, truncated"
+    stepped = jax.eval_shape(
+        lambda key, state, action: strong(returned(env.step(key, state, action), f"{name}.step", parts)),
+        key, state, action,
+    )  # fmt: skip
+    next_state, next_obs, reward, terminated, truncated = stepped
+    compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
+    compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space{each}")
+    if getattr(reward, "shape", None) != lead or not is_real(reward):
+        wanted = f"one number{each}" if several else "a scalar"
+        raise TypeError(f"the reward of {name}.step is {show(reward)}; return {wanted}, float32{list(lead)}")
+    scalar = "a scalar bool, jnp.asarray(False) if never"
+    _check_flag(terminated, lead, f"terminated of {name}.step", f"one flag{each}, bool{list(lead)}" if several else scalar)
+    _check_flag(truncated, (), f"truncated of {name}.step", scalar)
+    if has_masks(env) and not several:
+        check_masks(env)
+    elif has_masks(env):
+        if not isinstance(env.action_space, spaces.Discrete):
+            raise TypeError(f"{name} has action_mask, but its actions are in {env.action_space}; masks need a Discrete space")
+        shape = (*lead, env.action_space.n)
+        mask = jax.eval_shape(env.action_mask, state)
+        _check_flag(mask, shape, f"{name}.action_mask", f"one flag per action{each}, bool{list(shape)}")
+    if several and hasattr(env, "global_state"):
+        joint: Any = jax.eval_shape(env.global_state, state)
+        if getattr(joint, "ndim", None) != 1:
+            raise TypeError(f"{name}.global_state returned {show(joint)}; return a vector, float32[S]")
+
+
+def check_names(name: str, agents: Any) -> None:
+    """Raises TypeError unless an environment names its agents, each differently; `name` is that of the environment."""
+    if not isinstance(agents, tuple | list) or not agents or not all(isinstance(a, str) for a in agents):
+        raise TypeError(f"{name}.agents is {agents!r}; give a tuple with the name of every agent, at least one")
+    if len(set(agents)) < len(agents):
+        raise TypeError(f"{name}.agents is {tuple(agents)}, which names an agent twice; give every agent its own name")
+
+
+def _check_flag(x: Any, shape: tuple[int, ...], what: str, remedy: str) -> None:
+    if getattr(x, "shape", None) != shape or x.dtype != bool:
+        raise TypeError(f"{what} is {show(x)}; return {remedy}")
 
 
 def check_key(key: jax.Array) -> None:

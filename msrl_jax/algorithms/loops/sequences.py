@@ -1,0 +1,81 @@
+"""Recurrent action values, and their targets along replayed sequences of steps.
+
+In the shape descriptions, `S` denotes the length of a window, `T` its length without the burn-in, `B` the batch size, `A` the
+number of actions and `H` the size of the recurrent state. Teams of agents have dimensions of agents after `B`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from msrl_jax.algorithms.loops.trajectory import truncated_values
+from msrl_jax.algorithms.losses.q_learning import rescale, unrescale
+from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
+from msrl_jax.algorithms.networks.q_network import q_network_on
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
+from msrl_jax.algorithms.returns.estimators import n_step_return
+from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.replay import Transition
+
+
+def recurrent_q_network(observation_space: Space, action_space: Discrete, config: Any, *, dueling: bool) -> RecurrentNetwork:
+    """Recurrent action values `[..., A]`: a linear head on a recurrent layer, or two streams of one dense layer if `dueling`.
+
+    The config is that of `recurrent_network`, which raises ValueError too; streams are as wide as the last dense layer.
+    """
+
+    def make_heads(features: Box) -> Network:
+        torso = Torso(features, config.hidden_sizes[-1:] if dueling else (), config.activation, convolve=False)
+        heads = q_network_on(torso, action_space, dueling=dueling)
+        return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
+
+    return recurrent_network(observation_space, make_heads, config)
+
+
+def replay_values(network: RecurrentNetwork, params: Any, window: Transition, burn_in: int) -> tuple[jax.Array, Carry]:
+    """Values along windows `[S, B, ...]`, from the stored carry of the first step.
+
+    The first `burn_in` steps only refresh the carry, without a gradient. Returns the values `[T, B, A]` of the others, and the
+    carries after them `[T, B, H]`.
+    """
+    ends = window.terminated | window.truncated
+    # The stored carry is already zero if the step is the first of an episode.
+    is_first = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    carry = tuple(x[0] for x in window.carry)
+    if burn_in:
+        before = jax.tree.map(lambda x: x[:burn_in], window.obs)
+        _, carries = network.unroll(*jax.lax.stop_gradient((params, before, is_first[:burn_in], carry)))
+        carry = tuple(x[-1] for x in carries)
+    after = jax.tree.map(lambda x: x[burn_in:], window.obs)
+    return network.unroll(params, after, is_first[burn_in:], carry)
+
+
+def replay_successors(
+    network: RecurrentNetwork, params: Any, window: Transition, values: jax.Array, carries: Carry
+) -> jax.Array:
+    """Values `[T, B, A]` of the true successors of steps whose values and carries are known; of terminated ones, any numbers.
+
+    Where an episode is truncated, the true successor is not the next step.
+    """
+    last = truncated_values(
+        lambda final: network.step(params, *final)[0], (window.next_obs, carries), window.truncated, also_last=True
+    )
+    within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
+    return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
+
+
+def sequence_target(
+    next_value: jax.Array, window: Transition, *, discount: float, num_steps: int, epsilon: float | None
+) -> jax.Array:
+    """Targets with `num_steps` rewards along windows, squeezed by `rescale` if an `epsilon` is given.
+
+    `next_value` `[T, B]` is the target network's value of the best action in the successor of each step. Returns the targets of
+    all but the last `num_steps - 1` steps.
+    """
+    if epsilon is not None:
+        next_value = unrescale(next_value, epsilon)
+    target = n_step_return(
+        window.reward, next_value, window.terminated, window.truncated, discount=discount, num_steps=num_steps
+    )[: len(next_value) - num_steps + 1]
+    return target if epsilon is None else rescale(target, epsilon)
