@@ -75,7 +75,6 @@ def _folder(place: str, *parts: str | None) -> Path:
 
 def train(args: Train, config: dict[str, Any]) -> int:
     """Trains an agent."""
-    import msrl_jax as msrl
     from msrl_jax import experiment
     from msrl_jax.experiment import processes
 
@@ -94,7 +93,7 @@ def train(args: Train, config: dict[str, Any]) -> int:
             about = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in ("given", "config")}
             wandb = experiment.WandB(project=args.wandb, name=out.name, id=number, resume="allow", config=about | config)
             loggers.append(stack.enter_context(contextlib.closing(wandb)))
-        result = msrl.train(**options, out=out, callbacks=loggers, **config)
+        result = experiment.train(**options, out=out, callbacks=loggers, **config)
     if first:
         print(result)
     if first and args.json:
@@ -104,12 +103,12 @@ def train(args: Train, config: dict[str, Any]) -> int:
 
 def sweep(args: Sweep, config: dict[str, Any]) -> int:
     """Trains and ranks many settings."""
-    import msrl_jax as msrl
+    from msrl_jax import search
 
     if args.resume and args.out is None:
         raise UsageError("--resume needs --out, the folder of the sweep")
     out = args.out or _folder("sweeps", args.algo, args.env, args.method, str(args.seed), time.strftime("%Y%m%d-%H%M%S"))
-    result = msrl.sweep(**_options(args, "out", "plot"), out=out, **config)
+    result = search.sweep(**_options(args, "out", "plot"), out=out, **config)
     print(result)
     if any(trial.mean == trial.mean for trial in result.trials):  # not all are nan
         print(f"the best setting again: {result.command()}")
@@ -154,20 +153,20 @@ def launched(args: Train, argv: Sequence[str]) -> int | None:
 
 def compete(args: Compete, config: dict[str, Any]) -> int:
     """Works on a leaderboard."""
-    import msrl_jax as msrl
+    from msrl_jax import search
 
-    board = msrl.compete(args.leaderboard, **_options(args, "leaderboard"), **config)
+    board = search.compete(args.leaderboard, **_options(args, "leaderboard"), **config)
     _show(args, board.entries, board)
     return 0
 
 
 def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
     """Plays greedy episodes."""
-    import msrl_jax as msrl
     from msrl_jax.data.spaces import agents_of
+    from msrl_jax.experiment import Result
     from msrl_jax.experiment.history import in_words
 
-    result = msrl.Result.load(args.run, checkpoint=args.checkpoint)
+    result = Result.load(args.run, checkpoint=args.checkpoint)
     played = result.evaluate(args.episodes, args.seed, member=args.member, max_steps=args.max_steps, env_params=args.env_params)
     member = result.member(args.member) if result.has_members else None
     if member is not None:
@@ -182,10 +181,11 @@ def evaluate(args: Evaluate, config: dict[str, Any]) -> int:
 
 def record(args: Record, config: dict[str, Any]) -> int:
     """Writes a data set of what an agent does."""
-    import msrl_jax as msrl
+    from msrl_jax import data
+    from msrl_jax.experiment import Result
 
     options = _options(args, "run", "steps", "out")
-    dataset = msrl.data.record(msrl.Result.load(args.run), args.steps, args.out, **options)
+    dataset = data.record(Result.load(args.run), args.steps, args.out, **options)
     print(dataset)
     if args.json:
         _print_json(dataset.describe() | {"file": args.out})
@@ -194,9 +194,9 @@ def record(args: Record, config: dict[str, Any]) -> int:
 
 def replay(args: Replay, config: dict[str, Any]) -> int:
     """Computes a failed step again."""
-    import msrl_jax as msrl
+    from msrl_jax.experiment import replay_step
 
-    failure = msrl.replay_step(args.file)
+    failure = replay_step(args.file)
     if failure is None:
         print("all results of this step are finite here")
         return DIVERGED

@@ -77,7 +77,7 @@ class Leaderboard:
 
     @classmethod
     def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
-        """Finds a leaderboard, or makes an empty one; RunFolderError if it is of another environment or size, or of other files.
+        """Finds a leaderboard, or makes an empty one; RunFolderError if it is another one, or if the folder holds other files.
 
         Args:
           path: its folder.

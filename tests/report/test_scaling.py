@@ -73,7 +73,8 @@ def explain(capsys, *flags):
 
 def test_explain_plans_for_named_devices(capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr(actions, "use_cpu_devices", asked.append)
+    for module in (actions, program):
+        monkeypatch.setattr(module, "use_cpu_devices", asked.append)
     code, out, _ = explain(capsys, "--num-envs", "8", "--devices", "cpu:2", "--json")
     assert (code, json.loads(out)["placements"]) == (0, {"all": ["cpu:0", "cpu:1"]})
     code, out, _ = explain(capsys, "--envs-per-device", "4", "--devices", "cpu:1", "cpu:2", "--json")
@@ -91,6 +92,7 @@ def test_explain_plans_for_named_devices(capsys, monkeypatch):
     ],
 )
 def test_explain_refuses_wrong_devices_in_one_line(capsys, monkeypatch, flags, message):
-    monkeypatch.setattr(actions, "use_cpu_devices", lambda count: None)
+    for module in (actions, program):
+        monkeypatch.setattr(module, "use_cpu_devices", lambda count: None)
     code, _, error = explain(capsys, *flags)
     assert code == program.BAD_INPUT and message in error and error.count("\n") == 1
