@@ -18,7 +18,7 @@ from msrl_jax.experiment.spec import make_experiment
 from tests.support.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk
-from ..training.test_result import assert_same_state
+from ..experiment.test_result import assert_same_state
 
 PPO = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
