@@ -11,45 +11,43 @@ import os
 import statistics
 import tempfile
 import time
-import types
 from pathlib import Path
 
-from msrl_jax.training.guard import Guard
-from msrl_jax.training.pace import Pace
-from msrl_jax.training.run import Run
-from msrl_jax.training.saving import Interval, Saver
-from msrl_jax.training.setup import resolve, resolve_policy
+from msrl_jax.experiment.guard import Guard
+from msrl_jax.experiment.pace import Pace
+from msrl_jax.experiment.run import Run
+from msrl_jax.experiment.saving import Checkpoints, Interval
+from msrl_jax.experiment.spec import make_experiment, resolve_policy
 
 KINDS = ("neither", "checkpoint", "guard")
 
 
 def measure(algo: str, env: str, policy: str, seconds: float, windows: int) -> dict:
     """The shares of the rate that checkpoints and the guard take, and the time that training waits for a checkpoint."""
-    setup = resolve(algo, env)
-    program = setup.compile(resolve_policy(policy))
-    state = setup.start(program)
-    guard = Guard(setup, program, state)
-    off = types.SimpleNamespace(check=lambda *_: None)
-    pace, started = Pace(10**7, fixed=False), time.perf_counter()
-    run = Run(setup, program, state, 10**9, pace, None, None, (), None, guard, started)
-    del state
+    experiment, where = make_experiment(algo, env, total_steps=10**15), resolve_policy(policy)
+    program = experiment.compile(where)
+    about, pace = {"rollbacks": [], "eval_every": None}, Pace(10**7, fixed=False)
+    run = Run(experiment, where, None, None, about, program, experiment.start(program), pace, (), time.perf_counter())
+    guard = Guard()
+    guard.begin(run)
     run.compile()
     for _ in range(8):
         run.advance()
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     waits = []
     with tempfile.TemporaryDirectory() as folder:
-        saver = Saver(Path(folder), Interval(seconds=seconds), keep=2)
+        saver = Checkpoints(Path(folder), Interval(seconds=seconds), keep=2)
         for window in range(len(KINDS) * windows):
             kind, start, step = KINDS[window % len(KINDS)], time.monotonic(), run.step
-            run.guard = guard if kind == "guard" else off
             if kind == "checkpoint":
                 saver.save(run)
-                waits.append(saver.seconds)
+                waits.append(run.saving_seconds)
             while time.monotonic() - start < seconds:
                 run.advance()
+                if kind == "guard":
+                    guard.after(run)
             rates[kind].append((run.step - step) / (time.monotonic() - start))
-        saver.finish(run)
+        saver.end(run)
     plain = statistics.median(rates["neither"])
     return {
         "algorithm": algo, "env": env, "policy": policy, "load": os.getloadavg()[0], "steps_per_second": round(plain),

@@ -30,10 +30,12 @@ class Progress:
     Attributes:
       iteration: iterations done before this one. shape=()
       total: iterations of the whole run; None if that is not known.
+      version: the version of the parameters, for `parameter_version`: iterations done by learners, modulo 2**32. uint32
     """
 
     iteration: Counter
     total: int | None = dataclasses.field(default=None, metadata={"static": True})
+    version: Any = ()
 
     @property
     def fraction(self) -> jax.Array:
@@ -140,21 +142,16 @@ class Counted(NamedTuple):
     Attributes:
       inner: the state of the agent.
       count: iterations done. shape=()
+      version: iterations done by learners, modulo 2**32; `()` if nothing acts. shape=(), dtype=uint32
     """
 
     inner: Any
     count: Counter  # pyright: ignore[reportIncompatibleMethodOverride]
+    version: Any
 
 
-def parameter_version(iteration: Counter) -> jax.Array:
-    """The version of the acting parameters: the number of iterations after which the learner made them, modulo 2**32.
-
-    A fragment with the role "actor" reads the counter, so a policy with staleness delays it like the parameters.
-    """
-    return _parameter_version(iteration.low)
-
-
-_parameter_version = fragment(role="actor", name="parameter_version")(lambda low: low)
+parameter_version = fragment(role="actor", name="parameter_version")(lambda version: version)
+"""Reads a version of parameters where actors are, so that a policy with staleness delays it like the parameters. `[]` uint32."""
 
 
 def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
@@ -162,8 +159,16 @@ def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:
     return (iteration.low - version).astype(jnp.int32).astype(jnp.float32)
 
 
+@fragment(role="learner", name="count")
+def _next_version(count: Counter, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The next version of the parameters, and the age of those that acted."""
+    return count.low + 1, parameter_age(count, seen)
+
+
 def counted(agent: Agent, iterations: int | None = None) -> Agent:
     """Counts the iterations of an agent, and tells them to it: `iteration(state) -> (state, metrics)`, ready to compile.
+
+    The count depends on no fragment, so every placement counts for itself, and nobody waits for it.
 
     Args:
       agent: the agent.
@@ -174,20 +179,17 @@ def counted(agent: Agent, iterations: int | None = None) -> Agent:
     """
     acts = agent.unit == "environment steps"
 
-    @fragment(role="learner", name="count")
-    def advance(count: Counter, version: Any) -> tuple[Counter, Metrics]:
-        return counters.advance(count), {"parameter_age": parameter_age(count, version)} if acts else {}
-
     def init(key: jax.Array) -> Counted:
-        return Counted(agent.init(key), counters.counter())
+        return Counted(agent.init(key), counters.counter(), jnp.uint32(0) if acts else ())
 
     def iteration(state: Counted) -> tuple[Counted, Metrics]:
-        version = parameter_version(state.count) if acts else ()
-        inner, metrics = agent.iteration(state.inner, Progress(state.count, iterations))
-        count, age = advance(state.count, version)
-        return Counted(inner, count), {**age, **metrics}
+        inner, metrics = agent.iteration(state.inner, Progress(state.count, iterations, state.version))
+        version, age = state.version, {}
+        if acts:
+            version, age["parameter_age"] = _next_version(state.count, parameter_version(state.version))
+        return Counted(inner, counters.advance(state.count), version), {**age, **metrics}
 
-    return wrapped(agent, init=init, iteration=iteration, axes=Counted(agent.axes, P()))  # type: ignore[arg-type]
+    return wrapped(agent, init=init, iteration=iteration, axes=Counted(agent.axes, P(), P()))  # type: ignore[arg-type]
 
 
 def counting_environment(env: Environment, num_envs: int, *, normalize_observations: bool) -> VectorEnvironment:

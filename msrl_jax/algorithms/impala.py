@@ -211,14 +211,14 @@ def build(env: Environment, config: IMPALA) -> Agent:
 
         actor_keys, keys = draw_keys(state.actor_keys)
         (env_state, obs), (trajectory, final_obs) = jax.lax.scan(step, (state.env_state, state.obs), keys)
-        version = parameter_version(progress.iteration) if config.replay_batches else ()
+        version = parameter_version(progress.version) if config.replay_batches else ()
         batch = Batch(trajectory, obs, bootstrap(state.params, final_obs), version)
         env_state, episodes = pop_episodes(env_state)
         return state._replace(actor_keys=actor_keys, env_state=env_state, obs=obs), batch, episodes
 
     queue = None
     if config.replay_batches:
-        example = jax.eval_shape(lambda key: play(begin(key), Progress(counter()))[1], jax.random.key(0))
+        example = jax.eval_shape(lambda key: play(begin(key), Progress(counter(), None, jnp.uint32(0)))[1], jax.random.key(0))
         batch_axes = logical_axes(
             Batch, trajectory=P(None, "env"), last_obs=P("env"), bootstrap_value=P(None, "env"), version=P()
         )

@@ -45,7 +45,7 @@ class PPO:
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
         default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
     )
-    clip_ratio: float = tunable(default=0.2, doc="the ratio of probabilities is clipped to 1 ± this. Usual: 0.1 to 0.3.", above=0)
+    clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
     clip_value: float | None = tunable(
         default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
     )

@@ -118,10 +118,12 @@ def _entry(team: Any, algorithm: Any, run: Teams) -> Entry:
     if not isinstance(team, str) or not re.fullmatch(r"[^\s=/:,]+", team):  # it is also in names of metrics
         raise ValueError(f"a team cannot have the name {team!r}; use letters, digits, _ and -")
     where, shared = f"team {team!r}", {name: getattr(run, name) for name in _SHARED}
+    kind: Any = None
     if isinstance(algorithm, str):
         text, patterns = _without_agents(team, algorithm)
         name, fields = parse_spec(text, prefixes=True)
-        kind = get(name) if name in ALGORITHMS or ":" in name else None
+        if name in ALGORITHMS or ":" in name:
+            kind = get(name)
     elif hasattr(algorithm, "build") and dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type):
         kind, fields, patterns = type(algorithm), _changed(algorithm), ()
         name = kind.name

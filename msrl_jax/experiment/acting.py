@@ -151,7 +151,7 @@ class Behavior:
         """Copies the leaves of `state` that acting needs to one device."""
         flat = jax.tree.leaves(state)
         if any(self._needed[len(flat) :]):  # an algorithm's own state, without the numbers of its member
-            raise ValueError("the agent acts by numbers of its config in which members differ; act with the result: act(member=)")
+            raise ValueError("the agent acts by numbers of its config in which members differ; use result.act(obs, member=...)")
         leaves = processes.to_hosts([leaf for leaf, needed in zip(flat, self._needed, strict=False) if needed])
         if device is None:
             at_hand = bool(leaves) and processes.count() == 1

@@ -1,4 +1,4 @@
-"""What widens a run: functions from agent to agent. Each has one state type, with the state that it widens in its field `inner`.
+"""What widens a run: functions from agent to agent, whose states hold the one that they widen in the field `inner`.
 
 An algorithm reads `config.learning_rate` whether it is a constant or not: the agent of a member is built in the trace, from a
 config whose tunable fields are numbers of the member's state.
@@ -56,8 +56,8 @@ def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, .
     agent = build(config)
     note = (
         f"The members of this run differ in {', '.join(names)} of {type(config).__name__}, so the program holds them "
-        "as arrays. If the algorithm branches on such a field in Python, or converts it to a number, it should be declared with "
-        "field and not with tunable: members cannot differ in it then. Else use jnp.where in place of the branch."
+        "as arrays. If the algorithm branches on such a field in Python, or converts it to a number, it should be declared "
+        "with field and not with tunable: members cannot differ in it then. Else use jnp.where in place of the branch."
     )
 
     def of(numbers: Mapping[str, jax.Array]) -> Agent:
@@ -111,9 +111,8 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
     dims, axes = 0, member_axes(agent.axes)
     if agent.data:
         own = innermost(agent.axes)
-        dims = with_innermost(
-            jax.tree.map(lambda _: 0, agent.axes), own._replace(**{name: None if name in agent.data else 0 for name in own._fields})
-        )
+        of_own = own._replace(**{name: None if name in agent.data else 0 for name in own._fields})
+        dims = with_innermost(jax.tree.map(lambda _: 0, agent.axes), of_own)
         axes = with_innermost(axes, innermost(axes)._replace(**{name: getattr(own, name) for name in agent.data}))
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:

@@ -115,7 +115,9 @@ class Callbacks:
             new = source.values | values if isinstance(values, Mapping) else values
             return source._replace(values=jax.tree.map(placed, source.values, new))
 
-        run.run_state, run.changed_at = replace_sources(run.run_state, replaced), run.iteration
+        run.run_state = replace_sources(run.run_state, replaced)
+        if run.finding is None:
+            run.changed_at = run.iteration
 
 
 def _is_true(answer: Any) -> bool:

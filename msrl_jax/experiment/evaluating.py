@@ -1,4 +1,4 @@
-"""The hook that evaluates a run: with the same keys every time and for every member, so that differences come from the policy."""
+"""The hook that evaluates a run: with the same keys every time and for every member, so that only policies make differences."""
 
 import time
 

@@ -167,8 +167,8 @@ def write_table(path: Path) -> None:
     text = io.StringIO()
     csv.writer(text).writerow(columns)
     for row in rows:
-        whole = {name: int(row[name]) for name in ("step", "iteration") if isinstance(row.get(name), float)}
-        cells = ({**row, **whole}.get(name, math.nan) for name in columns)
+        row |= {name: int(row[name]) for name in ("step", "iteration") if name in row}
+        cells = (row.get(name, math.nan) for name in columns)
         csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
     _replace(path / TABLE, text.getvalue())
 

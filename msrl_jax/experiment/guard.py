@@ -216,8 +216,8 @@ class Guard:
             return "The loop calls the host, so it was not run again to find the cause."
         if (seconds := iterations * run.seconds["train_seconds"] / run.iteration) > LOCATE_SECONDS:
             return (
-                f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so the "
-                "cause was not looked for."
+                f"The last kept state is {iterations} iterations earlier, which take about {seconds:.0f} s to run again, so "
+                "the cause was not looked for."
             )
         try:
             found = locate(run.program, run.again, state, iterations, self._watch)

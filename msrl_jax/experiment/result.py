@@ -20,8 +20,7 @@ from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import acting_part
 from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
 from msrl_jax.experiment.history import in_words, last_mean
-from msrl_jax.experiment.lineage import plot_lineage
-from msrl_jax.experiment.plot import plot_history
+from msrl_jax.experiment.plot import plot_history, plot_lineage
 from msrl_jax.experiment.run import Status
 from msrl_jax.experiment.selection import select_member, select_settings
 from msrl_jax.experiment.spec import Experiment
@@ -337,9 +336,8 @@ class Result:
             release(evaluator.env)
 
     @property
-    def _settings_that_stay(self) -> list[dict[str, Any]]:
-        """The settings of the members, unless they have none of their own, or evolve."""
-        return self.settings if self.description.get("settings") and not self.description.get("pbt") else []
+    def _title(self) -> str:
+        return f"{self.experiment.name} on {self.experiment.env_name}"
 
     def plot(self, path: str | os.PathLike | None = None, *, metrics: Sequence[str] = ("episode_return",)) -> "Figure":
         """Draws columns of the history against steps (`Agent.unit`): the mean over the members, and their range.
@@ -357,12 +355,10 @@ class Result:
           ValueError: on a column that the history does not have.
         """
         groups: dict[str, list[int]] = {}
-        for member, setting in enumerate(self._settings_that_stay):
-            groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
-        figure = plot_history(
-            self.history, metrics, unit=self.behavior.agent.unit, groups=groups,
-            title=f"{self.description['algorithm']} on {self.description['env']}",
-        )  # fmt: skip
+        if self.experiment.settings and not self.experiment.pbt:
+            for member, setting in enumerate(self.settings):
+                groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
+        figure = plot_history(self.history, metrics, groups, unit=self.behavior.agent.unit, title=self._title)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -379,13 +375,10 @@ class Result:
         Raises:
           ValueError: if the members of the run are independent, or the run has no chunk yet.
         """
-        pbt = self.description.get("pbt")
-        if not pbt or not len(self.history.get("step", ())):
+        pbt = self.experiment.pbt
+        if pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
-        figure = plot_lineage(
-            self.history, pbt, unit=self.behavior.agent.unit,
-            title=f"{self.description['algorithm']} on {self.description['env']}",
-        )  # fmt: skip
+        figure = plot_lineage(self.history, pbt, unit=self.behavior.agent.unit, title=self._title)
         if path is not None:
             figure.savefig(path)
         return figure

@@ -109,7 +109,7 @@ class Checkpoints:
     def before(self, run: Run) -> None:
         """Saves the run if it is time."""
         if processes.agreed(self._is_due(run)):
-            self._save(run)
+            self.save(run)
 
     def _is_due(self, run: Run) -> bool:
         if self.every is not None:
@@ -119,7 +119,7 @@ class Checkpoints:
         busy = self._writer is not None and self._writer.busy
         return time.monotonic() - self._saved_at >= wait and not busy
 
-    def _save(self, run: Run) -> None:
+    def save(self, run: Run) -> None:
         """Starts to write a checkpoint; warns if this one or the one before fails."""
         start = time.monotonic()
         self._saved_at, self._saved_step = start, run.step
@@ -158,7 +158,7 @@ class Checkpoints:
     def end(self, run: Run) -> None:
         """Saves the run, unless it diverged, so that the last good state stays the newest; waits until it is on disk."""
         if run.finding is None:
-            self._save(run)
+            self.save(run)
         self.wait()
         if self._writer is not None:
             self._writer.close()

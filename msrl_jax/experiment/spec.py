@@ -303,7 +303,7 @@ class Experiment:
             algorithm = algorithms.get(given["algorithm"] if known else given["class"])(**fields)
             settings = {name: tuple(values) for name, values in (given["settings"] or {}).items()}
             return cls(
-                algorithm=algorithm, env=given["env_spec"] if env is None else env, seed=given["seed"], seeds=given["seeds"],
+                algorithm=algorithm, env=env or given["env_spec"], seed=given["seed"], seeds=given["seeds"],
                 env_params=was if env_params is None else env_params, total_steps=given["total_steps"], settings=settings,
                 pbt=None if given["pbt"] is None else read(given["pbt"]), guard=given["guard"],
             )  # fmt: skip
@@ -437,8 +437,8 @@ def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[st
         if name not in tunable_fields(kind):
             others = ", ".join(tunable_fields(kind)) or "none of its fields"
             raise ValueError(
-                f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the members of "
-                f"a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+                f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the "
+                f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
             )
         several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
     if not several:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -69,7 +69,7 @@ def _note(text: str) -> None:
     warnings.warn(text, ResumeWarning, stacklevel=3)
 
 
-# --- what a folder says ---------------------------------------------------------------------------------------------------------
+# --- what a folder says
 
 
 def holds_run(path: Path) -> bool:
@@ -85,7 +85,9 @@ def read_description(path: Path) -> dict[str, Any]:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT and isinstance(content, dict) and "versions" in content:
         by = "version 0.1" if found is None else "a newer version"
-        raise RunFolderError(f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run")
+        raise RunFolderError(
+            f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run"
+        )
     return folder.read_json(path / folder.CONFIG, *_FIELDS)
 
 
@@ -103,8 +105,8 @@ def choose(path: Path, which: Any) -> Checkpoint:
         why = "none is complete. An unfinished run writes its first one after a minute (checkpoint_every)"
         if found and which == "best":
             why = (
-                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had ended "
-                "in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
+                f"none of those after iterations {has} has a score: no evaluation fell on them (eval_every), no episode had "
+                "ended in training, or returns do not tell which agent is better (teams that oppose each other); use 'newest'"
             )
         elif found:
             why = f"those after iterations {has} are complete"
@@ -136,7 +138,7 @@ def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoin
         raise RunFolderError(f"{path / folder.CONFIG} is not what the run was saved with; restore the file, or start a new run")
 
 
-# --- how a run goes on ----------------------------------------------------------------------------------------------------------
+# --- how a run goes on
 
 
 def resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
@@ -185,8 +187,8 @@ def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
             "new run in another folder"
         )
     return RunFolderError(
-        f"the run in {saved.path} has {name}={before!r}, and cannot go on with {name}={now!r}; leave {name} out, or start a new "
-        "run in another folder"
+        f"the run in {saved.path} has {name}={before!r}, and cannot go on with {name}={now!r}; leave {name} out, or start a "
+        "new run in another folder"
     )
 
 
@@ -238,7 +240,8 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
     same = depths == program.registers
     if not same:
         old, new = (max(each.values(), default=0) for each in (depths, program.registers))
-        _note(f"the parameters of the actors were {old} iterations old, and are now {new}: the run goes on from its newest ones")
+        now = f"and are now {new}: the run goes on from its newest parameters"
+        _note(f"the parameters of the actors were {old} iterations old, {now}")
     to = [*flat, *(register_places if same else [at[name] for name, _ in held])]
     if processes.count() > 1:  # each process reads the checkpoint, and the program takes the parts of its devices
         to = None
@@ -297,7 +300,7 @@ def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     )
 
 
-# --- results as folders ---------------------------------------------------------------------------------------------------------
+# --- results as folders
 
 
 def save(result: Result, path: Path) -> Path:
@@ -313,7 +316,8 @@ def save(result: Result, path: Path) -> Path:
     rollbacks = result.description["rollbacks"]
     progress = {
         "settings": fingerprint(result.description, rollbacks), "rollbacks": len(rollbacks),
-        "rows": count, "last_episodes": dataclasses.asdict(NO_EPISODES), "evaluation": result.evaluation, "registers": result.description["registers"], "recorded": None,
+        "rows": count, "last_episodes": dataclasses.asdict(NO_EPISODES), "evaluation": result.evaluation, "recorded": None,
+        "registers": result.description["registers"],
         "wall_seconds": result.wall_seconds, "compile_seconds": result.compile_seconds,
         **{name: result.timings.get(name, 0.0) for name in TIMINGS},
     }  # fmt: skip
@@ -392,7 +396,8 @@ def load(
     if (path / folder.SUMMARY).exists() and which == "newest":
         with _not_needed("the outcome of the run"):
             summary = folder.read_json(path / folder.SUMMARY, "status", "compile_seconds", "wall_seconds", "total_steps")
-    if summary and summary["status"] != "diverged" and summary["total_steps"] != saved.iteration * experiment.steps_per_iteration:
+    steps = saved.iteration * experiment.steps_per_iteration
+    if summary and summary["status"] != "diverged" and summary["total_steps"] != steps:
         summary = {}  # of a later checkpoint, which is damaged
     rows: list[Row] = []
     with _not_needed("the history of the run"):
@@ -433,7 +438,7 @@ def read_evaluation(episodes: Mapping[str, Any] | None) -> Evaluation | None:
     """Rebuilds an evaluation from plain data."""
     if episodes is None:
         return None
-    dtypes: dict[str, Callable[..., Any]] = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
+    dtypes: dict[str, Any] = {"returns": np.float32, "lengths": np.int32, "finished": np.bool_}
     if episodes.get("agent_returns") is not None:
         dtypes["agent_returns"] = np.float32
     teams = {team: np.asarray(returns, np.float32) for team, returns in episodes.get("team_returns", {}).items()}

@@ -7,7 +7,7 @@ import numpy as np
 
 from msrl_jax.experiment.callbacks import short_unit
 from msrl_jax.experiment.history import decimals, in_words, team_of
-from msrl_jax.experiment.lineage import final_values
+from msrl_jax.experiment.plot import final_values
 
 Result: TypeAlias = Any
 """A `msrl_jax.Result`, whose methods call this module."""

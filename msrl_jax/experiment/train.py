@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,13 @@ def train(
     progress and writes files; a request to stop, on any process, stops all after the same chunk.
 
     Args:
-      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. Or an
-        `Experiment`, which has all that decides what the run computes.
+      algo: an algorithm: a config, such as `PPO(learning_rate=3e-4)`; its class; or its name, by default `"ppo"`. An
+        `Experiment` stands for all arguments that decide what is computed.
       env: an environment, or the name of one; parameters follow a colon (`"CartPole-v1:max_steps_in_episode=200"`). By
         default `"CartPole-v1"`.
       policy: a distribution policy, or the name of one (`"SingleLearnerCoarse:learners=2"`); by default `"GPUOnly"`, or
-        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the computation.
+        `"MultiLearner"` if the host simulates the environment. It decides where the parts run and does not change the
+        computation.
       total_steps: environment steps per seed, an integer or a float without a fraction, rounded down to whole iterations; by
         default 500,000.
       seed: the seed of all randomness, from 0 to `2**32 - seeds`; by default 0.
@@ -127,11 +128,9 @@ def train(
     display = choose_display(progress if processes.is_first() else False)
     every, callbacks, keep = interval(checkpoint_every), check_callbacks(callbacks), whole("keep_checkpoints", keep_checkpoints)
     given = {
-        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params, "pbt": pbt,
-        "guard": None if guard is None else check_guard(guard),
+        "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
+        "pbt": pbt, "guard": None if guard is None else check_guard(guard),
     }  # fmt: skip
-    if isinstance(algo, Experiment):
-        given, overrides = _arguments(algo, given | overrides)
     watching = _check_watching(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
     # Absolute, because a callback may change the working directory.
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
@@ -212,14 +211,6 @@ _WATCHING = {"eval_episodes": 32, "eval_every": None, "chunk": None}
 """The same for what happens between chunks."""
 
 
-def _arguments(experiment: Experiment, others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An experiment as arguments, which leave nothing to the others that decide what is computed."""
-    for name, value in others.items():
-        if value is not None and name != "algo":
-            raise ValueError(f"{name}={value!r}: the experiment says what is computed; change it there, or leave {name} out")
-    return {name: getattr(experiment, "algorithm" if name == "algo" else name) for name in DEFAULTS}, dict(experiment.settings)
-
-
 def _check_watching(**given: Any) -> dict[str, int | None]:
     return {name: None if x is None else whole(name, x, 0 if name == "eval_episodes" else 1) for name, x in given.items()}
 
@@ -250,8 +241,9 @@ def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved |
     """What the arguments and the folder say."""
     if isinstance(given["algo"], Experiment):
         experiment = given["algo"]
-        if also := [name for name, x in given.items() if x is not None and name != "algo"] + [*overrides]:
-            raise ValueError(f"{also[0]} is a part of the experiment; change it there: dataclasses.replace(experiment, ...)")
+        for name, value in (given | overrides).items():
+            if value is not None and name != "algo":
+                raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
         if saved is not None:
             store.check_same(saved, experiment)
     elif saved is None:
@@ -265,7 +257,8 @@ def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved |
     if saved is not None and saved.iteration > experiment.iterations:
         done = saved.iteration * experiment.steps_per_iteration
         raise ValueError(
-            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend it"
+            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend "
+            "it"
         )
     return experiment
 

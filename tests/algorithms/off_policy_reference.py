@@ -6,6 +6,7 @@ import numpy as np
 
 from msrl_jax import algorithms, replay
 from msrl_jax.algorithms import Progress
+from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.counters import counter
 
@@ -82,4 +83,4 @@ def assert_close(got, want):
 
 
 def num_params(agent):
-    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)).params))
+    return sum(x.size for x in jax.tree.leaves(innermost(jax.eval_shape(agent.init, jax.random.key(0))).params))

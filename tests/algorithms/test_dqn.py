@@ -25,7 +25,7 @@ SMALL = {
 }  # fmt: skip
 PLAIN = {"target_period": 4, "tau": 1.0, "huber_delta": 1.0}
 APEX = {"huber_delta": 0.5, "actor_period": 2, "target_period": 1, "tau": 0.1}
-TOTAL = {"dqn": None, "apex_dqn": 12}  # iterations of the run
+TOTAL = {"dqn": None, "apex_dqn": 13}  # iterations of the run
 
 
 def wide(params):

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from msrl_jax.training.acting import Behavior
-from msrl_jax.training.evaluate import make_evaluator
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.evaluate import make_evaluator
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs

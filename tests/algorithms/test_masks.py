@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training import DivergedError
-from msrl_jax.training.evaluate import make_evaluator
-from msrl_jax.training.failure import Failure
+from msrl_jax.experiment import DivergedError
+from msrl_jax.experiment.evaluate import make_evaluator
+from msrl_jax.experiment.failure import Failure
 
 import msrl_jax as msrl
 from msrl_jax import data, envs

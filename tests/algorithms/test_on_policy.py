@@ -11,6 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import A3C, counted
+from msrl_jax.algorithms.agent import Counted
 from msrl_jax.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 
@@ -221,7 +222,7 @@ def test_ages_are_right_where_counts_would_wrap(name, iterations):
     if name == "a3c":
         updates = [(iterations - 2) * W - W + worker + 1 for worker in range(W)]
         own = own._replace(fetched=jnp.array(np.array(updates) % 2**32, jnp.uint32))
-    after, metrics = program.run(state._replace(inner=own, count=counter(iterations - 2)), 4)
+    after, metrics = program.run(Counted(own, counter(iterations - 2), jnp.uint32((iterations - 2) % 2**32)), 4)
     np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 2, 2])
     assert to_int(program.unwrap(after).count) == iterations + 2
     assert name != "a3c" or np.all(metrics["gradient_age"][2:] == W - 1)

@@ -4,7 +4,7 @@ import re
 
 import jax
 import pytest
-from msrl_jax.training.setup import resolve
+from msrl_jax.experiment.spec import make_experiment
 
 from msrl_jax import policies
 
@@ -34,7 +34,7 @@ def is_executed(instruction):
 @pytest.fixture(scope="module")
 def module():
     """The computations of one iteration of PPO."""
-    program = resolve("ppo", "CartPole-v1", overrides=PPO).compile(policies.GPUOnly(1), jax.devices()[:1])
+    program = make_experiment("ppo", "CartPole-v1", overrides=PPO).compile(policies.GPUOnly(1), jax.devices()[:1])
     (compiled,) = program.compiled()
     return computations(compiled.as_text())
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from msrl_jax.algorithms.networks.cores import recurrent_core
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
+from msrl_jax.algorithms.networks.recurrent import recurrent_core
 
 from ..support.agents import make_still, still
 from .random_walk import RandomWalk

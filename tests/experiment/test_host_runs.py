@@ -93,8 +93,6 @@ def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match=r"seeds=2: .* gymnasium:Pendulum-v1 is simulated on the host; run one after another"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, seeds=2, **SMALL)
-    with pytest.raises(ValueError, match="env_groups=2: a run whose steps are recorded takes env_groups=1"):
-        msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, record="x.npz", env_groups=2, **SMALL)
     with pytest.raises(TypeError, match="makes its parallel copies itself, so its parameters cannot be data"):
         msrl.train("ppo", PENDULUM, policy=POLICY, total_steps=2048, env_params={"g": 5.0}, **SMALL)
 

@@ -7,6 +7,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _device_memory, cli
+from msrl_jax.cli import program
 from msrl_jax.experiment.spec import make_experiment
 from msrl_jax.fragments.memory import Fitting, program_bytes
 
@@ -53,7 +54,7 @@ def test_evaluations_and_recordings_are_refused_in_one_line(tmp_path, capsys):
         (["evaluate", str(run), "--episodes", "1e10"], "an evaluation of 10,000,000,000 episodes at once takes"),
         (["record", str(run), "--steps", "1e11", "--out", str(tmp_path / "x.npz")], "a data set of 100,000,000,000 rows"),
     ):
-        assert cli.main(command) == cli.BAD_INPUT
+        assert cli.main(command) == program.BAD_INPUT
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert not (tmp_path / "x.npz").exists()

@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.experiment import Result, RunFolderError
-from msrl_jax.experiment.lineage import copies
+from msrl_jax.experiment.plot import copies
 from msrl_jax.experiment.spec import make_experiment
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
@@ -110,7 +110,8 @@ def test_initial_values_lie_in_the_search(search, message):
 def test_bounds_rounded_to_float32_lie_in_the_search():
     pbt = msrl.PBT(search={"learning_rate": envs.log_uniform(1e-6, 1e-3)}, members=2)
     rounded = [float(np.float32(1e-6)), float(np.float32(1e-3))]
-    assert rounded[0] < 1e-6 and make_experiment("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt).members == 2
+    experiment = make_experiment("ppo", ENV, overrides={"learning_rate": rounded, **SMALL}, pbt=pbt)
+    assert rounded[0] < 1e-6 and experiment.members == 2
 
 
 def test_slow_members_are_left_alone():

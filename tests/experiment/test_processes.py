@@ -14,7 +14,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
-from msrl_jax.cli import launch
+from msrl_jax.cli import launch, program
 from msrl_jax.experiment import Result, checkpoint, processes
 from msrl_jax.policies import POLICIES
 from tests.support import cluster
@@ -216,7 +216,7 @@ def test_a_process_that_hangs_ends_all(launched, tmp_path):
     ],
 )
 def test_bad_options_start_nothing(argv, message, capsys):
-    assert cli.main(["train", *argv]) == cli.BAD_INPUT
+    assert cli.main(["train", *argv]) == program.BAD_INPUT
     assert message in capsys.readouterr().err
 
 

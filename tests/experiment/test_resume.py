@@ -173,11 +173,11 @@ def test_a_finished_run_is_only_read(copy, capfd):
 
 def test_extending_a_run_says_what_becomes_of_the_learning_rate(copy):
     with pytest.warns(
-        ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00075, after 0\.0005"
+        ResumeWarning, match=r"total_steps changes from 768 to 1,536, .*learning rate.*goes on from 0\.00225, after 0\.0015"
     ):
         result = msrl.train(resume=copy, total_steps=1536, devices=jax.devices()[:1], progress=False)
     assert result.history["iteration"][-1] == 24 and result.experiment.total_steps == 1536
-    assert result.history["learning_rate"][2] == pytest.approx(1e-3 * (1 - 7 / 24), rel=1e-5)
+    assert result.history["learning_rate"][2] == pytest.approx(3e-3 * (1 - 7 / 24), rel=1e-5)
     assert Result.load(copy).experiment.total_steps == 1536
 
 
@@ -191,7 +191,7 @@ def test_evaluations_may_begin_and_end_with_a_resume(copy):
     on = msrl.train(resume=copy, devices=jax.devices()[:1], progress=False, eval_episodes=2)
     assert np.isnan(on.history["eval_return"]).tolist() == [True, True, True, False]
     assert_same_run(Result.load(copy), on)
-    assert [row["iteration"] for row in table()] == ["3.0", "6.0", "9.0", "12.0"] and None not in table()[0]
+    assert [row["iteration"] for row in table()] == ["3", "6", "9", "12"] and None not in table()[0]
     assert float(table()[-1]["eval_return"]) == on.history["eval_return"][-1]
 
 

@@ -23,7 +23,7 @@ CONFLICTS = [
     ({"seed": 6}, r"has seed=5, and cannot go on with seed=6"),
     ({"seeds": 2}, r"has seeds=1, and cannot go on with seeds=2"),
     ({"num_envs": 16}, r"has num_envs=8, and cannot go on with num_envs=16; leave num_envs out"),
-    ({"learning_rate": 0.5}, r"has learning_rate=0\.001, and"),
+    ({"learning_rate": 0.5}, r"has learning_rate=0\.003, and"),
     ({"max_grad_norm": None}, r"has max_grad_norm=0\.5, and cannot go on with max_grad_norm=None"),
     ({"algo": msrl.algorithms.get("ppo")()}, r"cannot go on with \w+="),
     ({"lerning_rate": 1.0}, r"PPO has no field 'lerning_rate'"),

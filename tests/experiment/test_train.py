@@ -255,7 +255,7 @@ def test_an_experiment_is_what_its_arguments_say(tiny, one_device, tmp_path):
     other = dataclasses.replace(experiment, seed=4)
     with pytest.raises(ValueError, match="has seed=3, and cannot go on with seed=4"):
         msrl.train(other, resume=tmp_path / "run", **options)
-    with pytest.raises(ValueError, match="seeds is a part of the experiment"):
+    with pytest.raises(ValueError, match="seeds=2: the experiment says what is computed"):
         msrl.train(experiment, seeds=2, **options)
     whole = msrl.train(type(experiment.algorithm)(**tiny), ENV, total_steps=4 * 64, seed=3, **options)
     assert_trees_close(msrl.train(experiment, resume=tmp_path / "run", **options).run_state, whole.run_state, rtol=0, atol=0)
@@ -290,5 +290,5 @@ def test_a_run_saved_by_version_0_1_is_refused_with_a_sentence(run_folder, train
     del config["format"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     for read in (Result.load, lambda path: msrl.train(resume=path, progress=False)):
-        with pytest.raises(ValueError, match=r"was saved by version 0\.1 of msrl_jax, which this version cannot read; start a new"):
+        with pytest.raises(ValueError, match=r"was saved by version 0\.1 of msrl_jax, which this version cannot read; start"):
             read(tmp_path)

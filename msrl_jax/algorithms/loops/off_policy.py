@@ -229,7 +229,7 @@ def replaying(
         learner, key, pending, metrics = learn(learner, progress, state.key, sample, ready)
         acting_params, age = state.acting_params, {}
         if acting_params:
-            version = parameter_version(acting_params[1])
+            version = parameter_version(acting_params[1].low)
             acting_params, age = refresh(acting_params, learner.params, progress, version)
         after = state._replace(
             **learner._asdict(),

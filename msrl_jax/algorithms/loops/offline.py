@@ -133,7 +133,8 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
         metrics = jax.tree.map(lambda x: x.mean(), stats)
         if held_out is not None:
             # An update for its statistics only: XLA removes the rest, because nothing uses the new learner.
-            _, measured = update(learner, held_out, held_out_key, progress.times(num_updates))
+            after = advance(progress.times(num_updates), num_updates)
+            _, measured = update(learner, held_out, held_out_key, after)
             metrics |= {f"validation_{name}": x for name, x in measured.items()}
         return learner, key, metrics
 

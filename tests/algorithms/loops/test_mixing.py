@@ -119,13 +119,13 @@ def plain():
 
 
 @pytest.mark.parametrize(
-    ("policy", "devices"),
-    [("GPUOnly", 8), ("SingleLearnerCoarse:buffers=2", 4)]
-    + [pytest.param(p, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (1, 2, 8)],
+    ("policy", "options", "devices"),
+    [("GPUOnly", {}, 8), ("SingleLearnerCoarse", {"buffers": 2}, 4)]
+    + [pytest.param(p, {}, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (1, 2, 8)],
 )
-def test_a_run_is_the_same_under_every_policy(policy, devices, plain):
+def test_a_run_is_the_same_under_every_policy(policy, options, devices, plain):
     built, state, after, metrics = plain
-    policy = msrl.training.setup.resolve_policy(policy)
+    policy = msrl.policies.get(policy, **options)
     program = msrl.compile(built.iteration, state, policy=policy, axes=built.axes, devices=jax.devices()[:devices])
     found, measured = program.run(program.initialize(lambda: built.with_data(built.init(jax.random.key(0)))), 5, chunk=5)
     # With two environments per device, XLA may fuse a multiplication and an addition in one program and not in the other.
