@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from msrl_jax.experiment.acting import Behavior
-from msrl_jax.experiment.evaluate import make_evaluator
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs
 from msrl_jax.algorithms import ES
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.evaluate import make_evaluator
 
 from ..support.agents import make_counted, make_still
 from .random_walk import RandomWalk

@@ -1,11 +1,14 @@
 """A2C, IMPALA and A3C solve CartPole with their defaults, IMPALA also with actors that lag behind."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax import algorithms, envs
+from msrl_jax.algorithms import counted
+from msrl_jax.experiment.agents import members
 
 pytestmark = pytest.mark.slow
 
@@ -14,9 +17,14 @@ SEEDS = 6
 
 def final_returns(name, total_steps, policy="GPUOnly", **parameters):
     """Mean return of the episodes that ended in the last tenth of training. `[SEEDS]`"""
-    experiment = make_experiment(name, total_steps=total_steps, seeds=SEEDS)
-    program, length = experiment.compile(msrl.policies.get(policy, **parameters), jax.devices()[:2]), experiment.iterations
-    _, metrics = program.run(experiment.start(program), length)
+    one = algorithms.get(name)().build(envs.make("CartPole-v1"))
+    length = total_steps // one.steps_per_iteration
+    agent = counted(members(one), length)
+    state = jax.jit(agent.init)(jnp.stack([jax.random.key(seed) for seed in range(SEEDS)]))
+    program = msrl.compile(
+        agent.iteration, state, policy=msrl.policies.get(policy, **parameters), axes=agent.axes, devices=jax.devices()[:2]
+    )
+    _, metrics = program.run(state, length)
     assert np.all(metrics["parameter_age"][-1] == parameters.get("staleness", 0))
     return metrics["episode_return"][-(length // 10) :].mean(axis=0)
 

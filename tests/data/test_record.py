@@ -15,10 +15,10 @@ from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
 from msrl_jax.experiment.spec import make_experiment
-from tests.support.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk
-from ..experiment.test_result import assert_same_state
+from ..support.runs import assert_same_state
+from ..support.training_envs import Lottery, Poison
 
 PPO = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
@@ -87,7 +87,7 @@ def test_recording_changes_no_bit_and_leaves_no_trace(recorded):
 @pytest.mark.parametrize(
     ("policy", "devices"),
     [("SingleLearnerFine", 3), ("Central", 8)]
-    + [pytest.param(p, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (2, 4)],
+    + [pytest.param(p, n, marks=pytest.mark.slow) for p in msrl.policies.names() for n in (2, 4)],
 )
 def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
     train(policy=policy, devices=devices, record=tmp_path / "run.npz")

@@ -4,16 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.algorithms.loops.acting import (
-    flatten,
-    next_values,
-    parameter_age,
-    parameter_version,
-    split_keys,
-    truncated_values,
-    unflatten,
-)
 
+from msrl_jax.algorithms.agent import parameter_age, parameter_version
+from msrl_jax.algorithms.loops.trajectory import flatten, next_values, split_keys, truncated_values, unflatten
 from msrl_jax.counters import counter
 
 T, E = 3, 4

@@ -120,7 +120,7 @@ def plain():
 @pytest.mark.parametrize(
     ("policy", "options", "devices"),
     [("GPUOnly", {}, 8), ("SingleLearnerCoarse", {"buffers": 2}, 4)]
-    + [pytest.param(p, {}, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (1, 2, 8)],
+    + [pytest.param(p, {}, n, marks=pytest.mark.slow) for p in msrl.policies.names() for n in (1, 2, 8)],
 )
 def test_a_run_is_the_same_under_every_policy(policy, options, devices, plain):
     built, state, after, metrics = plain
