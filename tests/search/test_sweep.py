@@ -146,7 +146,8 @@ def test_numbers_of_the_command_are_exact(tiny):
     (rate,) = (row["learning_rate"] for row in choose(axes_of(learning_rate="log:1e-4:1e-2"), "random", 1, 0))
     assert len(repr(rate)) > 15
     about = {
-        "algorithm": "ppo", "env_spec": ENV, "env_params": {"length": "uniform(0.25, 1)"}, "policy": "GPUOnly", "seed": 0,
+        "algorithm": "ppo", "class": "msrl_jax.algorithms.ppo:PPO", "env_spec": ENV, "policy": "GPUOnly", "seed": 0,
+        "env_params": {"length": "uniform(0.25, 1)"},
         "total_steps": 64, "seeds": 1, "eval_episodes": 0,
         "config": json.loads(json.dumps(vars(PPO(normalize_rewards=True, **tiny)))),
     }  # fmt: skip
