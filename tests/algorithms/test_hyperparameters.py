@@ -1,19 +1,18 @@
 """Every number of a config that may be data: members that differ in all of them at once equal the agents with constants."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
-from msrl_jax.algorithms.configs.base import tunable_fields
 
 import msrl_jax as msrl
-from msrl_jax.training.hyperparameters import arrays, tuned
-from msrl_jax.training.members import population
+from msrl_jax.algorithms.agent import counted, innermost
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.experiment.agents import members, with_numbers
 
 from .many_agents import Homes
-from .test_policies import ENVS, OFFLINE, PARTICULAR, SMALL, relative_difference
+from .test_policies import ENVS, PARTICULAR, SMALL, relative_difference
 from .transitions import noise
 
 VALUES = {
@@ -59,33 +58,30 @@ def env_of(name, algorithm):
 
 
 def unrolled(agent, state):
-    def step(state, _):
-        state, metrics = agent.iteration(state)
-        return state, metrics
-
-    after, metrics = jax.jit(lambda state: jax.lax.scan(step, state, None, length=3))(agent.with_data(state))
-    return after.params, metrics
+    after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, length=3))(agent.with_data(state))
+    return innermost(after).params, metrics
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
-    algorithm = msrl.algorithms.get(name.partition("+")[0])
-    env = env_of(name, algorithm)
-    fields = {field.name for field in dataclasses.fields(algorithm.config)}
+    kind = msrl.algorithms.get(name.partition("+")[0])
+    env, tunable = env_of(name, kind), tunable_fields(kind)
     options = SMALL | (MORE[name] if name in MORE else PARTICULAR.get(name, {}))
-    options |= {"data": noise(env)} if algorithm.name in OFFLINE else {}
-    options = {k: v for k, v in options.items() if k in fields} | {"total_steps": 100_000}
-    settings = {field: VALUES[field] for field in tunable_fields(algorithm.config) if field in VALUES}
-    assert set(settings) == set(tunable_fields(algorithm.config)), "every field of every algorithm"
+    options |= {"data": noise(env)} if kind.offline else {}
+    options = {k: v for k, v in options.items() if k in {field.name for field in dataclasses.fields(kind)}}
+    settings = {field: VALUES[field] for field in tunable if field in VALUES}
+    assert set(settings) == set(tunable), "every field of every algorithm"
     if "target_gap" in settings and name != "cql+lagrange":
         settings.pop("target_gap")  # asks for continuous actions
-    configs = [algorithm.config(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
-    agent = population(tuned(functools.partial(algorithm.build, env), configs[0], settings), arrays(settings, 1))
+    configs = [kind(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
+    one = with_numbers(lambda config: config.build(env), configs[0], tuple(settings))
+    agent = counted(members(one, {name: np.float32(values) for name, values in settings.items()}), 100)
     params, metrics = unrolled(agent, jax.jit(agent.init)(jax.random.split(jax.random.key(0))))
     for i, config in enumerate(configs):
-        alone = algorithm.build(env, config)
+        alone = counted(config.build(env), 100)
         wanted, measured = unrolled(alone, jax.jit(alone.init)(jax.random.split(jax.random.key(0))[i]))
         for (path, a), b in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True):
             assert relative_difference(a[i], b) < 1e-5, jax.tree_util.keystr(path)
         for (path, a), b in zip(jax.tree.leaves_with_path(metrics), jax.tree.leaves(measured), strict=True):
-            np.testing.assert_allclose(a[:, i], b, rtol=1e-3, atol=1e-4, err_msg=jax.tree_util.keystr(path))
+            a = a[:, i] if a.ndim > 1 else a  # the age of parameters is that of all members
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=jax.tree_util.keystr(path))

@@ -3,10 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from msrl_jax.training.members import initial_key, population
 
 import msrl_jax as msrl
-from msrl_jax import algorithms, envs
+from msrl_jax.experiment.spec import make_experiment
 
 pytestmark = pytest.mark.slow
 
@@ -15,14 +14,9 @@ SEEDS = 6
 
 def final_returns(name, total_steps, policy="GPUOnly", **parameters):
     """Mean return of the episodes that ended in the last tenth of training. `[SEEDS]`"""
-    algorithm = algorithms.get(name)
-    agent = population(algorithm.build(envs.make("CartPole-v1"), algorithm.config()))
-    state = jax.jit(agent.init)(initial_key(0, SEEDS))
-    program = msrl.compile(
-        agent.iteration, state, policy=msrl.policies.get(policy, **parameters), axes=agent.axes, devices=jax.devices()[:2]
-    )
-    length = total_steps // agent.steps_per_iteration
-    _, metrics = program.run(state, length)
+    experiment = make_experiment(name, total_steps=total_steps, seeds=SEEDS)
+    program, length = experiment.compile(msrl.policies.get(policy, **parameters), jax.devices()[:2]), experiment.iterations
+    _, metrics = program.run(experiment.start(program), length)
     assert np.all(metrics["parameter_age"][-1] == parameters.get("staleness", 0))
     return metrics["episode_return"][-(length // 10) :].mean(axis=0)
 

@@ -18,7 +18,7 @@ from msrl_jax.experiment.spec import make_experiment
 from tests.support.training_envs import Lottery, Poison
 
 from ..algorithms.random_walk import RandomWalk
-from ..training.test_result import assert_same_state
+from ..experiment.test_result import assert_same_state
 
 PPO = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
@@ -95,7 +95,7 @@ def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
 
 
 def test_a_step_writes_its_row_and_copies_no_other():
-    setup = make_experiment("ppo", ENV, overrides=PPO | {"total_steps": 6400}).record(1600)
+    setup = make_experiment("ppo", ENV, total_steps=6400, overrides=PPO).record(1600)
     (program,) = setup.compile(msrl.policies.GPUOnly(1)).compiled()
     made_by = re.findall(r"= \w+\[1600,8[^=\n]* (copy|dynamic-update-slice)\(", program.as_text())
     assert made_by == ["dynamic-update-slice"] * 6

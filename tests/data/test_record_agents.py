@@ -13,7 +13,7 @@ from msrl_jax.cli import main
 from msrl_jax.data.dataset import OPTIONAL
 
 from ..envs.agents.leaving import Leaving
-from ..training.test_result import assert_same_state
+from ..experiment.test_result import assert_same_state
 from .test_dataset import same
 
 LIMIT, LEAVE = 4, np.array([1, 3, 9])

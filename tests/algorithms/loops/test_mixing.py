@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.setup import resolve
 
 import msrl_jax as msrl
 from msrl_jax import data, envs, replay
