@@ -7,11 +7,10 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import PPO, counted, get, names
 from msrl_jax.policies import Central, GPUOnly, MultiLearner, SingleLearnerCoarse
-
-from .algorithms import test_ppo
-from .algorithms.random_walk import RandomWalk
-from .fragments.test_staleness import dependencies
-from .support.agents import make_counted
+from tests.support import ppo
+from tests.support.agents import make_counted
+from tests.support.program import dependencies
+from tests.support.random_walk import RandomWalk
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
@@ -67,13 +66,13 @@ def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
     "policy", [pytest.param(GPUOnly(), marks=pytest.mark.slow), MultiLearner()], ids=lambda p: type(p).__name__
 )
 def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_where_it_lies(policy):
-    config = PPO(**test_ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
+    config = PPO(**ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
     agent = counted(config.build(RandomWalk()))
     start = jax.jit(agent.init)(jax.random.key(0))
     program = msrl.compile(agent.iteration, start, policy=policy, axes=agent.axes)
     state = jax.device_put(program.run(start, 1)[0], jax.devices()[0])
-    _, rollout = test_ppo.plain_rollout(agent, state)
-    want, _ = test_ppo.plain_update(agent, config, state, rollout)
+    _, rollout = ppo.plain_rollout(agent, state)
+    want, _ = ppo.plain_update(agent, config, state, rollout)
     after, _ = program.run(state, 1)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     gradients, others = sums(program, start)

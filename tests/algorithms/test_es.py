@@ -15,10 +15,9 @@ from msrl_jax.algorithms import ES
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
 from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.evaluate import make_evaluator
-
-from ..support.agents import make_counted, make_still
-from .random_walk import RandomWalk
-from .test_ppo import collectives, shardings
+from tests.support.agents import make_counted, make_still
+from tests.support.compiled import collectives, shardings
+from tests.support.random_walk import RandomWalk
 
 T, E = 8, 16
 SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6)}

@@ -15,8 +15,7 @@ from msrl_jax.envs import Box, Discrete
 from msrl_jax.envs.host.base import Outcome
 from msrl_jax.envs.host.vector import HostVectorized, Stepping
 from msrl_jax.fragments.passes.instructions import HostCall, walk
-
-from ..support.agents import make_counted
+from tests.support.agents import make_counted
 
 LIMIT, LENGTH = 4, 12  # in eighths, which floats hold exactly
 SPACE = Box(-2.0, 2.0, (2,))

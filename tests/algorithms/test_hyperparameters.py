@@ -11,10 +11,9 @@ from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.experiment.agents import members, with_numbers
-
-from .many_agents import Homes
-from .test_policies import ENVS, PARTICULAR, SMALL, relative_difference
-from .transitions import noise
+from tests.support.many_agents import Homes
+from tests.support.small_runs import ENVS, PARTICULAR, SMALL, relative_difference
+from tests.support.transitions import noise
 
 VALUES = {
     "learning_rate": (1e-3, 3e-4), "discount": (0.97, 0.9), "entropy_coef": (0.02, 0.0), "value_coef": (0.5, 1.0),

@@ -13,13 +13,12 @@ from msrl_jax import cli, data, envs
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
 from msrl_jax.envs.agents.games import RockPaperScissors
+from tests.support.agents import make_counted
+from tests.support.lock import COUNT, SIZES, Lock, OneInteger
+from tests.support.many_agents import Homes
+from tests.support.random_walk import RandomWalk
 
-from ..support.agents import make_counted
-from .lock import COUNT, SIZES, Lock, OneInteger
-from .many_agents import Homes
-from .random_walk import RandomWalk
-
-LOCK = "tests.algorithms.lock:Lock"
+LOCK = "tests.support.lock:Lock"
 SHOWN = np.eye(COUNT, dtype=np.float32)
 OPEN = np.stack([Lock.wanted(shown) for shown in range(COUNT)])
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}

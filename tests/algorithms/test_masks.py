@@ -18,9 +18,8 @@ from msrl_jax.experiment import DivergedError
 from msrl_jax.experiment.evaluate import make_evaluator
 from msrl_jax.experiment.failure import Failure
 from msrl_jax.fragments.plan.origin import find_origin
-from tests.envs.maze import LEFT, RIGHT, Maze, MazeState, legal
-
-from .off_policy_reference import B, adam, build, counting, drawn, one, start, wide
+from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
+from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = SMALL | {"batch_size": 16, "capacity": 512, "learning_starts": 128, "num_updates": 2}

@@ -9,46 +9,16 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.algorithms import counted
+from tests.support.small_runs import ENVS, PARTICULAR, SMALL, relative_difference
+from tests.support.transitions import noise
 
-from .transitions import noise
-
-SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
-PARTICULAR = {
-    "ppo": {"num_epochs": 2, "num_minibatches": 2},
-    "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
-    "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
-    "a3c": {"num_workers": 8},
-    "es": {"unroll_length": 24},
-    "impala+replay": {"replay_batches": 4, "num_updates": 2},
-    "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
-    # New networks value both actions nearly alike: few examples and fast steps, lest rounding decide which is the greedy one.
-    "dqn+c51": {
-        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "c51",
-        "learning_rate": 1e-3,
-    },
-    "dqn+qr": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "distribution": "qr"},
-    "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
-    "r2d2": {
-        "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
-        "trace_length": 4, "n_step": 3, "exploration": "per_env", "learning_rate": 2.5e-4,
-    },
-    "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "bc": {"num_updates": 2, "batch_size": 64},
-    "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
-    "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
-    "iql": {"num_updates": 2, "batch_size": 64},
-}
-# A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
-ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 # Two programs that compute the same torques and dynamics may differ by one unit in the last place: XLA fuses a multiplication
 # and an addition, which rounds once instead of twice, in one program and not in the other. Where it does depends on the
 # processor's vector length and on the number of environments per device. Speeds reach 8.
 ULP_OF_SPEED = np.spacing(np.float32(8))
 IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
 ITERATIONS = 5
-LOCK = "tests.algorithms.lock:Lock"
+LOCK = "tests.support.lock:Lock"
 EXACT = ("CartPole-v1", LOCK)
 # Of actions of several integers, only the distribution is new: each time on eight devices, under the policies named here.
 INTEGERS = {
@@ -212,7 +182,3 @@ def test_images_and_grids(algorithm, env):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def relative_difference(a, b):
-    """Largest deviation of a tensor, relative to its norm per element."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.abs(a - b).max() / max(np.sqrt((b**2).mean()), 1e-3)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-
-from ..support.agents import make_counted
-from .test_policies import relative_difference
+from tests.support.agents import make_counted
+from tests.support.small_runs import relative_difference
 
 ENVS = [
     "brax:inverted_pendulum", "playground:CartpoleBalance", "craftax:Craftax-Classic-Symbolic-v1:reset_ratio=2",

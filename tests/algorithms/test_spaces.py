@@ -12,8 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
-
-from ..support.agents import make_counted, still
+from tests.support.agents import make_counted, still
 
 ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).many_agents]
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))

@@ -15,10 +15,9 @@ from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
 from msrl_jax.experiment.spec import make_experiment
-
-from ..algorithms.random_walk import RandomWalk
-from ..support.runs import assert_same_state
-from ..support.training_envs import Lottery, Poison
+from tests.support.random_walk import RandomWalk
+from tests.support.runs import assert_same_state
+from tests.support.training_envs import Lottery, Poison
 
 PPO = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from tests.envs.agents.leaving import Leaving
+from tests.support.leaving import Leaving
 
 E, T = 8, 40
 

@@ -21,8 +21,8 @@ from msrl_jax.search import course
 from msrl_jax.search.space import choose
 from msrl_jax.search.trials import Trial
 from tests.support import processes
+from tests.support.random_walk import RandomWalk
 
-from ..algorithms.random_walk import RandomWalk
 from .test_space import axes_of
 
 ENV = "CartPole-v1:max_steps_in_episode=30"

@@ -12,8 +12,8 @@ from msrl_jax import envs
 from msrl_jax.experiment.failure import Failure
 from msrl_jax.experiment.guard import Finding
 from msrl_jax.fragments.plan.origin import find_origin
-from tests.envs.agents.leaving import Leaving
-from tests.envs.test_vector import COLLECTIVE
+from tests.support.compiled import COLLECTIVE
+from tests.support.leaving import Leaving
 
 TEAMS = {"first": (0,), "others": (1, 2)}
 

@@ -10,8 +10,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli, envs
-from tests.envs.agents.leaving import Leaving
-from tests.envs.corridor import Corridor
+from tests.support.corridor import Corridor
+from tests.support.leaving import Leaving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def test_an_environment_that_conforms_has_no_problems(env):
 
 
 def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_checked_walks.py").write_text("from tests.envs.test_checking import TooFar, Walk\n")
+    (tmp_path / "my_checked_walks.py").write_text("from tests.envs.test_check import TooFar, Walk\n")
     monkeypatch.chdir(tmp_path)
     small = ["--steps", "20", "--num-envs", "2"]
     assert cli.main(["check-env", "my_checked_walks:Walk", *small]) == 0

@@ -8,10 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-
-from ..support.agents import make_still
-from .many_agents import Homes
-from .transitions import noise
+from tests.support.agents import make_still
+from tests.support.many_agents import Homes
+from tests.support.transitions import noise
 
 
 def environment(name):

@@ -1,8 +1,9 @@
-"""A data set of noise that fits an environment."""
+"""Data sets: one of noise that fits an environment, and when two are the same."""
 
 import numpy as np
 
 from msrl_jax.data import Dataset
+from msrl_jax.data.dataset import FIELDS
 from msrl_jax.envs import Discrete
 from msrl_jax.envs.spaces import is_integers
 
@@ -28,3 +29,11 @@ def noise(env, rows=640, length=16, seed=0):
         reward = -((action - better) ** 2).sum(-1)
     last, odd = np.arange(rows) % length == length - 1, np.arange(rows) // length % 2 == 1
     return Dataset(obs[:-1], action, np.float32(reward), last & odd, last & ~odd, obs[1:], about={"env": "noise"})
+
+
+def same(a, b):
+    for name in FIELDS:
+        x, y = getattr(a, name), getattr(b, name)
+        assert x.dtype == y.dtype, name
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    assert a.about == b.about
