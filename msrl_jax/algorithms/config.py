@@ -9,6 +9,8 @@ import dataclasses
 import importlib
 import math
 import numbers
+import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -180,11 +182,15 @@ def get(algorithm: str | type) -> type:
         raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
     module, colon, name = algorithm.partition(":")
     if colon:
+        here = os.getcwd()
+        sys.path.insert(0, here)  # a console script has its own folder there
         try:
             return get(getattr(importlib.import_module(module), name))
         except (ImportError, AttributeError) as error:
             remedy = "give MODULE:CLASS of a class made with algorithms.config"
             raise ValueError(f"algorithm {algorithm!r}: {error}; {remedy}") from None
+        finally:
+            sys.path.remove(here)
     found = {n.lower(): n for n in ALGORITHMS}.get(algorithm.lower())
     if found is None:
         raise ValueError(f"unknown algorithm {algorithm!r}{suggestion(algorithm, names())}; choose from {', '.join(names())}")

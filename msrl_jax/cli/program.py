@@ -41,8 +41,8 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
     if command != "train" or "--resume" not in argv or flags.values_of(argv, "--algo"):
         return argv
     with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
-        config = Path(flags.values_of(argv, "--out")[0]) / "config.json"
-        return [*argv, "--algo", json.loads(config.read_text())["algorithm"]]
+        about = json.loads((Path(flags.values_of(argv, "--out")[0]) / "config.json").read_text())
+        return [*argv, "--algo", about["algorithm" if about["class"].startswith("msrl_jax.") else "class"]]
     return argv
 
 

@@ -108,7 +108,8 @@ class Vectorized(Wrapper):
         spares = state.spares
         if spares:
             reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
-            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio, math.gcd(self.num_envs, self.ratio))
+            together = math.gcd(self.num_envs, self.ratio)
+            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio, together)
 
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)

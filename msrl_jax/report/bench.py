@@ -80,7 +80,7 @@ class Measurement:
 
     def __str__(self) -> str:
         where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
-        what = _setting(self.algorithm, self.env, self)
+        what = _setting(self.algorithm, self.env, self.num_envs, self.unroll_length)
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
         rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
         dispatch = "" if self.instructions is None else f"; dispatch: {_dispatch(self)}"
@@ -200,8 +200,9 @@ def measure(
       The measurement.
     """
     note = on_stage or (lambda line: None)
-    program = experiment.compile(policy, devices)
-    note(f"compiling {_setting(experiment.name, experiment.env_name, experiment.algorithm)}, {spec(policy)} ...")
+    program, agent = experiment.compile(policy, devices), experiment.behavior.agent
+    num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
+    note(f"compiling {_setting(experiment.name, experiment.env_name, num_envs, unroll_length)}, {spec(policy)} ...")
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
     runners = [program_runner(experiment, program, chunk)]
@@ -209,12 +210,11 @@ def measure(
         runners.append(plain_runner(experiment, program, chunk))
     note(f"measuring {repeats} runs of about {seconds:g} s{' and as many of jax.jit' if against else ''} ...")
     runs, *others = interleave(runners, seconds, repeats)
-    where, agent = describe_devices(program.devices), experiment.behavior.agent
-    rate = statistics.median(runs)
+    where, rate = describe_devices(program.devices), statistics.median(runs)
     measurement = Measurement(
         algorithm=experiment.name, env=experiment.env_name, policy=spec(policy),
-        platform=where["platform"], devices=where["count"], num_envs=experiment.algorithm.num_envs,
-        unroll_length=experiment.algorithm.unroll_length, compile_seconds=compile_seconds,
+        platform=where["platform"], devices=where["count"], num_envs=num_envs, unroll_length=unroll_length,
+        compile_seconds=compile_seconds,
         steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
     )  # fmt: skip
     if dispatch := program.measure_dispatch(experiment.start(program)):
@@ -332,9 +332,8 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     return "\n".join([*above, *table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])])
 
 
-def _setting(algorithm: str, env: str, sizes: Any) -> str:
-    """An algorithm, an environment, and the sizes of a measurement or a config."""
-    return f"{algorithm} {env}, {sizes.num_envs} envs x {sizes.unroll_length} steps"
+def _setting(algorithm: str, env: str, num_envs: int, unroll_length: int) -> str:
+    return f"{algorithm} {env}, {num_envs} envs x {unroll_length} steps"
 
 
 def _dispatch(m: Measurement) -> str:

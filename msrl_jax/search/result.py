@@ -130,13 +130,14 @@ class SweepResult:
         ]
         if nameless:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
-        words = ["msrl-jax", "train", "--algo", about["algorithm"], "--env", about["env_spec"], "--policy", about["policy"]]
+        algo = about["algorithm"] if about["class"].startswith("msrl_jax.") else about["class"]
+        words = ["msrl-jax", "train", "--algo", algo, "--env", about["env_spec"], "--policy", about["policy"]]
         words += ["--total-steps", str(about["total_steps"]), "--seed", str(about["seed"]), "--seeds", str(about["seeds"])]
         words += ["--eval-episodes", str(about["eval_episodes"])]
         values: dict[str, Any] = about["config"] | folder.to_json(chosen.values)
         if isinstance(params, dict):
             words += ["--env-params", ",".join(f"{name}={text}" for name, text in params.items())]
-        usual = folder.to_json(algorithms.get(about["algorithm"])())
+        usual = folder.to_json(algorithms.get(algo)())
         for name, value in values.items():
             if value != usual[name]:
                 words += _flag(name.replace("_", "-"), value)

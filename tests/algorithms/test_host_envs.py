@@ -14,7 +14,7 @@ from msrl_jax.algorithms import ES
 from msrl_jax.envs import Box, Discrete
 from msrl_jax.envs.host.base import Outcome
 from msrl_jax.envs.host.vector import HostVectorized, Stepping
-from msrl_jax.fragments.instructions import HostCall, walk
+from msrl_jax.fragments.passes.instructions import HostCall, walk
 from tests.support.agents import make_counted
 
 LIMIT, LENGTH = 4, 12  # in eighths, which floats hold exactly

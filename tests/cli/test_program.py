@@ -221,3 +221,35 @@ def test_a_reader_that_leaves_early_is_no_error():
     piped = " ".join(command("list")) + " | head -1; echo ${PIPESTATUS[0]}"
     done = processes.run(["bash", "-c", piped])
     assert done.stdout.splitlines() == ["algorithms", "0"] and done.stderr == ""
+
+
+MINE = """
+from msrl_jax.algorithms import PPO, config, tunable
+
+@config("mine")
+class Mine:
+    "PPO of my own."
+
+    rate: float = tunable(default=1e-3, doc="step size.", above=0.0)
+
+    def build(self, env):
+        return PPO(
+            learning_rate=self.rate, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2, hidden_sizes=(8,)
+        ).build(env)
+"""
+
+
+def test_an_algorithm_of_ones_own_has_the_command_line(tmp_path):
+    (tmp_path / "own.py").write_text(MINE)
+
+    def run(*commands):  # as a console script does, which does not look for modules in this folder
+        code = f"from msrl_jax.cli import main\nfor words in {[list(map(str, c)) for c in commands]}: assert main(words) == 0"
+        return processes.run([sys.executable, "-P", "-c", code], cwd=tmp_path)
+
+    common = ["--total-steps", 128, "--eval-episodes", 2, "--progress", "none"]
+    trained = ["train", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--out", "run", *common]
+    swept = ["sweep", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--method", "grid", "--out", "sweep", *common]
+    done = run(trained, swept)
+    assert done.returncode == 0 and "msrl-jax train --algo own:Mine" in done.stdout, done.stderr
+    done = run(["evaluate", "run", "--episodes", 2], ["train", "--out", "run", "--resume", "--total-steps", 256, *common[2:]])
+    assert done.returncode == 0 and "mine on CartPole-v1" in done.stdout, done.stderr

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.instructions import Move, Run
+from msrl_jax.fragments.passes.instructions import Move, Run
 from tests.support.program import dependencies
 
 from . import replay_loop, toy

@@ -1,6 +1,6 @@
 """What the instructions of a program depend on."""
 
-from msrl_jax.fragments.instructions import Run, walk
+from msrl_jax.fragments.passes.instructions import Run, walk
 
 
 def dependencies(program, staleness):
