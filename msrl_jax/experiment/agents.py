@@ -127,13 +127,6 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
     )
 
 
-def acting_part(state: Any) -> Any:
-    """The part of a run's state that acting takes: the algorithm's own, within a `Member` if its config has numbers."""
-    while not isinstance(state, Member) and "inner" in getattr(state, "_fields", ()):
-        state = state.inner
-    return state
-
-
 def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Applies a function to the leaves of run states `Counted` that have a dimension of members: all but the count."""
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.agent import Agent, Counted, Metrics, Progress, innermost, with_innermost
 from msrl_jax.envs import distributions
 from msrl_jax.experiment.agents import Member, learned
 from msrl_jax.experiment.pbt import NUMBER, PBT
@@ -122,6 +122,13 @@ class Evolving(NamedTuple):
 
     inner: Member
     standing: Standing
+
+
+def acting_part(state: Any) -> Any:
+    """The part of a run's state that acting takes: that of the agent of one member, with all that this agent has."""
+    while isinstance(state, Counted | Evolving):
+        state = state.inner
+    return state
 
 
 def evolve(agent: Agent, pbt: PBT) -> Agent:
