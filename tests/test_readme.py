@@ -28,11 +28,9 @@ from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
+TITLES = ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "architecture")
 POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, ARCHITECTURE = (
-    f"docs/{name}.md"
-    for name in (
-        "policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "architecture"
-    )  # fmt: skip
+    f"docs/{title}.md" for title in TITLES
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -218,19 +216,19 @@ def test_a_run_as_a_value(run_sections):
 
 
 def test_parts_of_ones_own(run_sections):
-    (averaged, plateau), output = run_sections(ARCHITECTURE, "Adding a part", steps=8192)
+    (averaged, plateau), output = run_sections(ARCHITECTURE, "Adding a part", steps=1024)
     result = averaged["result"]
-    decay, (own, mean) = 0.9, result.run_state.inner
+    own, mean = result.run_state.inner
     assert jax.tree.map(np.shape, own.params) == jax.tree.map(np.shape, mean)
     agent = averaged["PPO"](num_envs=8, unroll_length=32).build(envs.make("CartPole-v1"))
-    inner, count = agent.init(jax.random.key(0)), 0
+    inner = agent.init(jax.random.key(0))
     reference = inner.params
-    program = jax.jit(lambda state, count: agent.iteration(state, msrl.algorithms.Progress(count, 32)))
+    program = jax.jit(lambda state, count: agent.iteration(state, msrl.algorithms.Progress(count, 4)))
     counter = msrl.counters.counter()
-    for _ in range(32):
+    for _ in range(4):
         inner, _ = program(inner, counter)
         counter = msrl.counters.advance(counter)
-        reference = jax.tree.map(lambda m, p: decay * m + (1 - decay) * p, reference, inner.params)
+        reference = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, reference, inner.params)
     for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(mean), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
