@@ -22,14 +22,15 @@ from msrl_jax.algorithms.config import ALGORITHMS as REGISTRY
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.cli import program
 from msrl_jax.envs import registry
+from msrl_jax.experiment import Experiment
 from msrl_jax.experiment.spec import resolve_policy
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]
 README = "README.md"
-POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS = (
-    f"docs/{name}.md"
-    for name in ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations")
+TITLES = ("policies", "algorithms", "data", "environments", "runs", "guarantees", "scaling", "populations", "architecture")
+POLICIES, ALGORITHMS, DATA, ENVIRONMENTS, RUNS, GUARANTEES, SCALING, POPULATIONS, ARCHITECTURE = (
+    f"docs/{title}.md" for title in TITLES
 )
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / README, *sorted((ROOT / "docs").glob("*.md")))}
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -57,12 +58,14 @@ RUN_HERE = (
     (ENVIRONMENTS, "Legal actions"),
     (ENVIRONMENTS, "Several agents"),
     (RUNS, TOP),
+    (RUNS, "A run as a value"),
     (GUARANTEES, "Numbers that are not finite"),
     (SCALING, "Plans for devices that are not there"),
     (POPULATIONS, "Members with different settings"),
     (POPULATIONS, "Sweeps"),
     (POPULATIONS, "Population based training"),
     (POPULATIONS, "Tournaments"),
+    (ARCHITECTURE, "Adding a part"),
 )
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
@@ -77,16 +80,24 @@ def blocks(page, title, language):
 def run_sections(tmp_path, monkeypatch):
     """Runs the Python blocks of sections in an empty folder, each in a namespace of its own.
 
-    Runs are cut to `steps` steps, or updates; None runs them whole. Returns the namespaces, one per block, and the output.
+    A block that begins with the name of a file is that file. Runs are cut to `steps` steps, or updates; None runs them whole.
+    Returns the namespaces, one per other block, and the output.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+    files = set()
 
     def run(page, *titles, steps=4096):
         namespaces, output = [], io.StringIO()
         for title in titles:
             assert (page, title) in RUN_HERE
             for code in blocks(page, title, "python"):
+                if file := re.match(r"# (\w+)\.py\n", code):
+                    Path(f"{file[1]}.py").write_text(code)
+                    files.add(file[1])
+                    continue
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
                 code = code if steps is None else re.sub(r"(total|round)_steps=[\d_]+", rf"\1_steps={steps}", code)
                 namespaces.append({"__name__": "page"})
@@ -96,6 +107,8 @@ def run_sections(tmp_path, monkeypatch):
 
     with mock.patch.dict(REGISTRY):  # a page may register one
         yield run
+    for file in files:
+        sys.modules.pop(file, None)
 
 
 @pytest.mark.parametrize("command", ["pip install . && msrl-jax train", "pip install -e '.[test]' && pytest"])
@@ -194,6 +207,35 @@ def test_runs(run_sections):
     assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [40_000, 40_000]
 
 
+def test_a_run_as_a_value(run_sections):
+    (namespace,), output = run_sections(RUNS, "A run as a value")
+    assert output.startswith("('seed', 0, 1)\n") and "GPUOnly()" in output
+    assert [result.description["seed"] for result in namespace["results"]] == [0, 1]
+    described = namespace["results"][0].description
+    assert Experiment.from_json(described).difference(namespace["first"]) is None
+
+
+def test_parts_of_ones_own(run_sections):
+    (averaged, plateau), output = run_sections(ARCHITECTURE, "Adding a part", steps=1024)
+    result = averaged["result"]
+    own, mean = result.run_state.inner
+    assert jax.tree.map(np.shape, own.params) == jax.tree.map(np.shape, mean)
+    agent = averaged["PPO"](num_envs=8, unroll_length=32).build(envs.make("CartPole-v1"))
+    inner = agent.init(jax.random.key(0))
+    reference = inner.params
+    program = jax.jit(lambda state, count: agent.iteration(state, msrl.algorithms.Progress(count, 4)))
+    counter = msrl.counters.counter()
+    for _ in range(4):
+        inner, _ = program(inner, counter)
+        counter = msrl.counters.advance(counter)
+        reference = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, reference, inner.params)
+    for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(mean), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    obs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    np.testing.assert_array_equal(result.act(obs), agent.act(own._replace(params=mean), obs))
+    assert plateau["result"].status in ("finished", "stopped") and "at best" in output
+
+
 def test_the_same_run_under_two_policies(run_sections):
     _, output = run_sections(README, TOP, steps=None)  # the block itself compares the runs
 
@@ -206,7 +248,7 @@ def test_the_same_run_under_two_policies(run_sections):
     np.testing.assert_array_equal(shown["apart"], shown["together"])
     np.testing.assert_allclose(found["apart"], found["together"], rtol=1e-3)  # two decimals
     np.testing.assert_allclose(found["together"][:2], shown["together"][:2], rtol=1e-3)
-    assert len(found["apart"]) == len(shown["apart"]) == 8
+    assert len(found["apart"]) == len(shown["apart"]) == 4
 
 
 def test_from_python(run_sections, tmp_path):
@@ -216,7 +258,7 @@ def test_from_python(run_sections, tmp_path):
     assert first["result"].description["total_steps"] == 4096
     assert msrl.Result.load(tmp_path / "saved").description["total_steps"] == 4096
     result = second["result"]
-    assert result.seeds == 8 and result.history["episode_return"].shape == (2, 8)
+    assert result.seeds == 8 and result.history["episode_return"].shape == (1, 8)
 
 
 def test_a_loop_of_ones_own(run_sections):
@@ -246,16 +288,23 @@ def test_data(run_sections, tmp_path):
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
-def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sections):
-    (namespace,), output = run_sections(ALGORITHMS, "Your own algorithm")
-    returns = namespace["returns"]
-    assert returns[:10].mean() < 100 and returns[-50:].mean() > 400
+def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sections, tmp_path):
+    (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=None)
+    returns = namespace["result"].history["episode_return"]
+    assert returns[0] < 40 and np.mean(returns[-len(returns) // 10 :]) > 400
 
-    printed = [" ".join(line.split()) for line in output.splitlines()]
+    own = msrl.experiment.Experiment(algorithm=namespace["ActorCritic"]())
+    plan = str(own.compile(msrl.policies.SingleLearnerCoarse()).explain())
+    printed = [" ".join(line.split()) for line in plan.splitlines()]
     (excerpt,) = blocks(ALGORITHMS, "Reading the plan", "text")
     for line in excerpt.splitlines():
         start = " ".join(line.split()).removesuffix("...")
         assert any(p == start or (line.endswith("...") and p.startswith(start)) for p in printed), line
+
+    arguments = ["--algo", "actor_critic:ActorCritic", "--learning-rate", "1e-3,1e-2", "--num-envs", "8", "--out", "run"]
+    assert cli.main(["train", *arguments, "--total-steps", "512", "--eval-episodes", "1", "--progress", "none"]) == 0
+    saved = msrl.Result.load(tmp_path / "run")
+    assert saved.members == 2 and saved.config.num_envs == 8 and saved.history["step"][-1] == 512
 
 
 def test_self_play(run_sections):
@@ -299,7 +348,7 @@ def test_a_function_that_the_host_calls(run_sections):
 
 
 def test_simulators_on_the_host(run_sections):
-    (namespace,), output = run_sections(ENVIRONMENTS, "Simulators on the host", steps=512)
+    (namespace,), output = run_sections(ENVIRONMENTS, "Simulators on the host", steps=1024)
     assert namespace["result"].evaluation.lengths.max() <= 100 and output.startswith("Evaluation(4 episodes")
 
 
@@ -343,7 +392,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch):
 def test_settings_and_sweeps(run_sections):
     (settings, own, swept), _ = run_sections(POPULATIONS, "Members with different settings", "Sweeps")
     assert settings["result"].members == 12 and Path("rates.png").exists()
-    assert tunable_fields(own["MyAlgorithm"]) == ("step_size",)
+    assert tunable_fields(own["MyAlgorithm"]) == ("step_size",) and own["result"].members == 2
     assert len(swept["swept"].trials) == 16 and Path("sweep.png").exists() and swept["best"].has_members
 
 

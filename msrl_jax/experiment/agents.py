@@ -127,13 +127,6 @@ def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Ag
     )
 
 
-def acting_part(state: Any) -> Any:
-    """The part of a run's state that acting takes: the algorithm's own, within a `Member` if its config has numbers."""
-    while not isinstance(state, Member) and "inner" in getattr(state, "_fields", ()):
-        state = state.inner
-    return state
-
-
 def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
     """Applies a function to the leaves of run states `Counted` that have a dimension of members: all but the count."""
     return state._replace(inner=jax.tree.map(f, state.inner, *(other.inner for other in others)))
@@ -169,29 +162,42 @@ def skip_nonfinite(agent: Agent) -> Agent:
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
         after, metrics = agent.iteration(state, progress)
-        names = learned(agent, state)
-        kept, dropped = _unless_finite(*({name: getattr(s, name) for name in names} for s in (state, after)))
-        after = after._replace(**kept)
-        if state.env_state != ():
-            kept, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (state, after)))
-            after = after._replace(env_state=agent.env.with_statistics(after.env_state, kept))
+        kept, dropped = _unless_finite(learned(agent, state), learned(agent, after))
+        after = with_learned(after, kept)
+        old, new = innermost(state), innermost(after)
+        if old.env_state != ():
+            statistics, _ = _unless_finite(*(agent.env.statistics(s.env_state) for s in (old, new)))
+            after = with_innermost(after, new._replace(env_state=agent.env.with_statistics(new.env_state, statistics)))
         return after, {**metrics, SKIPPED: dropped.astype(jnp.float32)}
 
     return dataclasses.replace(agent, iteration=iteration)
 
 
-def learned(agent: Agent, state: Any) -> list[str]:
-    """The fields of an algorithm's own state that learners compute: they hold floats and no environments or buffers."""
-    own_axes, own = innermost(agent.axes), innermost(state)
+def learned(agent: Agent, state: Any) -> dict[tuple[int, str], Any]:
+    """The fields of a state, and of those within it, that learners compute: they hold floats and no environments or buffers."""
 
-    def is_learned(name: str) -> bool:
-        specs = jax.tree.leaves(getattr(own_axes, name), is_leaf=lambda x: isinstance(x, P))
+    def is_learned(value: Any, of_value: Any) -> bool:
+        specs = jax.tree.leaves(of_value, is_leaf=lambda x: isinstance(x, P))
         axes = {axis for spec in specs for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
-        floats = any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(getattr(own, name)))
-        return floats and not axes & _ELSEWHERE
+        return any(jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(value)) and not axes & _ELSEWHERE
 
-    skipped = {"env_state", "replay", *agent.data}
-    return [name for name in own._fields if name not in skipped and is_learned(name)]
+    skipped, found, axes = {"inner", "env_state", "replay", *agent.data}, {}, agent.axes
+    level = 0  # of the outermost state
+    while True:
+        if not isinstance(state, Member):
+            own = {name: getattr(state, name) for name in state._fields if name not in skipped}
+            found |= {(level, name): x for name, x in own.items() if is_learned(x, getattr(axes, name))}
+        if "inner" not in state._fields:
+            return found
+        state, axes, level = state.inner, axes.inner, level + 1
+
+
+def with_learned(state: Any, fields: Mapping[tuple[int, str], Any], level: int = 0) -> Any:
+    """The state with other values of fields that `learned` found."""
+    own = {name: value for (at, name), value in fields.items() if at == level}
+    if "inner" in state._fields:
+        own["inner"] = with_learned(state.inner, fields, level + 1)
+    return state._replace(**own)
 
 
 def _unless_finite(old: Any, new: Any) -> tuple[Any, jax.Array]:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.agent import Agent, Counted, Metrics, Progress, innermost, with_innermost
 from msrl_jax.envs import distributions
-from msrl_jax.experiment.agents import Member, learned
+from msrl_jax.experiment.agents import Member, learned, with_learned
 from msrl_jax.experiment.pbt import NUMBER, PBT
 from msrl_jax.fragments import fragment
 from msrl_jax.metrics import Mean
@@ -124,6 +124,13 @@ class Evolving(NamedTuple):
     standing: Standing
 
 
+def acting_part(state: Any) -> Any:
+    """The part of a run's state that acting takes: that of the agent of one member, with all that this agent has."""
+    while isinstance(state, Counted | Evolving):
+        state = state.inner
+    return state
+
+
 def evolve(agent: Agent, pbt: PBT) -> Agent:
     """A population that is trained (Jaderberg et al., 2017, arXiv 1711.09846, algorithm 1).
 
@@ -188,11 +195,11 @@ def evolve(agent: Agent, pbt: PBT) -> Agent:
         after, metrics = agent.iteration(state.inner, progress)
         now, values, due, report = decide(state.standing, _score(agent, metrics), state.inner.numbers)
         own = innermost(after)
-        fields = {name: copied(getattr(own, name), now.parent, due) for name in learned(agent, own)}
+        after = with_learned(after, {at: copied(x, now.parent, due) for at, x in learned(agent, after).items()})
         if own.env_state != () and jax.tree.leaves(statistics := agent.env.statistics(own.env_state)):
-            fields["env_state"] = agent.env.with_statistics(own.env_state, copy_statistics(statistics, now.parent, due))
-        after = with_innermost(after, own._replace(**fields))._replace(numbers=values)
-        return Evolving(after, now), {**metrics, **report}
+            env_state = agent.env.with_statistics(own.env_state, copy_statistics(statistics, now.parent, due))
+            after = with_innermost(after, innermost(after)._replace(env_state=env_state))
+        return Evolving(after._replace(numbers=values), now), {**metrics, **report}
 
     return dataclasses.replace(agent, init=init, iteration=iteration, axes=axes)
 

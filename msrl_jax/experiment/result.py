@@ -17,8 +17,8 @@ from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
 from msrl_jax.experiment.acting import Behavior
-from msrl_jax.experiment.agents import acting_part
 from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
+from msrl_jax.experiment.evolve import acting_part
 from msrl_jax.experiment.history import in_words, last_mean
 from msrl_jax.experiment.plot import plot_history, plot_lineage
 from msrl_jax.experiment.run import Status

@@ -21,8 +21,8 @@ import numpy as np
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.experience import without_experience
 from msrl_jax.experiment import processes
-from msrl_jax.experiment.agents import acting_part
 from msrl_jax.experiment.evaluate import Evaluation
+from msrl_jax.experiment.evolve import acting_part
 from msrl_jax.experiment.history import NO_EPISODES, HostMetrics, LastEpisodes, Row, reduce_chunk
 from msrl_jax.experiment.pace import Pace
 from msrl_jax.experiment.spec import Experiment

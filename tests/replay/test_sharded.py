@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from msrl_jax.fragments.collectives import collectives
 
 from msrl_jax import replay
+from msrl_jax.fragments.plan.collectives import collectives
 from tests.support.history import EXAMPLE, steps
 
 KINDS = {
