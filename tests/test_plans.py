@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms import PPOConfig
+from msrl_jax.algorithms import PPO, counted, get, names
 from msrl_jax.policies import Central, GPUOnly, MultiLearner, SingleLearnerCoarse
+from tests.support import ppo
+from tests.support.agents import make_counted
+from tests.support.program import dependencies
+from tests.support.random_walk import RandomWalk
 
-from .algorithms import test_ppo
-from .algorithms.random_walk import RandomWalk
-from .fragments.test_staleness import dependencies
-
-SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16), "total_steps": 100_000}
+SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (16, 16)}
 PARTICULAR = {
     "ppo": {"num_epochs": 1, "num_minibatches": 2},
     "recurrent_ppo": {"num_epochs": 1, "num_minibatches": 2, "memory_size": 8},
@@ -26,9 +26,8 @@ PARTICULAR = {
 
 
 def plan(algo, policy, num_devices=8, **options):
-    algorithm = msrl.algorithms.get(algo)
     env = "Pendulum-v1" if algo in ("ddpg", "td3") else "CartPole-v1"
-    agent = algorithm.build(msrl.envs.make(env), algorithm.config(**SMALL | options))
+    agent = make_counted(algo, msrl.envs.make(env), **SMALL | options)
     state = jax.jit(agent.init)(jax.random.key(0))
     devices = jax.devices()[:num_devices]
     return msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=devices), state
@@ -37,9 +36,9 @@ def plan(algo, policy, num_devices=8, **options):
 def test_sync_samples_is_the_gradient_step_of_one_device():
     workers, state = plan("a2c", SingleLearnerCoarse(actors=4))
     alone, _ = plan("a2c", GPUOnly(), num_devices=1)
-    (a, _), (b, _) = workers.run(state, 1), alone.run(state, 1)
+    a, b = (program.run(state, 1)[0].inner for program in (workers, alone))
     moved = 0.0
-    for x, y, before in zip(*map(jax.tree.leaves, (a.params, b.params, state.params)), strict=True):
+    for x, y, before in zip(*map(jax.tree.leaves, (a.params, b.params, state.inner.params)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
         moved += float(np.abs(np.asarray(x) - np.asarray(before)).sum())
     assert moved > 0
@@ -51,7 +50,7 @@ def sums(program, state):
     assert described.bytes_crossing == 0
     found = [(c.kind, c.nbytes, c.times * p.runs) for p in described.programs for c in p.collectives]
     assert {kind for kind, *_ in found} == {"all-reduce"}
-    parameters = 4 * sum(x.size for x in jax.tree.leaves(state.params))
+    parameters = 4 * sum(x.size for x in jax.tree.leaves(state.inner.params))
     gradients = [times for _, nbytes, times in found if nbytes >= parameters]
     others = [(times, nbytes // 4) for _, nbytes, times in found if nbytes < parameters]
     return gradients, others
@@ -67,13 +66,13 @@ def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
     "policy", [pytest.param(GPUOnly(), marks=pytest.mark.slow), MultiLearner()], ids=lambda p: type(p).__name__
 )
 def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_where_it_lies(policy):
-    config = PPOConfig(**test_ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
-    agent = msrl.algorithms.PPO.build(RandomWalk(), config)
+    config = PPO(**ppo.SMALL, clip_value=0.1, normalize_advantage="batch")
+    agent = counted(config.build(RandomWalk()))
     start = jax.jit(agent.init)(jax.random.key(0))
     program = msrl.compile(agent.iteration, start, policy=policy, axes=agent.axes)
     state = jax.device_put(program.run(start, 1)[0], jax.devices()[0])
-    _, rollout = test_ppo.plain_rollout(agent, state)
-    want, _ = test_ppo.plain_update(agent, config, state, rollout)
+    _, rollout = ppo.plain_rollout(agent, state)
+    want, _ = ppo.plain_update(agent, config, state, rollout)
     after, _ = program.run(state, 1)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     gradients, others = sums(program, start)
@@ -82,7 +81,7 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
     assert {times for times, _ in others} == {1} and sum(numbers for _, numbers in others) == 5
 
 
-ACTING = sorted({a.name for a in msrl.algorithms.ALGORITHMS.values() if not a.many_agents} - {"bc", "cql", "iql"})
+ACTING = [n for n in names() if not (get(n).many_agents or get(n).offline)]
 OFTEN = ("ppo", "sac")  # one of each kind: `-m slow` runs the rest
 
 
@@ -100,7 +99,7 @@ def test_async_samples_bounds_and_reports_the_age_of_parameters(algo):
 
 def test_a_sharded_server_keeps_parameters_and_optimizer_state_in_parts():
     program, state = plan("a2c", Central(workers=4, shards=2))
-    after, _ = program.run(state, 1)
+    after = program.run(state, 1)[0].inner
     for tree in (after.params, after.opt_state):
         large = [x for x in jax.tree.leaves(tree) if x.size >= 64]
         assert large and all(s.data.size == x.size // 2 for x in large for s in x.addressable_shards)
@@ -109,7 +108,7 @@ def test_a_sharded_server_keeps_parameters_and_optimizer_state_in_parts():
 def test_es_sends_seeds_and_returns_only():
     program, state = plan("es", SingleLearnerCoarse(actors=4), unroll_length=16)
     described = program.explain()
-    parameters = 4 * sum(x.size for x in jax.tree.leaves(state.params))
+    parameters = 4 * sum(x.size for x in jax.tree.leaves(state.inner.params))
     up = sum(c.nbytes * c.times for c in described.crossings if c.destination == "learners")
     assert up <= 16 * SMALL["num_envs"] < parameters
 
@@ -119,6 +118,7 @@ def test_sync_replay_is_one_run_wherever_the_buffer_lies():
     apart, state = plan("dqn", SingleLearnerCoarse(actors=2, buffers=2), num_devices=5, **options)
     alone, _ = plan("dqn", GPUOnly(), num_devices=1, **options)
     (a, measured), (b, _) = apart.run(state, 5, chunk=1), alone.run(state, 5, chunk=1)
+    a, b = a.inner, b.inner
     for x, y in zip(jax.tree.leaves(a.replay.items), jax.tree.leaves(b.replay.items), strict=True):
         np.testing.assert_array_equal(x, y)
     for x, y in zip(jax.tree.leaves((a.params, a.pending)), jax.tree.leaves((b.params, b.pending)), strict=True):
@@ -134,13 +134,13 @@ def test_async_replay_shards_delays_and_refreshes_as_declared():
     program, state = plan("apex_dqn", policy, num_devices=5, **options)
     run_state, metrics = program.run(state, 6)
     np.testing.assert_array_equal(metrics["parameter_age"], [0, 1, 2, 1, 2, 1])
-    after = program.unwrap(run_state)
+    after = program.unwrap(run_state).inner
     split = [x for x in jax.tree.leaves((after.replay.items, after.replay.priorities)) if x.ndim]
     assert len(split) > len(after.replay.items)
     for x in split:
         assert all(s.data.shape[0] == x.shape[0] // 2 for s in x.addressable_shards)
-    late = {name for name in program.registers if name.startswith(".pending")}
-    assert late == {".pending.indices.step", ".pending.indices.env", ".pending.td_error"}
+    late = {name for name in program.registers if name.startswith(".inner.pending")}
+    assert late == {".inner.pending.indices.step", ".inner.pending.indices.env", ".inner.pending.td_error"}
     depends = dependencies(program, 1)
     for iteration in range(4):
         for fragment in ("explore", "insert", "sample_batches"):
@@ -156,6 +156,7 @@ def test_sync_batch_replay_draws_whole_batches_uniformly_at_the_declared_ratio()
     apart, state = plan("impala", SingleLearnerCoarse(actors=4, buffers=2), **options)
     alone, _ = plan("impala", GPUOnly(), num_devices=1, **options)
     (a, measured), (b, expected) = apart.run(state, 6, chunk=1), alone.run(state, 6, chunk=1)
+    a, b = a.inner, b.inner
     for x, y in zip(jax.tree.leaves((a.params, measured)), jax.tree.leaves((b.params, expected)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     held = np.asarray(a.replay.batches.version)

@@ -20,7 +20,7 @@ CALLS = {"uniform": lambda low, high: ("uniform", low, high), "choice": lambda o
 )  # fmt: skip
 def test_values_by_key(text, values):
     if values is None:
-        with pytest.raises(ValueError, match="^not so$"):
+        with pytest.raises(ValueError, match=r"^not so$"):
             read_values(text, wrong="not so")
     else:
         assert read_values(text, wrong="not so") == values == parse_spec(f"Name:{text}")[1]

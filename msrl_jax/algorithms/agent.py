@@ -151,7 +151,7 @@ class Counted(NamedTuple):
 
 
 parameter_version = fragment(role="actor", name="parameter_version")(lambda version: version)
-"""Reads a version of parameters where actors are, so that a policy with staleness delays it like the parameters. `[]` uint32."""
+"""Reads a version of parameters where actors are, so that a policy with staleness delays it like them. `[]` uint32."""
 
 
 def parameter_age(iteration: Counter, version: jax.Array) -> jax.Array:

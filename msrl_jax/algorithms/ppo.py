@@ -12,8 +12,16 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, next_values, split_keys, values
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, proximal_updates, shuffled_times
+from msrl_jax.algorithms.loops.trajectory import (
+    Trajectory,
+    flatten,
+    next_values,
+    proximal_updates,
+    shuffled_times,
+    split_keys,
+    values,
+)
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic

@@ -14,8 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import next_values, split_keys, truncated_values
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, pick, proximal_updates, shuffled_members
+from msrl_jax.algorithms.loops.trajectory import (
+    next_values,
+    pick,
+    proximal_updates,
+    shuffled_members,
+    split_keys,
+    truncated_values,
+)
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic

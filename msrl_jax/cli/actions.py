@@ -214,7 +214,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
     if args.envs_per_device is not None and not args.devices:
         raise UsageError("--envs-per-device needs --devices")
     if args.devices:
-        from msrl_jax.fragments.topologies import cpus_of
+        from msrl_jax.fragments.plan.topologies import cpus_of
 
         use_cpu_devices(max(1, *map(cpus_of, args.devices)))
     from msrl_jax.experiment.spec import make_experiment, resolve_policy

@@ -105,17 +105,11 @@ class Vectorized(Wrapper):
         def reset(key, source):
             return strong(param_source.with_source(self.env, source).reset(key))
 
-        spares, copies = state.spares, state.key.shape[0]
+        spares = state.spares
         if spares:
-            group = math.gcd(self.num_envs, self.ratio)
-            if copies % group:
-                raise ValueError(
-                    f"{self.name}: ResetPool(ratio={self.ratio}) shares resets among {group} copies, which do not divide the "
-                    f"{copies} stepped together; use a ratio that divides num_envs / env_groups, such as "
-                    f"{math.gcd(copies, self.ratio)}"
-                )
             reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
-            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio, group)
+            together = math.gcd(self.num_envs, self.ratio)
+            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio, together)
 
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)

@@ -14,8 +14,8 @@ from msrl_jax.envs.masks import check_played
 from msrl_jax.envs.param_source import with_source
 from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.history import decimals
-from msrl_jax.fragments.host import host_errors
-from msrl_jax.fragments.memory import Fitting
+from msrl_jax.fragments.graph.host import host_errors
+from msrl_jax.fragments.runtime.memory import Fitting
 
 MAX_STEPS = 10_000
 

@@ -23,8 +23,8 @@ from msrl_jax.envs.masks import FAULTS
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.folder import to_json
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
-from msrl_jax.fragments.trace import trace
+from msrl_jax.fragments.graph.trace import trace
+from msrl_jax.fragments.plan.origin import Origin, evaluate_again, find_fragment
 
 FILE = "non_finite.npz"
 """Name of the file in the folder of a run."""

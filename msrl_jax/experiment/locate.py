@@ -11,10 +11,10 @@ import jax
 
 from msrl_jax.experiment.history import first_non_finite
 from msrl_jax.experiment.watch import Watch, non_finite
-from msrl_jax.fragments.build import build
-from msrl_jax.fragments.origin import Origin, find_origin
+from msrl_jax.fragments.graph.build import build
+from msrl_jax.fragments.passes.staleness import delay
+from msrl_jax.fragments.plan.origin import Origin, find_origin
 from msrl_jax.fragments.program import Delayed, Program
-from msrl_jax.fragments.staleness import delay
 
 Again = Callable[[Any, int], tuple[Any, Any]]
 """`(state, iterations) -> (state, metrics)`; the given state stays valid."""

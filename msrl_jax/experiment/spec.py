@@ -292,6 +292,7 @@ class Experiment:
         was = given["env_params"]
         if isinstance(was, str) and env_params is None:
             raise RunFolderError(f"{where} draws the parameters of its environment by a {was}; give it again: env_params=...")
+        named: Any = env or given["env_spec"]
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in given["config"].items()}
         if fields.get("data") is not None or data is not None:
             fields["data"] = data
@@ -303,7 +304,7 @@ class Experiment:
             algorithm = algorithms.get(given["algorithm"] if known else given["class"])(**fields)
             settings = {name: tuple(values) for name, values in (given["settings"] or {}).items()}
             return cls(
-                algorithm=algorithm, env=env or given["env_spec"], seed=given["seed"], seeds=given["seeds"],
+                algorithm=algorithm, env=named, seed=given["seed"], seeds=given["seeds"],
                 env_params=was if env_params is None else env_params, total_steps=given["total_steps"], settings=settings,
                 pbt=None if given["pbt"] is None else read(given["pbt"]), guard=given["guard"],
             )  # fmt: skip

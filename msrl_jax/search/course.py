@@ -24,9 +24,9 @@ from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests
 from msrl_jax.experiment.train import train
-from msrl_jax.fragments.memory import sharing_memory, temporary_bytes
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.plan import size
+from msrl_jax.fragments.plan.plan import size
+from msrl_jax.fragments.runtime.memory import sharing_memory, temporary_bytes
 from msrl_jax.search import saved
 from msrl_jax.search.order import Order, Stage
 from msrl_jax.search.trials import Shape, Trial, shape_of, values_in_words

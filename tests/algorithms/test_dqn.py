@@ -13,10 +13,10 @@ from msrl_jax.algorithms import DQN, ApexDQN, counted
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete
-
-from . import off_policy_reference as reference
-from .losses import test_q_learning as q_losses
-from .random_walk import RandomWalk
+from tests.support import off_policy as reference
+from tests.support.distributional import V_MAX, V_MIN, N, plain_projection
+from tests.support.off_policy import plain_q
+from tests.support.random_walk import RandomWalk
 
 T, E, K, B = 4, 8, 3, 16
 SMALL = {
@@ -30,19 +30,6 @@ TOTAL = {"dqn": None, "apex_dqn": 13}  # iterations of the run
 
 def wide(params):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-
-
-def plain_q(params, obs, dueling, xp):
-    """The network written out."""
-    p = params["params"]
-    layer = lambda p, x: x @ p["kernel"] + p["bias"]  # noqa: E731
-    relu = lambda p, x: xp.maximum(layer(p, x), 0)  # noqa: E731
-    x = relu(p["torso"]["Dense_0"], obs)
-    if not dueling:
-        return layer(p["head"], relu(p["torso"]["Dense_1"], x))
-    value = layer(p["value_head"], relu(p["value_stream"], x))
-    advantage = layer(p["advantage_head"], relu(p["advantage_stream"], x))
-    return value + advantage - advantage.mean(-1, keepdims=True)
 
 
 def plain_act(params, obs, keys, steps, config):
@@ -180,16 +167,16 @@ def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
 def plain_distribution_loss(params, batch, best, next_target, distribution):
     """Losses and errors of what is predicted for the actions taken, given the target network's outputs."""
     rows = np.arange(len(best))
-    taken = plain_q(params, batch.obs, False, jnp).reshape(len(best), 3, q_losses.N)[rows, batch.action]
+    taken = plain_q(params, batch.obs, False, jnp).reshape(len(best), 3, N)[rows, batch.action]
     if distribution == "c51":
         following = zip(next_target[rows, best], batch.reward, batch.discount, strict=True)
-        masses = np.stack([q_losses.plain_projection(*row) for row in following])
+        masses = np.stack([plain_projection(*row) for row in following])
         known = np.where(masses > 0, masses * np.log(np.maximum(masses, 1e-30)), 0).sum(-1)
         losses = known - (masses * (taken - jnp.log(jnp.exp(taken).sum(-1, keepdims=True)))).sum(-1)
         return losses.mean(), losses
     target = batch.reward[:, None] + batch.discount[:, None] * next_target[rows, best]
     error = target[:, None] - taken[:, :, None]
-    below = jnp.abs((np.arange(q_losses.N) + 0.5)[:, None] / q_losses.N - (error < 0))
+    below = jnp.abs((np.arange(N) + 0.5)[:, None] / N - (error < 0))
     losses = below * jnp.where(abs(error) < 1, error**2 / 2, abs(error) - 0.5)
     return losses.mean(2).sum(1).mean(), target.mean(-1) - taken.mean(-1)
 
@@ -197,7 +184,7 @@ def plain_distribution_loss(params, batch, best, next_target, distribution):
 @pytest.mark.parametrize("distribution", ["c51", "qr"])
 def test_an_update_of_distributions_equals_an_independent_implementation(distribution):
     """The online network's means choose the action; its distribution is the target network's."""
-    atoms = {"num_atoms": q_losses.N, "v_min": q_losses.V_MIN, "v_max": q_losses.V_MAX}
+    atoms = {"num_atoms": N, "v_min": V_MIN, "v_max": V_MAX}
     moving = {"double": True, "tau": 0.1, "target_period": 1, "n_step": 2, "num_updates": 1, "learning_rate": 0.03}
     agent, config = reference.build("dqn", RandomWalk(), distribution=distribution, **moving, **atoms)
     iterate = reference.counting(agent)
@@ -207,13 +194,13 @@ def test_an_update_of_distributions_equals_an_independent_implementation(distrib
     batch, _ = reference.drawn(RandomWalk(), config, state, after)
     assert (batch.discount == 0).any() and (batch.discount > 0).any()
     online, target = (
-        plain_q(wide(params), batch.next_obs, False, np).reshape(-1, 3, q_losses.N)
+        plain_q(wide(params), batch.next_obs, False, np).reshape(-1, 3, N)
         for params in (state.params, state.target_params)
     )
     values, others = online.mean(-1), target.mean(-1)
     if distribution == "c51":
         online, target = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (online, target))
-        values, others = (x @ np.linspace(q_losses.V_MIN, q_losses.V_MAX, q_losses.N) for x in (online, target))
+        values, others = (x @ np.linspace(V_MIN, V_MAX, N) for x in (online, target))
     assert (values.argmax(-1) != others.argmax(-1)).any()
     loss = lambda params: plain_distribution_loss(params, batch, values.argmax(-1), target, distribution)  # noqa: E731
     gradient, error = jax.jit(jax.grad(loss, has_aux=True))(state.params)

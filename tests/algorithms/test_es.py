@@ -8,17 +8,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
-from msrl_jax.experiment.acting import Behavior
-from msrl_jax.experiment.evaluate import make_evaluator
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs
 from msrl_jax.algorithms import ES
 from msrl_jax.algorithms.es import centered_ranks, first_episode_return
-
-from ..support.agents import make_counted, make_still
-from .random_walk import RandomWalk
-from .test_ppo import collectives, shardings
+from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.evaluate import make_evaluator
+from tests.support.agents import make_counted, make_still
+from tests.support.compiled import collectives, shardings
+from tests.support.random_walk import RandomWalk
 
 T, E = 8, 16
 SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6)}

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms import ES
 from msrl_jax.envs import Box, Discrete
 from msrl_jax.envs.host.base import Outcome
 from msrl_jax.envs.host.vector import HostVectorized, Stepping
-from msrl_jax.fragments.instructions import HostCall, walk
+from msrl_jax.fragments.passes.instructions import HostCall, walk
+from tests.support.agents import make_counted
 
 LIMIT, LENGTH = 4, 12  # in eighths, which floats hold exactly
 SPACE = Box(-2.0, 2.0, (2,))
@@ -108,42 +110,41 @@ OFTEN = {"ppo": ("MultiLearner", "SingleLearnerFine", "Central"), "dqn": ("Singl
 ITERATIONS = 4
 
 
-def build(name, kind, groups, **env):
+def build(name, kind):
     space, options = CASES[name]
-    algorithm = msrl.algorithms.get(name)
-    return algorithm.build(kind(space, **env), algorithm.config(**(SMALL | options | {"env_groups": groups})))
+    return make_counted(name, kind(space), **SMALL | options)
 
 
 @functools.cache
-def reference(name, groups):
+def reference(name):
     """Parameters and metrics of the run on devices, under plain `jax.jit`."""
-    agent = build(name, OnDevice, groups)
+    agent = build(name, OnDevice)
     state = jax.jit(agent.init)(jax.random.key(0))
     after, metrics = jax.jit(lambda s: jax.lax.scan(lambda s, _: agent.iteration(s), s, length=ITERATIONS))(state)
-    return jax.device_get((after.params, after.obs, metrics))
+    return jax.device_get((after.inner.params, after.inner.obs, metrics))
 
 
-POLICIES = sorted(set(msrl.policies.POLICIES) - {"GPUOnly"})
+POLICIES = [name for name in msrl.policies.names() if name != "GPUOnly"]
 MATRIX = [
     pytest.param(
-        name, groups, devices, policy, id=f"{name}-{groups}-{devices}-{policy}",
-        marks=[] if policy in OFTEN.get(name, ()) and (groups, devices) == (2, 4) else [pytest.mark.slow],
+        name, devices, policy, id=f"{name}-{devices}-{policy}",
+        marks=[] if policy in OFTEN.get(name, ()) and devices == 4 else [pytest.mark.slow],
     )
-    for name in CASES for groups in (1, 2) for devices in (1, 4) for policy in POLICIES
+    for name in CASES for devices in (1, 4) for policy in POLICIES
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "groups", "devices", "policy"), MATRIX)
-def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, groups, devices, policy):
-    agent = build(name, OnHost, groups)
+@pytest.mark.parametrize(("name", "devices", "policy"), MATRIX)
+def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, devices, policy):
+    agent = build(name, OnHost)
     program = msrl.compile(
         agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)), policy=msrl.policies.get(policy), axes=agent.axes,
         groups={"env": agent.env_group}, devices=jax.devices()[:devices],
     )  # fmt: skip
     calls = sum(times for i, times in walk(program.instructions) if isinstance(i, HostCall))
-    assert calls == groups * SMALL["unroll_length"]
+    assert calls == SMALL["unroll_length"]
     after, metrics = program.run(program.initialize(agent.init, jax.random.key(0)), ITERATIONS)
-    params, obs, wanted = reference(name, groups)
+    after, (params, obs, wanted) = after.inner, reference(name)
     np.testing.assert_allclose(after.obs, obs, rtol=0, atol=1e-5)
     for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -151,33 +152,6 @@ def test_the_run_with_simulators_on_the_host_is_the_run_on_devices(name, groups,
     assert metrics.keys() == wanted.keys()
     for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
-
-
-def test_a_group_is_simulated_while_actions_are_chosen_for_another():
-    """Also where the groups share running statistics of observations."""
-    log = []
-
-    class Logging(Walks):
-        def start(self, envs, action):
-            log.append(("start", envs[0]))
-            finish = super().start(envs, action)
-            return lambda: (log.append(("finish", envs[0])), finish())[1]
-
-    class Env(OnHost):
-        def vectorize(self, num_envs):
-            make = functools.partial(Logging, num_envs)
-            return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
-
-    agent = build("ppo", Env, 2)
-    assert msrl.algorithms.get("ppo").config(**CASES["ppo"][1]).normalize_observations
-    program = msrl.compile(
-        agent.iteration, jax.eval_shape(agent.init, jax.random.key(0)), policy=msrl.policies.MultiLearner(num_devices=2),
-        axes=agent.axes,
-    )  # fmt: skip
-    program.run(program.initialize(agent.init, jax.random.key(0)), 1)
-    both = [(what, g) for what in ("start", "finish") for g in (0, 1)]
-    turns = [("finish", 0), ("start", 0), ("finish", 1), ("start", 1)]
-    assert log == [*both[:2], *turns * (SMALL["unroll_length"] - 1), *both[2:]]
 
 
 def of_third_env(envs, steps):
@@ -190,17 +164,17 @@ def test_steps_without_an_answer_are_not_learned_from(name):
     """Whatever such steps hold, the parameters are the same."""
 
     def run(noise):
-        agent = build(name, functools.partial(Noisy, noise=noise), 1)
+        agent = build(name, functools.partial(Noisy, noise=noise))
         iteration = jax.jit(agent.iteration)
         state = jax.jit(agent.init)(jax.random.key(0))
         for _ in range(3):
             state, metrics = iteration(state)
-        return jax.device_get(state.params), metrics
+        return jax.device_get(state.inner.params), metrics
 
     (params, metrics), (others, _) = run(0.0), run(3.0)
     assert 0 < float(metrics["absent"].total) < float(metrics["absent"].count) / 8
     jax.tree.map(np.testing.assert_array_equal, params, others)
-    without = jax.device_get(reference(name, 1)[0])
+    without = reference(name)[0]
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(without), strict=True))
 
 
@@ -230,15 +204,5 @@ class Noisy(OnHost):
 
 
 def test_es_refuses_simulators_on_the_host():
-    algorithm = msrl.algorithms.get("es")
     with pytest.raises(TypeError, match=r"es starts episodes anew .* simulators on the host \(Walk\) do only when an episode"):
-        algorithm.build(OnHost(INTEGERS), algorithm.config())
-
-
-def test_bad_groups_are_refused():
-    with pytest.raises(ValueError, match=r"PPOConfig.env_groups=3 does not divide num_envs=32"):
-        msrl.algorithms.PPOConfig(env_groups=3)
-    with pytest.raises(ValueError, match=r"A3CConfig.env_groups=4 does not divide the 2 environments of each of num_workers=8"):
-        msrl.algorithms.A3CConfig(env_groups=4, num_envs=16)
-    with pytest.raises(ValueError, match="with exploration='per_env' every environment has an epsilon of its own"):
-        msrl.algorithms.DQNConfig(env_groups=2, exploration="per_env")
+        ES().build(OnHost(INTEGERS))

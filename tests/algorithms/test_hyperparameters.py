@@ -1,20 +1,19 @@
 """Every number of a config that may be data: members that differ in all of them at once equal the agents with constants."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import pytest
-from msrl_jax.algorithms.configs.base import tunable_fields
 
 import msrl_jax as msrl
-from msrl_jax.training.hyperparameters import arrays, tuned
-from msrl_jax.training.members import population
-
-from .many_agents import Homes
-from .test_policies import ENVS, OFFLINE, PARTICULAR, SMALL, relative_difference
-from .transitions import noise
+from msrl_jax.algorithms import counted
+from msrl_jax.algorithms.agent import innermost
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.experiment.agents import members, with_numbers
+from tests.support.many_agents import Homes
+from tests.support.small_runs import ENVS, PARTICULAR, SMALL, relative_difference
+from tests.support.transitions import noise
 
 VALUES = {
     "learning_rate": (1e-3, 3e-4), "discount": (0.97, 0.9), "entropy_coef": (0.02, 0.0), "value_coef": (0.5, 1.0),
@@ -46,6 +45,8 @@ MORE = {
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
 DISCRETE = ("dqn", "apex_dqn", "r2d2", "cql", "recurrent_ppo", "impala", "ppo", "a2c", "a3c", "es")
 OFTEN = ("recurrent_ppo", "a3c", "dqn+c51", "sac", "iql", "es")
+LENGTH = 100
+"""Iterations of the whole run, over which schedules fall or rise."""
 CASES = [*{**PARTICULAR, "a2c": {}, **MORE}]
 
 
@@ -64,28 +65,30 @@ def unrolled(agent, state):
         return state, metrics
 
     after, metrics = jax.jit(lambda state: jax.lax.scan(step, state, None, length=3))(agent.with_data(state))
-    return after.params, metrics
+    return innermost(after).params, metrics
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
     algorithm = msrl.algorithms.get(name.partition("+")[0])
     env = env_of(name, algorithm)
-    fields = {field.name for field in dataclasses.fields(algorithm.config)}
+    fields = {field.name for field in dataclasses.fields(algorithm)}
     options = SMALL | (MORE[name] if name in MORE else PARTICULAR.get(name, {}))
-    options |= {"data": noise(env)} if algorithm.name in OFFLINE else {}
-    options = {k: v for k, v in options.items() if k in fields} | {"total_steps": 100_000}
-    settings = {field: VALUES[field] for field in tunable_fields(algorithm.config) if field in VALUES}
-    assert set(settings) == set(tunable_fields(algorithm.config)), "every field of every algorithm"
+    options |= {"data": noise(env)} if algorithm.offline else {}
+    options = {k: v for k, v in options.items() if k in fields}
+    settings = {field: VALUES[field] for field in tunable_fields(algorithm) if field in VALUES}
+    assert set(settings) == set(tunable_fields(algorithm)), "every field of every algorithm"
     if "target_gap" in settings and name != "cql+lagrange":
         settings.pop("target_gap")  # asks for continuous actions
-    configs = [algorithm.config(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
-    agent = population(tuned(functools.partial(algorithm.build, env), configs[0], settings), arrays(settings, 1))
+    configs = [algorithm(**options | {k: v[i] for k, v in settings.items()}) for i in range(2)]
+    one = with_numbers(lambda config: config.build(env), configs[0], tuple(settings))
+    agent = counted(members(one, {k: np.float32(v) for k, v in settings.items()}), LENGTH)
     params, metrics = unrolled(agent, jax.jit(agent.init)(jax.random.split(jax.random.key(0))))
     for i, config in enumerate(configs):
-        alone = algorithm.build(env, config)
+        alone = counted(config.build(env), LENGTH)
         wanted, measured = unrolled(alone, jax.jit(alone.init)(jax.random.split(jax.random.key(0))[i]))
         for (path, a), b in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(wanted), strict=True):
             assert relative_difference(a[i], b) < 1e-5, jax.tree_util.keystr(path)
         for (path, a), b in zip(jax.tree.leaves_with_path(metrics), jax.tree.leaves(measured), strict=True):
-            np.testing.assert_allclose(a[:, i], b, rtol=1e-3, atol=1e-4, err_msg=jax.tree_util.keystr(path))
+            a = a[:, i] if a.ndim > b.ndim else a  # the age of parameters is that of the run
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4, err_msg=jax.tree_util.keystr(path))

@@ -13,12 +13,12 @@ from msrl_jax import cli, data, envs
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
 from msrl_jax.envs.agents.games import RockPaperScissors
+from tests.support.agents import make_counted
+from tests.support.lock import COUNT, SIZES, Lock, OneInteger
+from tests.support.many_agents import Homes
+from tests.support.random_walk import RandomWalk
 
-from .lock import COUNT, SIZES, Lock, OneInteger
-from .many_agents import Homes
-from .random_walk import RandomWalk
-
-LOCK = "tests.algorithms.lock:Lock"
+LOCK = "tests.support.lock:Lock"
 SHOWN = np.eye(COUNT, dtype=np.float32)
 OPEN = np.stack([Lock.wanted(shown) for shown in range(COUNT)])
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
@@ -70,14 +70,14 @@ def test_probabilities_are_those_of_the_actions_drawn():
 )
 def test_one_integer_trains_as_a_choice(algo):
     """Bit for bit."""
-    algorithm = msrl.algorithms.get(algo)
-    choice = RockPaperScissors() if algo == "self_play" else Homes() if algorithm.many_agents else RandomWalk()
+    many = msrl.algorithms.get(algo).many_agents
+    choice = RockPaperScissors() if algo == "self_play" else Homes() if many else RandomWalk()
     states = []
     for env in (choice, OneInteger(choice)):
-        agent = algorithm.build(env, algorithm.config(**CONFIGS[algo]))
+        agent = make_counted(algo, env, **CONFIGS[algo])
         state = jax.jit(agent.init)(jax.random.key(3))
         step = lambda s, _, agent=agent: (agent.iteration(s)[0], None)  # noqa: E731
-        states.append(jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=3)[0])(state))
+        states.append(jax.jit(lambda s, step=step: jax.lax.scan(step, s, None, length=3)[0])(state).inner)
     jax.tree.map(np.testing.assert_array_equal, *(state.params for state in states))
     now = [[x for x in jax.tree.leaves(s.env_state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)] for s in states]
     jax.tree.map(np.testing.assert_array_equal, *now)
@@ -142,6 +142,5 @@ def test_random_integers_are_uniform_and_one_is_the_choice():
 
 @pytest.mark.parametrize("algo", ["qmix", "vdn", "maddpg"])
 def test_values_of_several_agents_refuse_integers(algo):
-    algorithm = msrl.algorithms.get(algo)
     with pytest.raises(TypeError, match=r"for integers use .*of several agents, ippo, mappo or self_play"):
-        algorithm.build(OneInteger(Homes()), algorithm.config())
+        msrl.algorithms.get(algo)().build(OneInteger(Homes()))

@@ -6,15 +6,16 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
+from msrl_jax.algorithms import counted
 
 pytestmark = pytest.mark.slow
 
 
 def returns(env, total_steps, seeds, name="ppo", **overrides):
     """Mean return of the episodes that ended in each tenth of training. `[seeds, 10]`"""
-    algorithm = algorithms.get(name)
-    agent = algorithm.build(envs.make(env) if isinstance(env, str) else env, algorithm.config(**overrides))
-    length = total_steps // agent.steps_per_iteration
+    one = algorithms.get(name)(**overrides).build(envs.make(env) if isinstance(env, str) else env)
+    length = total_steps // one.steps_per_iteration
+    agent = counted(one, length)
     train = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, None, length=length)[1])
     curves = []
     for seed in range(seeds):

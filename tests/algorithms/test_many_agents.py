@@ -13,10 +13,9 @@ from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.returns import standardize
 from msrl_jax.envs.agents.games import KuhnPoker
-from tests.envs.agents.leaving import Leaving
-
-from ..support.agents import make_counted
-from .many_agents import Alone, Homes
+from tests.support.agents import make_counted
+from tests.support.leaving import Leaving
+from tests.support.many_agents import Alone, Homes
 
 SMALL = {"num_envs": 16, "unroll_length": 8, "hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
 RECURRENT = {"core": "gru", "memory_size": 8}

@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.experiment import DivergedError
-from msrl_jax.experiment.evaluate import make_evaluator
-from msrl_jax.experiment.failure import Failure
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
@@ -17,10 +14,12 @@ from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
 from msrl_jax.algorithms.networks import distributions
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.fragments.origin import find_origin
-from tests.envs.maze import LEFT, RIGHT, Maze, MazeState, legal
-
-from .off_policy_reference import B, adam, build, counting, drawn, one, start, wide
+from msrl_jax.experiment import DivergedError
+from msrl_jax.experiment.evaluate import make_evaluator
+from msrl_jax.experiment.failure import Failure
+from msrl_jax.fragments.plan.origin import find_origin
+from tests.support.maze import LEFT, RIGHT, Maze, MazeState, legal
+from tests.support.off_policy import B, adam, build, counting, drawn, one, start, wide
 
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}
 REPLAY = SMALL | {"batch_size": 16, "capacity": 512, "learning_starts": 128, "num_updates": 2}

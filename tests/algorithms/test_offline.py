@@ -13,12 +13,9 @@ from msrl_jax.algorithms import IQL, counted
 from msrl_jax.algorithms.loops.off_policy import Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.counters import to_float
-
-from .off_policy_reference import adam, assert_close, counting, one, plain_mlp, wide
-from .random_walk import RandomWalk
-from .test_dqn import plain_q
-from .test_sac import plain_losses, plain_policy
-from .transitions import noise
+from tests.support.off_policy import adam, assert_close, counting, one, plain_losses, plain_mlp, plain_policy, plain_q, wide
+from tests.support.random_walk import RandomWalk
+from tests.support.transitions import noise
 
 B, S, LENGTH = 32, 3, 4
 SMALL = {"num_updates": 1, "batch_size": B, "hidden_sizes": (8, 6), "learning_rate": 3e-3}

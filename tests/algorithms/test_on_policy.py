@@ -14,10 +14,10 @@ from msrl_jax.algorithms import A3C, counted
 from msrl_jax.algorithms.agent import Counted
 from msrl_jax.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
-
-from ..support.agents import still
-from .random_walk import RandomWalk
-from .test_ppo import collectives, plain_log_prob_and_entropy, plain_network
+from tests.support.agents import still
+from tests.support.compiled import collectives
+from tests.support.ppo import plain_log_prob_and_entropy, plain_network
+from tests.support.random_walk import RandomWalk
 
 T, E, W = 6, 16, 4
 SMALL = {"num_envs": E, "unroll_length": T, "hidden_sizes": (8, 6), "learning_rate": 0.02}

@@ -1,12 +1,14 @@
 """A2C, IMPALA and A3C solve CartPole with their defaults, IMPALA also with actors that lag behind."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from msrl_jax.training.members import initial_key, population
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, envs
+from msrl_jax.algorithms import counted
+from msrl_jax.experiment.agents import members
 
 pytestmark = pytest.mark.slow
 
@@ -15,13 +17,13 @@ SEEDS = 6
 
 def final_returns(name, total_steps, policy="GPUOnly", **parameters):
     """Mean return of the episodes that ended in the last tenth of training. `[SEEDS]`"""
-    algorithm = algorithms.get(name)
-    agent = population(algorithm.build(envs.make("CartPole-v1"), algorithm.config()))
-    state = jax.jit(agent.init)(initial_key(0, SEEDS))
+    one = algorithms.get(name)().build(envs.make("CartPole-v1"))
+    length = total_steps // one.steps_per_iteration
+    agent = counted(members(one), length)
+    state = jax.jit(agent.init)(jnp.stack([jax.random.key(seed) for seed in range(SEEDS)]))
     program = msrl.compile(
         agent.iteration, state, policy=msrl.policies.get(policy, **parameters), axes=agent.axes, devices=jax.devices()[:2]
     )
-    length = total_steps // agent.steps_per_iteration
     _, metrics = program.run(state, length)
     assert np.all(metrics["parameter_age"][-1] == parameters.get("staleness", 0))
     return metrics["episode_return"][-(length // 10) :].mean(axis=0)

@@ -8,47 +8,17 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax.algorithms import counted
+from tests.support.small_runs import ENVS, PARTICULAR, SMALL, relative_difference
+from tests.support.transitions import noise
 
-from .transitions import noise
-
-SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
-PARTICULAR = {
-    "ppo": {"num_epochs": 2, "num_minibatches": 2},
-    "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
-    "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
-    "a3c": {"num_workers": 8},
-    "es": {"unroll_length": 24},
-    "impala+replay": {"replay_batches": 4, "num_updates": 2},
-    "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
-    # New networks value both actions nearly alike: few examples and fast steps, lest rounding decide which is the greedy one.
-    "dqn+c51": {
-        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "c51",
-        "learning_rate": 1e-3,
-    },
-    "dqn+qr": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "distribution": "qr"},
-    "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
-    "r2d2": {
-        "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
-        "trace_length": 4, "n_step": 3, "exploration": "per_env", "learning_rate": 2.5e-4,
-    },
-    "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
-    "bc": {"num_updates": 2, "batch_size": 64},
-    "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
-    "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
-    "iql": {"num_updates": 2, "batch_size": 64},
-}
-OFFLINE = ("bc", "cql", "iql")
-# A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
-ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
 # Two programs that compute the same torques and dynamics may differ by one unit in the last place: XLA fuses a multiplication
 # and an addition, which rounds once instead of twice, in one program and not in the other. Where it does depends on the
 # processor's vector length and on the number of environments per device. Speeds reach 8.
 ULP_OF_SPEED = np.spacing(np.float32(8))
 IMAGE, GRID = "Breakout-MinAtar", "Catch-bsuite"
 ITERATIONS = 5
-LOCK = "tests.algorithms.lock:Lock"
+LOCK = "tests.support.lock:Lock"
 EXACT = ("CartPole-v1", LOCK)
 # Of actions of several integers, only the distribution is new: each time on eight devices, under the policies named here.
 INTEGERS = {
@@ -130,7 +100,7 @@ MATRIX = [
         *case, num_devices, policy, id=f"{case[0]}-{case[1].rpartition(':')[2]}-{num_devices}-{policy}",
         marks=[pytest.mark.slow] if is_slow(*case, num_devices, policy) else [],
     )
-    for case in CASES for num_devices in (1, 2, 4, 8) for policy in sorted(msrl.policies.POLICIES)
+    for case in CASES for num_devices in (1, 2, 4, 8) for policy in msrl.policies.names()
 ]  # fmt: skip
 
 
@@ -138,15 +108,15 @@ def build(name, env, **overrides):
     algorithm = msrl.algorithms.get(name.partition("+")[0])
     made = msrl.envs.make(env, **ENVS.get(env, {}))
     options = SMALL | PARTICULAR.get(name, {}) | overrides
-    if algorithm.name in OFFLINE:
-        fields = {field.name for field in dataclasses.fields(algorithm.config)}
+    if algorithm.offline:
+        fields = {field.name for field in dataclasses.fields(algorithm)}
         options = {key: value for key, value in options.items() if key in fields} | {"data": noise(made)}
-    return algorithm.build(made, algorithm.config(**options, total_steps=100_000))
+    return counted(algorithm(**options).build(made), 200)
 
 
 def seen(state):
     """What is acted on next, which tells whether all that was done before is the same; nothing if data are all there is."""
-    return state.obs if hasattr(state, "obs") else np.zeros(0)
+    return getattr(state.inner, "obs", np.zeros(0))
 
 
 @functools.cache
@@ -160,7 +130,7 @@ def reference(name, env):
 
     state = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
     after, (obs, metrics) = jax.jit(lambda state: jax.lax.scan(step, state, None, length=ITERATIONS))(state)
-    return agent, state, *jax.device_get((after.params, obs, metrics))
+    return agent, state, *jax.device_get((after.inner.params, obs, metrics))
 
 
 @pytest.mark.parametrize(("algorithm", "env", "num_devices", "policy"), MATRIX)
@@ -181,7 +151,7 @@ def test_the_same_training_run(algorithm, env, num_devices, policy):
     else:
         # Continuous actions carry the rounding of the gradient's sum (it is added up per device) into the dynamics.
         np.testing.assert_allclose(seen(after), obs[-1], rtol=1e-5, atol=1e-5)
-    pairs = zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
+    pairs = zip(jax.tree.leaves(after.inner.params), jax.tree.leaves(params), strict=True)
     assert max(relative_difference(a, b) for a, b in pairs) < 1e-5
     for a, b in zip(jax.tree.leaves(measured), jax.tree.leaves(metrics), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
@@ -205,14 +175,10 @@ def test_images_and_grids(algorithm, env):
         program = msrl.compile(agent.iteration, state, policy=policy, axes=agent.axes, devices=jax.devices()[:3])
         outcomes.append(program.run(state, 2, chunk=1))
     (split, metrics), (apart, others) = outcomes
-    np.testing.assert_array_equal(split.obs, apart.obs)
-    for a, b, before in zip(*map(jax.tree.leaves, (split.params, apart.params, state.params)), strict=True):
+    np.testing.assert_array_equal(seen(split), seen(apart))
+    for a, b, before in zip(*map(jax.tree.leaves, (s.inner.params for s in (split, apart, state))), strict=True):
         assert relative_difference(a, b) < 1e-5 < relative_difference(a, before)
     for a, b in zip(*map(jax.tree.leaves, (metrics, others)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def relative_difference(a, b):
-    """Largest deviation of a tensor, relative to its norm per element."""
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.abs(a - b).max() / max(np.sqrt((b**2).mean()), 1e-3)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-
-from .test_policies import relative_difference
+from tests.support.agents import make_counted
+from tests.support.small_runs import relative_difference
 
 ENVS = [
     "brax:inverted_pendulum", "playground:CartpoleBalance", "craftax:Craftax-Classic-Symbolic-v1:reset_ratio=2",
@@ -21,18 +21,17 @@ MATRIX = [
         env, policy, id=f"{env.split(':')[0]}-{policy}",
         marks=[] if (env, policy) == (ENVS[-1], "SingleLearnerCoarse") else [pytest.mark.slow],
     )
-    for env in ENVS for policy in sorted(msrl.policies.POLICIES)
+    for env in ENVS for policy in msrl.policies.names()
 ]  # fmt: skip
 
 
 @functools.cache
 def reference(env):
     """The agent, its initial state, and parameters and observations after plain `jit(scan)`."""
-    algorithm = msrl.algorithms.get("ppo")
-    agent = algorithm.build(msrl.envs.make(env), algorithm.config(**CONFIG))
+    agent = make_counted("ppo", msrl.envs.make(env), **CONFIG)
     state = jax.jit(agent.init)(jax.random.key(0))
     run = jax.jit(lambda state: jax.lax.scan(lambda s, _: agent.iteration(s), state, length=ITERATIONS)[0])
-    after = run(state)
+    after = run(state).inner
     return agent, state, jax.device_get((after.params, after.obs))
 
 
@@ -42,7 +41,7 @@ def test_the_same_training_run_with_an_environment_of_each_suite(env, policy):
     program = msrl.compile(
         agent.iteration, state, policy=msrl.policies.get(policy), axes=agent.axes, groups={"env": agent.env_group}
     )
-    after, _ = program.run(state, ITERATIONS)
+    after = program.run(state, ITERATIONS)[0].inner
     discrete = env.startswith(("craftax", "jumanji", "xminigrid"))
     for a, b in zip(jax.tree.leaves(after.obs), jax.tree.leaves(obs), strict=True):
         # Physics takes actions of floats, which carry the rounding of the gradient's sum.

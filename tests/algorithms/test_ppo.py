@@ -1,25 +1,19 @@
 """PPO: one iteration against an independent implementation, what it exchanges between devices, and its options."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from msrl_jax import envs
 from msrl_jax.algorithms import PPO
-from msrl_jax.fragments.placement import AXES
-from msrl_jax.policies import Placement
-
-from ..support.agents import make_counted, make_still, still
-from .random_walk import RandomWalk
-
-T, E = 8, 8
-SMALL = {"num_envs": E, "unroll_length": T, "num_epochs": 2, "num_minibatches": 4, "hidden_sizes": (8, 6)}
+from tests.support.agents import make_counted, make_still, still
+from tests.support.compiled import collectives, shardings
+from tests.support.ppo import SMALL, E, T, plain_network, plain_rollout, plain_update
+from tests.support.random_walk import RandomWalk
 
 
 def build(env, **overrides):
@@ -39,102 +33,6 @@ def walk(request):
     over = "batch" if request.param else "minibatch"
     agent = build(RandomWalk(request.param), shared_torso=request.param, clip_value=0.1, normalize_advantage=over)
     return agent, start(agent)
-
-
-def plain_network(params, obs, shared, xp=jnp):
-    """The network written out: logits or means, and values."""
-    p = params["params"]
-
-    def features(name, x):
-        for layer in ("Dense_0", "Dense_1"):
-            x = xp.tanh(x @ p[name][layer]["kernel"] + p[name][layer]["bias"])
-        return x
-
-    head = lambda name, x: x @ p[name]["kernel"] + p[name]["bias"]  # noqa: E731
-    actor = features("actor_torso", obs)
-    critic = actor if shared else features("critic_torso", obs)
-    return head("actor_head", actor), head("critic_head", critic)[..., 0]
-
-
-def plain_log_prob_and_entropy(outputs, log_scale, action, xp=jnp):
-    if log_scale is None:
-        p = xp.exp(outputs) / xp.exp(outputs).sum(-1, keepdims=True)
-        chosen = (p * (action[..., None] == xp.arange(p.shape[-1]))).sum(-1)
-        return xp.log(chosen), -(p * xp.log(p)).sum(-1)
-    variance = xp.exp(2 * log_scale)
-    log_density = -((action - outputs) ** 2) / (2 * variance) - xp.log(2 * xp.pi * variance) / 2
-    return log_density.sum(-1), (xp.log(2 * xp.pi * xp.e * variance) / 2).sum()
-
-
-def plain_rollout(agent, state):
-    """Steps the environments in Python; samples, log-probabilities and values come from float64 NumPy."""
-    continuous = agent.env.action_space.shape != ()
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), state.params)
-    log_scale = params["params"].get("log_scale")
-    keys = jax.vmap(lambda k: jax.random.split(k, T + 1))(state.actor_keys)[:, 1:]
-    env_state, obs, columns = state.env_state, state.obs, []
-    step = jax.jit(agent.env.step)
-    for t in range(T):
-        outputs, value = plain_network(params, np.asarray(obs, np.float64), continuous, np)
-        if continuous:
-            noise = np.stack([jax.random.normal(k, (2,)) for k in keys[:, t]])
-            action = (outputs + np.exp(log_scale) * noise).astype(np.float32)
-            env_action = np.clip(action, -1, 1) * np.float32([0.5, 0.5]) + np.float32([0, 0.5])
-        else:
-            cumulative = np.cumsum(np.exp(outputs), -1) / np.exp(outputs).sum(-1, keepdims=True)
-            action = np.array([np.searchsorted(c, jax.random.uniform(k)) for c, k in zip(cumulative, keys[:, t], strict=True)])
-            env_action = action
-        log_prob, _ = plain_log_prob_and_entropy(outputs, log_scale, action, np)
-        env_state, step_out = step(env_state, jnp.asarray(env_action))
-        _, bootstrap_value = plain_network(params, np.asarray(step_out.final_obs, np.float64), continuous, np)
-        row = (obs, action, log_prob, value, bootstrap_value, step_out.reward, step_out.terminated, step_out.truncated)
-        columns.append([np.asarray(x) for x in row])
-        obs = step_out.obs
-    return obs, [np.stack(x) for x in zip(*columns, strict=True)]
-
-
-def plain_update(agent, config, state, rollout, num_updates=None):
-    """Advantages by a loop; then one optax update per minibatch of time steps, from a loss written out here.
-
-    Also returns how far the parameters after `num_updates` diverge from the policy that acted, on each later minibatch.
-    """
-    obs, action, log_prob, value, bootstrap_value, reward, terminated, truncated = rollout
-    continuous = agent.env.action_space.shape != ()
-    advantage, after = np.zeros((T, E)), np.zeros(E)
-    for t in reversed(range(T)):
-        future = np.where(terminated[t], 0, bootstrap_value[t])
-        after = np.where(terminated[t] | truncated[t], 0, after)
-        after = reward[t] + config.discount * future - value[t] + config.discount * config.gae_lambda * after
-        advantage[t] = after
-    target = advantage + value
-    standardize = lambda a: (a - a.mean()) / (a.std() + 1e-8)  # noqa: E731
-    per_minibatch = config.normalize_advantage == "minibatch"
-    advantage = advantage if per_minibatch else standardize(advantage)
-
-    def loss(params, i):
-        a = standardize(advantage[i]) if per_minibatch else advantage[i]
-        outputs, v = plain_network(params, obs[i], continuous)
-        new, entropy = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action[i])
-        ratio = jnp.exp(new - log_prob[i])
-        clipped = jnp.where(a > 0, jnp.minimum(ratio, 1 + config.clip_ratio), jnp.maximum(ratio, 1 - config.clip_ratio))
-        near = jnp.clip(v, value[i] - config.clip_value, value[i] + config.clip_value)
-        value_error = jnp.maximum((v - target[i]) ** 2, (near - target[i]) ** 2).mean() / 2
-        return -(clipped * a).mean() + config.value_coef * value_error - config.entropy_coef * entropy.mean()
-
-    tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(config.learning_rate, eps=1e-5))
-    _, *epoch_keys = jax.random.split(state.key, config.num_epochs + 1)
-    params, opt_state = state.params, (state.opt_state[0], (state.opt_state[1], optax.EmptyState()))
-    minibatches = np.concatenate([jax.random.permutation(k, T).reshape(config.num_minibatches, -1) for k in epoch_keys])
-    for i in minibatches[:num_updates]:
-        updates, opt_state = tx.update(jax.grad(loss)(params, i), opt_state)
-        params = optax.apply_updates(params, updates)
-
-    def divergence(i):
-        outputs, _ = plain_network(params, obs[i], continuous)
-        new, _ = plain_log_prob_and_entropy(outputs, params["params"].get("log_scale"), action[i])
-        return (jnp.exp(new - log_prob[i]) - 1 - (new - log_prob[i])).mean()
-
-    return params, [divergence(i) for i in minibatches[num_updates:]] if num_updates else []
 
 
 def test_one_iteration_equals_an_independent_implementation(walk):
@@ -172,26 +70,6 @@ def test_a_key_samples_and_no_key_is_greedy(walk):
     drawn = np.stack([agent.act(state, state.obs, jax.random.key(i)) for i in range(30)])
     assert len(np.unique(drawn)) > 2
     assert all(agent.env.action_space.contains(action) for action in drawn.reshape(-1, *drawn.shape[2:]))
-
-
-def shardings(agent, mesh):
-    """Shardings of the state over a mesh with one axis, over which every logical axis is split."""
-    placement = Placement("all", mesh, tuple((axis, "env") for axis in AXES))
-    spec = lambda axes, part: jax.tree.map(lambda x: placement.sharding(axes, x.shape), part)  # noqa: E731
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    return jax.tree.map(spec, agent.axes, state, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def collectives(agent):
-    """Name and number of elements of every collective in the compiled iteration, environments split over all devices."""
-    mesh = Mesh(np.array(jax.devices()), ("env",))
-    state = jax.eval_shape(agent.init, jax.random.key(0))
-    compiled = jax.jit(agent.iteration, in_shardings=(shardings(agent, mesh),)).lower(state).compile()
-    found = []
-    for shapes, name in re.findall(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", compiled.as_text()):
-        sizes = re.findall(r"\w+\[([\d,]*)\]", shapes)
-        found.append((name, sum(int(np.prod([int(d) for d in size.split(",") if d])) for size in sizes)))
-    return sorted(found, key=lambda c: c[1])
 
 
 class Image:

@@ -15,11 +15,10 @@ from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, counted, r2d2
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network
 from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
-
-from .off_policy_reference import adam, assert_close, counting, num_params, start, wide
-from .random_walk import RandomWalk
-from .test_ppo import collectives
-from .test_recurrent import plain_core
+from tests.support.compiled import collectives
+from tests.support.off_policy import adam, assert_close, counting, num_params, start, wide
+from tests.support.random_walk import RandomWalk
+from tests.support.recurrent import plain_core
 
 E, T, B, H, BURN_IN, L, N = 8, 6, 16, 5, 3, 4, 3
 SMALL = {

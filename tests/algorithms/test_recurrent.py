@@ -11,38 +11,13 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import RecurrentPPO
 from msrl_jax.algorithms.networks.recurrent import recurrent_core
-
-from ..support.agents import make_still, still
-from .random_walk import RandomWalk
-from .test_ppo import collectives
+from tests.support.agents import make_still, still
+from tests.support.compiled import collectives
+from tests.support.random_walk import RandomWalk
+from tests.support.recurrent import plain_core
 
 T, E, H, INPUTS = 7, 6, 5, 3
 SMALL = {"num_envs": 16, "unroll_length": 8, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (6,), "memory_size": 5}
-
-
-def plain_core(name, params, inputs, is_first, carry, xp=jnp):
-    """The equations of the cell, gate by gate and step by step."""
-    gates = {"gru": 3, "lstm": 4, "min_gru": 2}[name]
-    w, b = xp.split(params["input"], gates, -1), xp.split(params["bias"], gates)
-    u = xp.split(params["recurrent"], gates, -1) if "recurrent" in params else None
-    sigmoid = lambda x: 1 / (1 + xp.exp(-x))  # noqa: E731
-    carries = []
-    for x, first in zip(inputs, is_first, strict=True):
-        carry = [xp.where(first[:, None], 0, m) for m in carry]
-        h = carry[0]
-        if name == "gru":
-            r, z = (sigmoid(x @ w[i] + b[i] + h @ u[i]) for i in (0, 1))
-            n = xp.tanh(x @ w[2] + b[2] + r * (h @ u[2]))
-            carry = [(1 - z) * n + z * h]
-        elif name == "min_gru":
-            z = sigmoid(x @ w[0] + b[0])
-            carry = [(1 - z) * (x @ w[1] + b[1]) + z * h]
-        else:
-            i, f, o = (sigmoid(x @ w[k] + b[k] + h @ u[k]) for k in range(3))
-            c = f * carry[1] + i * xp.tanh(x @ w[3] + b[3] + h @ u[3])
-            carry = [o * xp.tanh(c), c]
-        carries.append(carry)
-    return tuple(xp.stack(m) for m in zip(*carries, strict=True))
 
 
 @pytest.fixture(scope="module", params=["gru", "lstm", "min_gru"])

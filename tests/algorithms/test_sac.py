@@ -10,60 +10,22 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax.algorithms import SAC, counted
 from msrl_jax.envs import Box
-
-from .off_policy_reference import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
-from .random_walk import RandomWalk
-from .test_ppo import collectives
-
-
-def plain_policy(params, obs, noise, continuous):
-    """Actions and log-probabilities in the plain formulas of the papers; of all choices, if not continuous."""
-    outputs = plain_mlp(params["actor"], obs)
-    if not continuous:
-        probs = jnp.exp(outputs) / jnp.exp(outputs).sum(-1, keepdims=True)
-        return None, jnp.log(probs)
-    loc, log_scale = outputs[:, :2], outputs[:, 2:]
-    scale = jnp.exp(jnp.minimum(jnp.maximum(log_scale, -20), 2))
-    u = loc + scale * noise
-    density = jnp.exp(-(((u - loc) / scale) ** 2) / 2) / (scale * np.sqrt(2 * np.pi))
-    return jnp.tanh(u), (jnp.log(density) - jnp.log(1 - jnp.tanh(u) ** 2)).sum(-1)
-
-
-def plain_soft_value(critic, policy, obs, temperature):
-    action, log_prob = policy
-    inputs = obs if action is None else jnp.concatenate([obs, action], -1)
-    q = jnp.minimum(plain_mlp(one(critic, 0), inputs), plain_mlp(one(critic, 1), inputs))
-    if action is None:
-        probs = jnp.exp(log_prob)
-        return (probs * (q - temperature * log_prob)).sum(-1), (probs * log_prob).sum(-1)
-    return q[:, 0] - temperature * log_prob, log_prob
-
-
-def plain_losses(state, batch, noises, continuous, target_entropy, learn_temperature):
-    """The losses of the critics, of the actor and of the temperature, each a function of what it trains."""
-    temperature = np.exp(state.params["log_temperature"])
-    next_policy = plain_policy(state.params, batch.next_obs, noises[0], continuous)
-    next_value, _ = plain_soft_value(state.target_params, next_policy, batch.next_obs, temperature)
-    target = batch.reward + batch.discount * next_value
-
-    def critic_loss(critic):
-        total = 0.0
-        for i in range(2):
-            inputs = jnp.concatenate([batch.obs, batch.action], -1) if continuous else batch.obs
-            q = plain_mlp(one(critic, i), inputs)
-            q = q[:, 0] if continuous else q[np.arange(B), batch.action]
-            total += ((q - target) ** 2).mean() / 2
-        return total
-
-    def soft(actor):
-        policy = plain_policy({"actor": actor}, batch.obs, noises[1], continuous)
-        return plain_soft_value(state.params["critic"], policy, batch.obs, temperature)
-
-    def temperature_loss(log_temperature):
-        log_prob = jax.lax.stop_gradient(soft(state.params["actor"])[1])
-        return -learn_temperature * (jnp.exp(log_temperature) * (log_prob + target_entropy)).mean()
-
-    return {"actor": lambda actor: -soft(actor)[0].mean(), "critic": critic_loss, "log_temperature": temperature_loss}
+from tests.support.compiled import collectives
+from tests.support.off_policy import (
+    B,
+    adam,
+    assert_close,
+    build,
+    counting,
+    drawn,
+    num_params,
+    plain_losses,
+    plain_mlp,
+    plain_policy,
+    start,
+    wide,
+)
+from tests.support.random_walk import RandomWalk
 
 
 @pytest.mark.parametrize("continuous", [True, False], ids=["continuous", "discrete"])

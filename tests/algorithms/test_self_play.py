@@ -13,9 +13,8 @@ from msrl_jax.algorithms.self_play import draw, no_games, replicator_dynamics, t
 from msrl_jax.counters import counter
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
-
-from ..support.agents import make_still, still
-from .many_agents import Homes
+from tests.support.agents import make_still, still
+from tests.support.many_agents import Homes
 
 SMALL = {
     "num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "num_minibatches": 2, "num_opponents": 2,

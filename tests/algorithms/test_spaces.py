@@ -1,7 +1,6 @@
 """Which spaces the algorithms take; others are refused in one line, in Python and on the command line."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -11,9 +10,11 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
+from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
+from tests.support.agents import make_counted, still
 
-ALGORITHMS = sorted(name for name, algorithm in msrl.algorithms.ALGORITHMS.items() if not algorithm.many_agents)
+ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).many_agents]
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
 # All others take choices and motions.
 REFUSED = {"dqn": MOTION, "apex_dqn": MOTION, "r2d2": MOTION, "ddpg": CHOICE, "td3": CHOICE}
@@ -55,13 +56,12 @@ def compiled(caplog):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
     env = Still(VECTOR, action_space)
-    build = functools.partial(msrl.algorithms.get(name).build, env)
-    config = msrl.algorithms.get(name).config(**arguments(name, env))
+    config = msrl.algorithms.get(name)(**arguments(name, env))
     if REFUSED.get(name) == action_space:
         with pytest.raises(TypeError, match=r"use .*ppo"):
-            build(config)
+            config.build(env)
         return
-    agent = build(config)
+    agent = still(config.build(env))
     state = jax.eval_shape(agent.init, jax.random.key(0))._replace(**agent.data)
     after, _ = jax.eval_shape(agent.iteration, state)
     assert jax.tree.structure(after) == jax.tree.structure(state)
@@ -120,18 +120,17 @@ class Wandering(Still):
 )  # fmt: skip
 def test_observations_of_any_space_train_as_the_vectors_that_they_flatten_to(name, kind):
     env = Wandering(OBSERVED[kind], MOTION if REFUSED.get(name) == CHOICE else CHOICE)
-    algorithm = msrl.algorithms.get(name)
-    fields = {field.name for field in dataclasses.fields(algorithm.config)}
+    fields = {field.name for field in dataclasses.fields(msrl.algorithms.get(name))}
     small = {"num_envs": 8, "unroll_length": 4, "hidden_sizes": (4,), "num_epochs": 1, "batch_size": 8, "capacity": 128}
     small |= {"memory_size": 4, "num_minibatches": 2, "trace_length": 2, "burn_in": 1, "population_size": 8}
     small |= {"learning_starts": 64}
-    config = algorithm.config(**{key: value for key, value in small.items() if key in fields})
+    given = {key: value for key, value in small.items() if key in fields}
     params = []
     for each in (env, msrl.envs.FlattenObservation(env)):
-        agent = algorithm.build(each, config)
+        agent = make_counted(name, each, **given)
         run = jax.jit(lambda key, agent=agent: jax.lax.scan(lambda s, _: agent.iteration(s), agent.init(key), length=3))
         state, _ = run(jax.random.key(0))
-        params.append(state.params)
+        params.append(innermost(state).params)
     chex.assert_trees_all_close(*params, rtol=1e-5, atol=1e-7)
 
 
@@ -157,18 +156,17 @@ def test_data_of_any_space_train_as_the_vectors_that_they_flatten_to(name):
         field: np.asarray(spaces.flatten(env.observation_space, getattr(dataset, field))) for field in ("obs", "next_obs")
     }
     small = {"num_envs": 8, "unroll_length": 4, "capacity": 128, "learning_starts": 32, "num_updates": 2, "batch_size": 16}
-    algorithm, params = msrl.algorithms.get(name), []
-    fields = {field.name for field in dataclasses.fields(algorithm.config)}
+    fields, params = {field.name for field in dataclasses.fields(msrl.algorithms.get(name))}, []
     for each, rows in ((env, dataset), (vectors, dataclasses.replace(dataset, **flat))):
         given = {key: value for key, value in small.items() if key in fields}
-        agent = algorithm.build(each, algorithm.config(**given, hidden_sizes=(4,), data=rows))
+        agent = make_counted(name, each, **given, hidden_sizes=(4,), data=rows)
         step = lambda s, _, agent=agent: agent.iteration(s)  # noqa: E731
         state = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
         state, metrics = jax.jit(lambda s, step=step: jax.lax.scan(step, s, length=4))(state)
-        params.append(state.params)
+        params.append(innermost(state).params)
         if name == "bc" and each is env:  # and over devices
             begun = agent.with_data(jax.jit(agent.init)(jax.random.key(0)))
             program = msrl.compile(agent.iteration, begun, policy=msrl.policies.get("MultiLearner"), axes=agent.axes)
-            chex.assert_trees_all_close(program.run(begun, 4)[0].params, state.params, rtol=1e-5, atol=1e-7)
+            chex.assert_trees_all_close(innermost(program.run(begun, 4)[0]).params, params[0], rtol=1e-5, atol=1e-7)
     assert name not in ("bc", "cql", "iql") or np.isfinite(metrics["validation_loss"]).all()
     chex.assert_trees_all_close(*params, rtol=1e-5, atol=1e-7)

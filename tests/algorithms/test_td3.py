@@ -9,10 +9,9 @@ import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import TD3, counted
 from msrl_jax.algorithms.config import field_docs
-
-from .off_policy_reference import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
-from .random_walk import RandomWalk
-from .test_ppo import collectives
+from tests.support.compiled import collectives
+from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
+from tests.support.random_walk import RandomWalk
 
 
 def plain_target(state, batch, noise, num_critics):

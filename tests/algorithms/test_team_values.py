@@ -14,9 +14,8 @@ from msrl_jax.algorithms.loops.agents import Experience, Now
 from msrl_jax.algorithms.loops.off_policy import Batch
 from msrl_jax.counters import counter
 from msrl_jax.envs import Box, JointObservation, MaskedObservation, VectorizedAgents
-from tests.envs.agents.leaving import Leaving
-
-from .networks.test_mixers import plain_monotonic
+from tests.support.leaving import Leaving
+from tests.support.mixers import plain_monotonic
 
 A, N, OBS, STATE, DISCOUNT = 3, 4, 2, 6, 0.9
 SMALL = {

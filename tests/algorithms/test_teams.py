@@ -13,9 +13,8 @@ from msrl_jax.algorithms import IPPO, MAPPO, PPO, QMIX, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
 from tests.fragments.marking import fragments_of
-
-from ..support.agents import make_still
-from .many_agents import Homes
+from tests.support.agents import make_still
+from tests.support.many_agents import Homes
 
 TEXT = "ippo:hidden_sizes=(8,),num_epochs=2,num_minibatches=2"
 SMALL = {"num_envs": 16, "unroll_length": 8}
@@ -147,7 +146,7 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
     teams = {"red": TEXT + ",anneal_learning_rate=True", "blue": "random"}
     run = {"out": tmp_path / "run", "eval_episodes": 0, **SMALL}
     msrl.train("teams", Wishes(), total_steps=256, teams=teams, **run)
-    with pytest.warns(msrl.experiment.ResumeWarning, match=r"total_steps changes from 256 to 512, over which the learning rate"):
+    with pytest.warns(msrl.experiment.ResumeWarning, match="total_steps changes from 256 to 512, over which the"):
         result = msrl.train("teams", Wishes(), total_steps=512, teams=teams, resume=True, **run)
     assert result.history["iteration"][-1] == 4
     drawn = {line.get_label(): line.get_xydata()[:, 1] for line in result.plot().axes[0].lines}

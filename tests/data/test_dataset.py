@@ -8,14 +8,7 @@ import pytest
 
 from msrl_jax import data, envs
 from msrl_jax.data.dataset import FIELDS, from_lanes
-
-
-def same(a, b):
-    for name in FIELDS:
-        x, y = getattr(a, name), getattr(b, name)
-        assert x.dtype == y.dtype, name
-        np.testing.assert_array_equal(x, y, err_msg=name)
-    assert a.about == b.about
+from tests.support.transitions import same
 
 
 def test_episodes_and_the_cut_at_the_end(walk):

@@ -14,8 +14,7 @@ import pytest
 
 from msrl_jax import data, envs
 from msrl_jax.cli import main
-
-from .test_dataset import same
+from tests.support.transitions import same
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
 from msrl_jax.experiment.spec import make_experiment
+from tests.support.random_walk import RandomWalk
+from tests.support.runs import assert_same_state
 from tests.support.training_envs import Lottery, Poison
-
-from ..algorithms.random_walk import RandomWalk
-from ..training.test_result import assert_same_state
 
 PPO = {
     "num_envs": 8, "unroll_length": 8, "num_epochs": 1, "num_minibatches": 2, "hidden_sizes": (8,),
@@ -87,7 +86,7 @@ def test_recording_changes_no_bit_and_leaves_no_trace(recorded):
 @pytest.mark.parametrize(
     ("policy", "devices"),
     [("SingleLearnerFine", 3), ("Central", 8)]
-    + [pytest.param(p, n, marks=pytest.mark.slow) for p in sorted(msrl.policies.POLICIES) for n in (2, 4)],
+    + [pytest.param(p, n, marks=pytest.mark.slow) for p in msrl.policies.names() for n in (2, 4)],
 )
 def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
     train(policy=policy, devices=devices, record=tmp_path / "run.npz")
@@ -95,7 +94,7 @@ def test_every_policy_records_the_same(policy, devices, recorded, tmp_path):
 
 
 def test_a_step_writes_its_row_and_copies_no_other():
-    setup = make_experiment("ppo", ENV, overrides=PPO | {"total_steps": 6400}).record(1600)
+    setup = make_experiment("ppo", ENV, total_steps=6400, overrides=PPO).record(1600)
     (program,) = setup.compile(msrl.policies.GPUOnly(1)).compiled()
     made_by = re.findall(r"= \w+\[1600,8[^=\n]* (copy|dynamic-update-slice)\(", program.as_text())
     assert made_by == ["dynamic-update-slice"] * 6

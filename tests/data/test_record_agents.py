@@ -11,10 +11,9 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.dataset import OPTIONAL
-
-from ..envs.agents.leaving import Leaving
-from ..training.test_result import assert_same_state
-from .test_dataset import same
+from tests.support.leaving import Leaving
+from tests.support.runs import assert_same_state
+from tests.support.transitions import same
 
 LIMIT, LEAVE = 4, np.array([1, 3, 9])
 ENV = Leaving(leave=(1, 3, 9), limit=LIMIT)

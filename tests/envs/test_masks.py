@@ -8,8 +8,8 @@ import pytest
 from msrl_jax import envs
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.envs.masks import check_played, only_legal, sample_legal
-from tests.envs.corridor import Corridor
-from tests.envs.maze import JUMP, LEFT, RIGHT, Maze, legal
+from tests.support.corridor import Corridor
+from tests.support.maze import JUMP, LEFT, RIGHT, Maze, legal
 
 
 def play(venv, actions):

@@ -7,7 +7,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.envs import registry
-from tests.envs.corridor import Corridor
+from tests.support.corridor import Corridor
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_parameters_may_stand_in_the_name():
 
 
 def test_an_environment_of_a_module_is_named_by_its_module(tmp_path, monkeypatch):
-    code = "from tests.envs.corridor import Corridor\n\n\ndef walk(length):\n    return Corridor(2 * length)\n\n\nlimit = 3\n"
+    code = "from tests.support.corridor import Corridor\nwalk, limit = lambda length: Corridor(2 * length), 3\n"
     (tmp_path / "my_walks.py").write_text(code)
     (tmp_path / "my_broken_walks.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.chdir(tmp_path)

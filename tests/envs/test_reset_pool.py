@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from tests.envs.agents.leaving import Leaving
+from tests.support.leaving import Leaving
 
 E, T = 8, 40
 
@@ -130,8 +130,3 @@ def test_what_cannot_be_pooled_is_refused():
         envs.ResetPool(Dice(), 0)
     with pytest.raises(TypeError, match="ResetPool takes environments of one agent, and Leaving has several"):
         envs.ResetPool(Leaving())
-    with pytest.raises(ValueError, match=r"ResetPool\(ratio=8\) shares resets among 8 copies.* the 4 .* env_groups, such as 4"):
-        msrl.train(
-            "ppo", envs.ResetPool(Dice(), 8), num_envs=8, env_groups=2, unroll_length=2, num_minibatches=1, total_steps=16,
-            devices=jax.devices()[:1], progress=False,
-        )

@@ -1,6 +1,5 @@
 """vectorize: automatic reset by hand, keys, what it refuses, and that splitting the environments changes nothing."""
 
-import re
 from typing import NamedTuple
 
 import gymnasium
@@ -12,9 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import envs
-from tests.envs.corridor import Corridor, CorridorState
-
-COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(")
+from tests.support.compiled import COLLECTIVE
+from tests.support.corridor import Corridor, CorridorState
 
 
 def rollout(venv, state, actions):

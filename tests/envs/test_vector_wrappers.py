@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax import counters, envs
 from msrl_jax.envs import running
-from tests.envs.corridor import Corridor
+from tests.support.corridor import Corridor
 
 NUM_ENVS, NUM_STEPS = 16, 80
 KEY = jax.random.key(5)

@@ -7,7 +7,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from tests.envs.corridor import Corridor
+from tests.support.corridor import Corridor
 
 LEFT, RIGHT = 0, 1
 

@@ -16,8 +16,8 @@ from msrl_jax.algorithms.agent import counted
 from msrl_jax.envs.param_source import changed, find_source
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.folder import RunFolderError
-from tests.algorithms.transitions import noise
 from tests.support.runs import assert_same_run, stop_after
+from tests.support.transitions import noise
 
 ENV, ITERATIONS = "CartPole-v1:max_steps_in_episode=20", 6
 DRAWN = {

@@ -12,8 +12,7 @@ from msrl_jax.cli import main
 from msrl_jax.envs.registry import _factories
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.store import read_evaluation
-
-from ..envs.agents.leaving import Leaving
+from tests.support.leaving import Leaving
 
 IPPO = "ippo:num_epochs=1,num_minibatches=1,hidden_sizes=(4,)"
 LIMIT, LEAVE = 4, np.array([1, 3, 9])

@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.experiment import DivergedError
 from msrl_jax.experiment.watch import non_finite
-from msrl_jax.fragments.origin import find_origin
+from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.guarded_envs import Faulty
 
 SMALL = {"num_envs": 4, "unroll_length": 8, "hidden_sizes": (8,)}

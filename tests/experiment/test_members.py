@@ -6,8 +6,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.experiment.agents import member_axes
 from msrl_jax.experiment.spec import make_experiment
-
-from ..algorithms.random_walk import RandomWalk
+from tests.support.random_walk import RandomWalk
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
 SMALL = {"num_envs": 8, "unroll_length": 6, "hidden_sizes": (6,), "normalize_observations": True}

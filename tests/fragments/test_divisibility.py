@@ -9,8 +9,8 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.experiment.spec import resolve_policy
-from msrl_jax.fragments.divisibility import Fit
-from msrl_jax.fragments.idle_devices import warn_of_idle
+from msrl_jax.fragments.passes.divisibility import Fit
+from msrl_jax.fragments.plan.idle_devices import warn_of_idle
 from msrl_jax.policies import Central, Environments, GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine
 
 from . import toy

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from msrl_jax import replay
 from msrl_jax.replay.n_step import fold
-from tests.replay.history import EXAMPLE, History, compiled, steps
+from tests.support.history import EXAMPLE, History, compiled, steps
 
 DISCOUNT = 0.9
 

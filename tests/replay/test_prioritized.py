@@ -10,7 +10,7 @@ from scipy import stats
 
 from msrl_jax import replay
 from msrl_jax.replay import sum_tree
-from tests.replay.history import EXAMPLE, compiled, steps
+from tests.support.history import EXAMPLE, compiled, steps
 
 ALPHA, EPSILON = 0.7, 0.01
 NUM_LEAVES = 1000

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from msrl_jax import replay
-from tests.replay.history import EXAMPLE
+from tests.support.history import EXAMPLE
 
 FITS = {"capacity": 480, "num_envs": 8, "unroll_length": 4, "batch_size": 16}
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
-from msrl_jax.fragments.collectives import collectives
-from tests.replay.history import EXAMPLE, steps
+from msrl_jax.fragments.plan.collectives import collectives
+from tests.support.history import EXAMPLE, steps
 
 KINDS = {
     "transitions": functools.partial(replay.uniform, length=3, discount=0.9, storage={"obs": "bfloat16"}),

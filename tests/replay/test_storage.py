@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from msrl_jax import replay
-from tests.replay.history import EXAMPLE, steps
+from tests.support.history import EXAMPLE, steps
 
 SIZES = {"capacity": 64, "num_envs": 4, "unroll_length": 2, "batch_size": 32}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from msrl_jax import replay
 from msrl_jax.replay.ring import make_ring
-from tests.replay.history import EXAMPLE, History, compiled, steps
+from tests.support.history import EXAMPLE, History, compiled, steps
 
 KINDS = {"uniform": replay.uniform, "prioritized": replay.prioritized}
 # unroll_length, length, stride, steps held of each environment

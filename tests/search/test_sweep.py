@@ -16,13 +16,13 @@ from msrl_jax.algorithms import PPO
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Train
-from msrl_jax.experiment import RunFolderError
+from msrl_jax.experiment import Experiment, RunFolderError
 from msrl_jax.search import course
 from msrl_jax.search.space import choose
 from msrl_jax.search.trials import Trial
 from tests.support import processes
+from tests.support.random_walk import RandomWalk
 
-from ..algorithms.random_walk import RandomWalk
 from .test_space import axes_of
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -176,6 +176,24 @@ def test_a_figure_has_a_panel_for_each_field(swept, tmp_path):
     assert written == ["0.001", "0.03", "8", "16", f"{min(means):.4g}", f"{max(means):.4g}"], "the ends of every coordinate"
 
 
+def test_trials_are_an_experiment_that_starts_from_a_config(tiny, one_device, monkeypatch):
+    seen = []
+
+    def interrupt(experiment, **options):
+        seen.append(experiment)
+        raise InterruptedError
+
+    monkeypatch.setattr("msrl_jax.search.course.train", interrupt)
+    with pytest.raises(InterruptedError):
+        msrl.sweep(PPO(**tiny), ENV, method="grid", learning_rate=[1e-3, 2e-3], seed=4, devices=one_device, **COMMON)
+    first, both = PPO(learning_rate=1e-3, **tiny), {"learning_rate": (1e-3, 2e-3)}
+    assert seen == [Experiment(algorithm=first, env=ENV, total_steps=384, seed=4, settings=both, guard="ignore")]
+    with pytest.raises(ValueError, match="seed=5: the experiment says what is computed"):
+        msrl.train(seen[0], seed=5)
+    with pytest.raises(ValueError, match="num_envs=8: the experiment says what is computed"):
+        msrl.train(seen[0], num_envs=8)
+
+
 def test_a_sweep_is_not_written_among_other_files(tmp_path, tiny):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunFolderError, match=r"thesis\.tex"):
@@ -272,7 +290,7 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
 
 
 def test_a_trial_that_does_not_fit_alone_is_refused(tiny, monkeypatch):
-    monkeypatch.setattr("msrl_jax.fragments.memory.device_memory", lambda devices: 1000)
+    monkeypatch.setattr("msrl_jax.fragments.runtime.memory.device_memory", lambda devices: 1000)
     with pytest.raises(ValueError, match=r"trial 0 \(learning_rate=0.001\): the state takes [\d,]+ bytes of .*1,000"):
         msrl.sweep("ppo", ENV, method="grid", learning_rate=[1e-3, 2e-3], **COMMON, **tiny)
 

@@ -16,8 +16,7 @@ import msrl_jax as msrl
 from msrl_jax.experiment import Result, ResumeWarning, RunFolderError
 from msrl_jax.search import Leaderboard
 from tests.support import processes
-
-from ..algorithms.random_walk import RandomWalk
+from tests.support.random_walk import RandomWalk
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"num_envs": 8, "unroll_length": 8, "hidden_sizes": (8,)}

@@ -62,6 +62,14 @@ def plain(x):
     return np.asarray(jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
+def assert_same_state(actual, expected):
+    """Equal structures, types and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, x), y in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape, jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(plain(x), plain(y), err_msg=jax.tree_util.keystr(path))
+
+
 def assert_same_run(actual, expected):
     """Equal bits in the state without its data, the registers, the history and the evaluation."""
     without_data = expected.behavior.agent.without_data

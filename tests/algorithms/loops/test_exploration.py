@@ -10,8 +10,7 @@ from msrl_jax.algorithms import DQN, Progress
 from msrl_jax.algorithms.loops.off_policy import epsilon_greedy, uniform_actions
 from msrl_jax.counters import counter
 from msrl_jax.envs import Discrete
-
-from ..random_walk import RandomWalk
+from tests.support.random_walk import RandomWalk
 
 E, STARTS = 16, 64
 LATE = [2**24 - E, 2**24, 2**31 - E, 2**31, 2**32 - E, 2**32, 10**13]

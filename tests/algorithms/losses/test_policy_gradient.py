@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms import PPOConfig
 from msrl_jax.algorithms.losses import (
     approximate_kl,
     clipped_surrogate_loss,
@@ -83,7 +82,6 @@ def test_the_loss_of_ppo_is_its_three_terms(clip_value):
     rng = np.random.default_rng(1)
     logits, (log_prob, advantage, value, old_value, target) = rng.normal(size=(64, 3)), rng.normal(size=(5, 64))
     action = rng.integers(3, size=64)
-    config = PPOConfig(clip_ratio=0.2, clip_value=clip_value, value_coef=0.7, entropy_coef=0.3)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     log_prob = log_p[range(64), action] + 0.25 * log_prob
     ratio = np.exp(log_p[range(64), action] - log_prob)
@@ -104,7 +102,10 @@ def test_the_loss_of_ppo_is_its_three_terms(clip_value):
         advantage=as_float32(advantage),
         old_value=as_float32(old_value),
         target=as_float32(target),
-        config=config,
+        clip_ratio=0.2,
+        clip_value=clip_value,
+        value_coef=0.7,
+        entropy_coef=0.3,
     )
     np.testing.assert_allclose(loss, policy_loss + 0.7 * errors.mean() - 0.3 * entropy, rtol=1e-5)
     np.testing.assert_allclose(stats["clip_fraction"], outside.mean(), rtol=1e-6)

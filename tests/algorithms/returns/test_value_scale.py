@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from msrl_jax.algorithms.returns.value_scale import value_scale
-
-from ...support.agents import make_still
-from ..many_agents import Homes
+from tests.support.agents import make_still
+from tests.support.many_agents import Homes
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])

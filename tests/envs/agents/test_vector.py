@@ -11,9 +11,9 @@ import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.experiment.failure import Failure
 from msrl_jax.experiment.guard import Finding
-from msrl_jax.fragments.origin import find_origin
-from tests.envs.agents.leaving import Leaving
-from tests.envs.test_vector import COLLECTIVE
+from msrl_jax.fragments.plan.origin import find_origin
+from tests.support.compiled import COLLECTIVE
+from tests.support.leaving import Leaving
 
 TEAMS = {"first": (0,), "others": (1, 2)}
 

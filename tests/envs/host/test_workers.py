@@ -18,8 +18,7 @@ import msrl_jax as msrl
 from msrl_jax.envs import GymnasiumEnvironment
 from msrl_jax.envs.host import workers
 from tests.support import processes
-
-from .simulators import Counting, Parts
+from tests.support.simulators import Counting, Parts
 
 ROOT = Path(__file__).parents[3]
 

@@ -1,0 +1,248 @@
+"""Finds where the first nan or infinity of an iteration comes from, by evaluating its equations one after another.
+
+From a bad result the search goes back through operands that are not finite, to the computations that made such a result of
+finite operands; the first of them is the cause. So infinities that have no effect, such as those of a mask, are left aside. The
+cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval,
+    call_body,
+    cond_p,
+    drop_unused,
+    is_dropped,
+    jaxpr_as_fun,
+    make_jaxpr_of,
+    scan_p,
+    scan_parts,
+    source_line,
+    sub_jaxprs,
+)
+from msrl_jax.fragments.graph.marker import is_fragment
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first computation of an iteration with a non-finite result from finite operands.
+
+    Attributes:
+      fragment: name of the innermost fragment that holds it; None if it is outside of all fragments.
+      role: the role of that fragment.
+      number: counts the fragments of the same name in the iteration, from 0.
+      within: names of the fragments around that fragment, from the outermost.
+      path: pytree path of the fragment's non-finite result, such as `[1].reward`.
+      index: the first non-finite element of that result.
+      value: that element, "nan", "inf" or "-inf".
+      others: paths of its other non-finite results.
+      steps: step and length of every loop around the fragment and in it, from the outermost; steps count from 0.
+      primitive: JAX's name of the operation.
+      source: `FILE:LINE (function)` of the operation, outside of libraries; None if unknown.
+      eager: whether the fragment's result is non-finite too if its operations run one by one, without compiling them together.
+      operands: the operands of the fragment, all finite.
+    """
+
+    fragment: str | None
+    role: str | None
+    number: int
+    within: tuple[str, ...]
+    path: str
+    index: tuple[int, ...]
+    value: str
+    others: tuple[str, ...]
+    steps: tuple[tuple[int, int], ...]
+    primitive: str
+    source: str | None
+    eager: bool
+    operands: tuple[Any, ...] = field(repr=False)
+
+
+class _Cause(NamedTuple):
+    """A computation with a non-finite result from finite operands, and the step of the loop around it."""
+
+    eqn: JaxprEqn
+    operands: tuple[Any, ...]
+    step: tuple[int, int] | None
+
+
+def is_finite(x: Any) -> bool:
+    """Whether a value holds neither nan nor infinities; integers, booleans and keys do not."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(x)).all())
+
+
+def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom]) -> Origin | int | None:
+    """Evaluates an iteration and finds where the non-finite elements of its results come from.
+
+    Args:
+      eqns: the equations of the iteration, without effects.
+      env: values of the variables that the equations do not make, on one device.
+      results: the results that should be finite.
+
+    Returns:
+      The origin; or the number of an entry of `env`, if that entry is not finite and no equation is to blame; or None if all
+      results are finite.
+    """
+    search = _Search()
+    cause = search.cause(eqns, search.values(eqns, env), results, None)
+    return search.origin(cause, eqns) if isinstance(cause, _Cause) else None if cause is None else list(env).index(cause)
+
+
+def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
+    """Evaluates a fragment again, operation by operation; the first non-finite result in it, or None if all are finite."""
+    search = _Search()
+    if all(map(is_finite, search.function(eqn)(*operands))):
+        return None
+    return search.origin(_Cause(eqn, tuple(operands), None), all_eqns)
+
+
+def fragments_of(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """All fragments in equations in order of appearance, nested ones included."""
+    for eqn in eqns:
+        if is_fragment(eqn):
+            yield eqn
+        for sub in sub_jaxprs(eqn):
+            yield from fragments_of(sub.eqns)
+
+
+def find_fragment(closed: ClosedJaxpr, name: str, number: int) -> tuple[JaxprEqn | None, Sequence[JaxprEqn]]:
+    """The equation of a fragment of a traced iteration by its name and its number among those, or None; and all equations."""
+    eqns = drop_unused(closed.jaxpr).eqns
+    same = [eqn for eqn in fragments_of(eqns) if eqn.params["name"] == name]
+    return (same[number] if number < len(same) else None), eqns
+
+
+def _value(env: Mapping[Var, Any], atom: Atom) -> Any:
+    return jnp.asarray(atom.val, aval(atom).dtype) if isinstance(atom, Literal) else env[atom]
+
+
+class _Search:
+    """Evaluates equations, each as a whole, and goes from a cause into its parts."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
+
+    def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
+        """An equation as a function: compiled if it holds code, such as a fragment or a loop."""
+        if id(eqn) not in self._functions:
+            outputs, free = [Var(v.aval) for v in eqn.outvars], [Var(a.aval) for a in eqn.invars]
+            run = jaxpr_as_fun(make_jaxpr_of([eqn.replace(invars=[*free], outvars=outputs)], free, outputs, "equation"))
+            self._functions[id(eqn)] = eqn, jax.jit(run) if any(True for _ in sub_jaxprs(eqn)) else run
+        return self._functions[id(eqn)][1]
+
+    def values(self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any]) -> dict[Var, Any]:
+        """The values of all variables."""
+        env = dict(env)
+        for eqn in eqns:
+            outs = self.function(eqn)(*(_value(env, a) for a in eqn.invars))
+            env.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
+        return env
+
+    def cause(
+        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom], step: tuple[int, int] | None
+    ) -> _Cause | Var | None:
+        """The first cause of results that are not finite; or a variable that was not finite before; or None."""
+        made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+        ahead, seen = [a for a in results if isinstance(a, Var)], set[Var]()
+        causes, given = set[int](), list[Var]()
+        while ahead:
+            var = ahead.pop()
+            if var in seen or is_finite(env[var]):
+                continue
+            seen.add(var)
+            if var not in made:
+                given.append(var)
+                continue
+            worse = [a for a in eqns[made[var]].invars if isinstance(a, Var) and not is_finite(env[a])]
+            ahead += worse
+            if not worse:
+                causes.add(made[var])
+        if not causes:
+            return next(iter(given), None)
+        eqn = eqns[min(causes)]
+        return _Cause(eqn, tuple(_value(env, a) for a in eqn.invars), step)
+
+    def part(self, whole: _Cause) -> _Cause | None:
+        """The cause inside of a cause; None if the computation has no parts, or none of them is non-finite by itself."""
+        eqn, ins = whole.eqn, whole.operands
+        if eqn.primitive is scan_p:
+            return self._step(eqn, ins)
+        body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
+        if eqn.primitive is cond_p:
+            branches = eqn.params["branches"]
+            body, ins = branches[int(np.clip(int(ins[0]), 0, len(branches) - 1))], ins[1:]
+        return None if body is None else self._of_body(body, ins, None)[0]
+
+    def _of_body(self, body: ClosedJaxpr, ins: Sequence[Any], step: tuple[int, int] | None) -> tuple[_Cause | None, list[Any]]:
+        """The cause in the body of a computation, and its results."""
+        jaxpr = body.jaxpr
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*body.consts, *ins], strict=True))
+        env = self.values(jaxpr.eqns, env)
+        found = self.cause(jaxpr.eqns, env, jaxpr.outvars, step)
+        return found if isinstance(found, _Cause) else None, [_value(env, a) for a in jaxpr.outvars]
+
+    def _step(self, eqn: JaxprEqn, ins: Sequence[Any]) -> _Cause | None:
+        """The cause in the first step of a scan whose carry or row is not finite."""
+        scan = scan_parts(eqn)
+        split = scan.num_consts + scan.num_carry
+        consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
+        for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
+            rows = [x[step] for x in xs]
+            found, outs = self._of_body(scan.body, [*consts, *carry, *rows], (step, scan.length))
+            if not all(map(is_finite, outs)):
+                return found
+            carry = outs[: scan.num_carry]
+        return None
+
+    def origin(self, cause: _Cause, eqns: Sequence[JaxprEqn]) -> Origin:
+        """Follows a cause into its parts as far as it has any."""
+        chain = [cause]
+        while (inner := self.part(chain[-1])) is not None:
+            chain.append(inner)
+        marked, last = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
+        eqn, operands = chain[marked[-1]][:2] if marked else last[:2]
+        outs = self.function(eqn)(*operands)
+        paths = _result_paths(eqn) if marked else [""] * len(outs)
+        first, *rest = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=_order(eqn, paths) if marked else None)
+        bad = np.asarray(outs[first])
+        index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
+        element = complex(bad[index])
+        name = eqn.params["name"] if marked else None
+        same = [e for e in fragments_of(eqns) if e.params["name"] == name]
+        return Origin(
+            fragment=name, role=eqn.params["role"] if marked else None, path=paths[first], index=index,
+            number=next((i for i, e in enumerate(same) if e is eqn), 0),
+            within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]),
+            value="nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf",
+            others=tuple(paths[i] for i in rest) if marked else (), steps=tuple(e.step for e in chain if e.step is not None),
+            primitive=last.eqn.primitive.name, source=source_line(last.eqn),
+            eager=not any(True for _ in sub_jaxprs(last.eqn)), operands=operands if marked else (),
+        )  # fmt: skip
+
+
+def _result_paths(eqn: JaxprEqn) -> Sequence[str]:
+    return eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
+
+
+def _order(eqn: JaxprEqn, paths: Sequence[str]) -> Callable[[int], tuple[float, float]]:
+    """Orders a fragment's results: those with the shortest paths first, then as they are computed."""
+    jaxpr = eqn.params["call_jaxpr"].jaxpr
+    made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+
+    def order(i: int) -> tuple[float, float]:
+        atom = jaxpr.outvars[i]
+        return paths[i].count(".") + paths[i].count("["), made.get(atom, -1) if isinstance(atom, Var) else math.inf
+
+    return order

@@ -1,0 +1,73 @@
+"""Agents do what their attributes declare."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import msrl_jax as msrl
+from tests.support.agents import make_still
+from tests.support.many_agents import Homes
+from tests.support.transitions import noise
+
+
+def environment(name):
+    return msrl.envs.make("Pendulum-v1" if name in ("ddpg", "td3") else "CartPole-v1")
+
+
+@pytest.mark.parametrize("name", msrl.algorithms.names())
+def test_an_iteration_makes_the_declared_number_of_updates(name):
+    algorithm = msrl.algorithms.get(name)
+    fields = {f.name for f in dataclasses.fields(algorithm)}
+    options = {"optimizer": "adam"} if "optimizer" in fields else {}  # it counts its updates
+    if "learning_starts" in fields:
+        options = {"num_envs": 16, "unroll_length": 4, "batch_size": 16, "learning_starts": 64}  # the first iteration learns
+    if "trace_length" in fields:
+        options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
+    env = Homes(num_agents=2) if algorithm.many_agents else environment(name)
+    if algorithm.offline:
+        options = {"data": noise(env)}
+    if name == "teams":
+        options = {"teams": {"walker": "ippo"}}
+    agent = make_still(name, env, **options)
+    # XLA drops all that the count does not need.
+    optimizers = lambda state: state.teams if hasattr(state, "teams") else state.opt_state  # noqa: E731
+    # Agents with networks of their own have one count each.
+    found = lambda state: [count.max() for _, count in optax.tree.get_all_with_path(optimizers(state), "count")]  # noqa: E731
+    counts = jax.jit(lambda key: found(agent.iteration(agent.with_data(agent.init(key)))[0]))
+    assert max(counts(jax.random.key(0))) == agent.updates_per_iteration
+
+
+def shapes_and_axes(name, size):
+    """Shape and logical axes of every leaf of a state, where environments, shards and batches are multiples of a size."""
+    fields = {f.name for f in dataclasses.fields(msrl.algorithms.get(name))}
+    wanted = {
+        "num_envs": size, "unroll_length": 4, "batch_size": 4 * size, "capacity": 64 * size, "learning_starts": 64 * size,
+        "shards": size, "num_updates": 3, "hidden_sizes": (5,), "memory_size": 6, "actor_period": 2, "prioritised": True,
+    }  # fmt: skip
+    options = {field: value for field, value in wanted.items() if field in fields}
+    if "trace_length" in fields:
+        options |= {"burn_in": 0, "trace_length": 2, "n_step": 1}
+    env = environment(name)
+    if name in ("bc", "cql", "iql", "dqn", "sac"):
+        options |= {"data": noise(env, rows=640 * size)}
+    agent = make_still(name, env, **options)
+    state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    axes = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), agent.axes, state, is_leaf=is_spec)
+    leaves, specs = jax.tree.leaves_with_path(state), jax.tree.leaves(axes, is_leaf=is_spec)
+    return [(jax.tree_util.keystr(path), x.shape, tuple(spec)) for (path, x), spec in zip(leaves, specs, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["dqn", "r2d2", "sac", "td3", "iql"])
+def test_logical_axes_are_of_the_dimensions_that_grow(name):
+    """A dimension that grows with environments and shards has a logical axis, and no other has one."""
+    few, many = (shapes_and_axes(name, size) for size in (4, 8))
+    for (path, small, axes), (_, large, _) in zip(few, many, strict=True):
+        grows = [a != b for a, b in zip(small, large, strict=True)]
+        named = [axis is not None for axis in axes] + [False] * (len(small) - len(axes))
+        assert grows == named, path
+    kinds = {axis for _, _, axes in few for axis in axes if axis}
+    assert kinds == ({"shard"} if name == "iql" else {"env", "shard"})

@@ -1,0 +1,177 @@
+"""`check`: what is wrong with an environment, in words; and nothing about one that conforms."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import msrl_jax as msrl
+from msrl_jax import cli, envs
+from tests.support.corridor import Corridor
+from tests.support.leaving import Leaving
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A walk on a line; the steps of a subclass break one rule each."""
+
+    observation_space = envs.Box(-20, 20, (1,))
+    action_space = envs.Discrete(2)
+
+    def reset(self, key):
+        place = jax.random.uniform(key)
+        return place, place[None]
+
+    def step(self, key, state, action):
+        place = state + action - 0.5 + 0.1 * jax.random.normal(key)
+        return place, place[None], place, jnp.abs(place) > 3, jnp.asarray(False)
+
+
+class TooFar(Walk):
+    observation_space = envs.Box(-2, 2, (1,))
+
+
+class NotANumber(Walk):
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, jnp.log(obs - 1), reward, *ends
+
+
+class NoReward(Walk):
+    def step(self, key, state, action):
+        state, obs, _, *ends = super().step(key, state, action)
+        return state, obs, jnp.inf * jnp.sign(state), *ends
+
+
+class OwnDice(Walk):
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, obs, reward + np.random.default_rng().normal(), *ends
+
+
+class Talking(Walk):
+    def step(self, key, state, action):
+        jax.debug.print("at {}", state)
+        return super().step(key, state, action)
+
+
+class Rounding(Walk):
+    """The batch has an axis of its own, which a step should know nothing of."""
+
+    def step(self, key, state, action):
+        state, obs, reward, *ends = super().step(key, state, action)
+        return state, obs, within_batch(reward), *ends
+
+
+@jax.custom_batching.custom_vmap
+def within_batch(reward):
+    return reward
+
+
+@within_batch.def_vmap
+def _(size, batched, reward):
+    return reward - reward.mean(), True
+
+
+class Stuck(Walk):
+    def action_mask(self, state):
+        return jnp.array([True, True]) & (state < 1)
+
+
+class Own(Walk):
+    """Its own copies forget the final observations."""
+
+    def vectorize(self, num_envs):
+        copies = envs.Vectorized(Walk(), num_envs)  # pyright: ignore
+
+        class Forgetful(type(copies)):
+            def step(self, state, action):
+                state, t = super().step(state, action)
+                return state, t._replace(final_obs=t.obs + 1)
+
+        return Forgetful(copies.env, num_envs)
+
+
+BROKEN = {
+    TooFar: r"the observation of TooFar.step is -?\d.* at index \(0,\), (below|above) the bounds of its observation_space, Box",
+    NotANumber: "the observation of NotANumber.step has nan; observations have to be finite",
+    NoReward: "the reward of NoReward.step is -?inf in 80 of 80 steps",
+    OwnDice: "OwnDice returned another (step|reward) in a second run with the same keys and actions; draw all that is",
+    Talking: "Talking has side effects .* return what you want to know in the state",
+    Rounding: "the reward of Rounding.step under jax.vmap differs from that without it",
+    Stuck: "Stuck.action_mask allows no action in a state from which the episode goes on; allow at least one",
+    Own: "obs and final_obs of Own.vectorize.*differ in steps that end no episode",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_is_named(kind, capfd):
+    report = envs.check(kind(), steps=40, num_envs=2)
+    assert not report.ok and str(report).startswith(f"{kind.__name__} has ")
+    assert any(re.match(BROKEN[kind], problem) for problem in report.problems), report
+    capfd.readouterr()
+
+
+def test_pooled_resets_hide_nothing():
+    report = envs.check(envs.ResetPool(Rounding(), 4), steps=20)
+    assert any(re.match(BROKEN[Rounding], problem) for problem in report.problems), report
+    assert any("under jax.shard_map over 4 devices returns another reward" in problem for problem in report.problems), report
+
+
+def test_shapes_that_do_not_fit_are_the_only_problem():
+    class Wide(Walk):
+        observation_space = envs.Box(-20, 20, (2,))
+
+    (problem,) = envs.check(Wide()).problems
+    assert problem.startswith("the observation of Wide.reset has a value of float32[1], but its observation_space has ")
+
+
+@pytest.mark.parametrize(
+    "env", [Walk(), envs.ResetPool(Walk(), 4), Corridor(), Leaving(), "RockPaperScissors"],
+    ids=["one", "pool", "ends", "agents", "name"],
+)  # fmt: skip
+def test_an_environment_that_conforms_has_no_problems(env):
+    report = envs.check(env, steps=40)
+    assert report.ok and report.steps == 160 and report.episodes > 0
+    assert str(report).splitlines()[0] == f"{report.name} conforms; 160 random steps, {report.episodes} episodes ended"
+
+
+def test_the_command_line_tells_and_exits_accordingly(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_checked_walks.py").write_text("from tests.envs.test_check import TooFar, Walk\n")
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps", "20", "--num-envs", "2"]
+    assert cli.main(["check-env", "my_checked_walks:Walk", *small]) == 0
+    assert capsys.readouterr().out.startswith("Walk conforms; 40 random steps, ")
+    assert cli.main(["check-env", "my_checked_walks:TooFar", *small]) == 1
+    assert "problem: the observation of TooFar.step is " in capsys.readouterr().out
+    assert cli.main(["check-env", "my_checked_walks:Wlk", *small]) == 2
+    assert "(did you mean 'Walk'?)" in capsys.readouterr().err
+
+
+class Branching(Walk):
+    def step(self, key, state, action):
+        if action == 0:
+            state = state - 1
+        return super().step(key, state, action)
+
+
+def test_a_line_that_cannot_be_traced_is_named_with_a_remedy():
+    (problem,) = envs.check(Branching()).problems
+    line = f"{__file__}:{Branching.step.__code__.co_firstlineno + 1} (step), `if action == 0:`"
+    assert f"Branching fails at {line}" in problem and "use jnp.where" in problem and "vector.py" not in problem
+
+
+def test_a_class_in_place_of_an_environment_is_refused():
+    for use in (lambda: envs.vectorize(Walk, 2), lambda: msrl.train("ppo", Walk, total_steps=100)):
+        with pytest.raises(TypeError, match=r"the environment Walk is a class; give one of its instances, Walk\(...\)"):
+            use()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("dtype", "strict"), ("rank", "raise")])
+def test_settings_of_jax_that_forbid_promotion_are_refused(kind, value):
+    setting = getattr(jax, f"numpy_{kind}_promotion")
+    with setting(value), pytest.raises(ValueError, match=rf"jax_numpy_{kind}_promotion='{value}': .* call this under jax"):
+        msrl.train("ppo", "CartPole-v1", total_steps=100)

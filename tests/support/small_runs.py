@@ -1,0 +1,41 @@
+"""Small configs and environments of every algorithm, and a measure of how far two runs are apart."""
+
+import numpy as np
+
+SMALL = {"num_envs": 64, "unroll_length": 8, "hidden_sizes": (16, 16)}
+
+PARTICULAR = {
+    "ppo": {"num_epochs": 2, "num_minibatches": 2},
+    "recurrent_ppo": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16},
+    "recurrent_ppo+min_gru": {"num_epochs": 2, "num_minibatches": 2, "memory_size": 16, "core": "min_gru"},
+    "a3c": {"num_workers": 8},
+    "es": {"unroll_length": 24},
+    "impala+replay": {"replay_batches": 4, "num_updates": 2},
+    "dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    # New networks value both actions nearly alike: few examples and fast steps, lest rounding decide which is the greedy one.
+    "dqn+c51": {
+        "learning_starts": 512, "batch_size": 16, "num_updates": 2, "capacity": 4096, "distribution": "c51",
+        "learning_rate": 1e-3,
+    },
+    "dqn+qr": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "distribution": "qr"},
+    "apex_dqn": {"learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096},
+    "r2d2": {
+        "learning_starts": 512, "batch_size": 64, "num_updates": 2, "capacity": 4096, "memory_size": 16, "burn_in": 2,
+        "trace_length": 4, "n_step": 3, "exploration": "per_env", "learning_rate": 2.5e-4,
+    },
+    "sac": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "td3": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "ddpg": {"num_updates": 2, "batch_size": 64, "capacity": 4096, "learning_starts": 512},
+    "bc": {"num_updates": 2, "batch_size": 64},
+    "cql": {"num_updates": 2, "batch_size": 64, "num_samples": 2},
+    "cql+lagrange": {"num_updates": 2, "batch_size": 64, "num_samples": 2, "target_gap": 0.5},
+    "iql": {"num_updates": 2, "batch_size": 64},
+}
+# A pendulum near its upper equilibrium multiplies a deviation by 1.2 at every step: short episodes bound what becomes of it.
+ENVS = {"Pendulum-v1": {"max_steps_in_episode": 15}}
+
+
+def relative_difference(a, b):
+    """Largest deviation of a tensor, relative to its norm per element."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.abs(a - b).max() / max(np.sqrt((b**2).mean()), 1e-3)
