@@ -67,6 +67,8 @@ RUN_HERE = (
     (POPULATIONS, "Tournaments"),
     (ARCHITECTURE, "Adding a part"),
 )
+OWN = CODE.findall(SECTIONS[POPULATIONS, "Members with different settings"])[1][1].partition("\n\nresult")[0]
+"""An algorithm of one's own, as the file `my_module.py`."""
 DEVICES = 'jax.config.update("jax_num_cpu_devices", 8)'
 IN_BLOCKS = [line for _, code in CODE.findall(SECTIONS[README, "From the command line"]) for line in code.splitlines()]
 IN_TEXT = [line for page in PAGES if page != README for line in re.findall(r"`(msrl-jax [^`]+)`", PAGES[page])]
@@ -372,18 +374,22 @@ def test_the_page_shows_where_a_nan_comes_from(run_sections):
 
 
 @pytest.mark.parametrize("line", [*IN_BLOCKS, *IN_TEXT])
-def test_the_command_line_understands_the_examples(line, monkeypatch):
+def test_the_command_line_understands_the_examples(line, monkeypatch, run_sections):
     name, command, *arguments = shlex.split(line)
     assert name == "msrl-jax"
     seen = {}
+    for module, code in {"actor_critic": blocks(ALGORITHMS, "Your own algorithm", "python")[0], "my_module": OWN}.items():
+        Path(f"{module}.py").write_text(code)
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(program.COMMANDS, command, (program.COMMANDS[command][0], lambda *given: seen.update(given=given) or 0))
     monkeypatch.setattr(program, "use_cpu_devices", lambda count: seen.update(devices=count))
     assert cli.main([command, *arguments]) == 0
     args, config = seen["given"]
     assert seen["devices"] == (8 if "--cpu-devices 8" in line else None)
-    rates = {"3e-4": 3e-4, "1e-4,3e-4": (1e-4, 3e-4), "1e-4,3e-4,1e-3": (1e-4, 3e-4, 1e-3)}
+    rates = {"3e-4": 3e-4, "1e-3,1e-2": (1e-3, 1e-2), "1e-4,3e-4,1e-3": (1e-4, 3e-4, 1e-3)}
     given = arguments[arguments.index("--learning-rate") + 1] if "--learning-rate" in arguments else None
-    assert config == ({"learning_rate": rates[given]} if given else {})
+    assert config.get("learning_rate") == rates.get(given)
+    assert all(f"--{field.replace('_', '-')}" in arguments for field in config)
     named = getattr(args, "policy", None) or ()
     for policy in map(resolve_policy, [named] if isinstance(named, str) else named):
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
