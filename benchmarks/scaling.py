@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from msrl_jax.fragments.topologies import cpus_of
+from msrl_jax.fragments.plan.topologies import cpus_of
 from msrl_jax.training.scaling import format_markdown, plans
 
 POLICIES = (

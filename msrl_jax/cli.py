@@ -222,7 +222,7 @@ def _explain(args: Explain, config: dict[str, Any]) -> int:
     if args.envs_per_device is not None and not args.devices:
         raise UsageError("--envs-per-device needs --devices")
     if args.devices:
-        from msrl_jax.fragments.topologies import cpus_of
+        from msrl_jax.fragments.plan.topologies import cpus_of
 
         _use_cpu_devices(max(1, *map(cpus_of, args.devices)))
     from msrl_jax.training.scaling import format_table, plans

@@ -10,11 +10,11 @@ import time
 
 import jax
 import pytest
+from msrl_jax.algorithms.configs.base import field_docs
 
 from msrl_jax import algorithms, cli
 from msrl_jax._flags import parse
 from msrl_jax.algorithms import PPOConfig
-from msrl_jax.algorithms.configs.base import field_docs
 from msrl_jax.cli import MOST_CPU_DEVICES, Train, main
 from tests.support import processes
 

@@ -81,7 +81,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_environments_know_of_fragments_only_how_the_host_is_called():
     used = {module for n in NAMES if n.startswith("msrl_jax.envs.") for t in IMPORTS[n] if (module := resolved(t))}
-    assert {module for module in used if module.startswith("msrl_jax.fragments")} == {"msrl_jax.fragments.host"}
+    assert {module for module in used if module.startswith("msrl_jax.fragments")} == {"msrl_jax.fragments.graph.host"}
 
 
 def test_algorithms_know_no_distribution_policy():

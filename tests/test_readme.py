@@ -14,10 +14,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from msrl_jax.algorithms.configs.base import tunable_fields
 
 import msrl_jax as msrl
 from msrl_jax import cli, codecs, envs
-from msrl_jax.algorithms.configs.base import tunable_fields
 from msrl_jax.envs import registry
 from msrl_jax.training.setup import resolve_policy
 from tests.support import processes

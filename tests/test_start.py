@@ -14,7 +14,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _compile_cache, _names
-from msrl_jax.fragments.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables
 from tests.support import processes
 
 RUN = """

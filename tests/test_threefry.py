@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from msrl_jax._threefry import lower, threefry2x32
-from msrl_jax.fragments.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables
 from tests.support import processes
 
 # Known-answer tests of Random123 1.14 (kat_vectors): counters, keys, results.

@@ -4,19 +4,17 @@ Efficient training of artificial neural networks for autonomous navigation, http
 This file has the loss and the update; the loop is in `loops/offline.py`.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_bounded
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
+from msrl_jax.algorithms.networks.actions import check_bounded, check_policy_space, has_scale
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment

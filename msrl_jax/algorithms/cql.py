@@ -5,7 +5,6 @@ file has both rules; the loop is in `loops/offline.py`. In the shape description
 critics, `D` is the length of a continuous action and `S` is `num_samples`.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, soft_value, temperature_loss
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics
 from msrl_jax.algorithms.networks.distributions import TanhNormal

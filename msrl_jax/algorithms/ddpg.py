@@ -4,11 +4,10 @@ It has one critic and no noise on the target actor, and updates the actor as oft
 independent at every step, as in TD3; the paper's noise is correlated in time.
 """
 
-import dataclasses
 
 from msrl_jax.algorithms import td3
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.envs import Environment
 
 

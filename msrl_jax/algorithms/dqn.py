@@ -15,15 +15,15 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_discrete
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
+from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.counters import Counter, advance, remainder

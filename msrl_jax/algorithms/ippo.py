@@ -21,17 +21,16 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Metrics
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import next_values, parameter_age, split_keys, truncated_values
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, team_algorithm
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
-from msrl_jax.algorithms.loops.updates import pick, proximal_updates, shuffled_members, shuffled_times
+from msrl_jax.algorithms.loops.trajectory import next_values, parameter_age, split_keys, truncated_values
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer, pick, proximal_updates, shuffled_members, shuffled_times
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
-from msrl_jax.algorithms.networks.agents import Core, centralized_network, independent_network, with_ids, with_ids_space
+from msrl_jax.algorithms.networks.agents import centralized_network, independent_network, with_ids, with_ids_space
 from msrl_jax.algorithms.networks.cores import forget
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
-from msrl_jax.counters import Counter, advance, counter
+from msrl_jax.counters import advance, counter
 from msrl_jax.envs import VectorizedAgents
 from msrl_jax.fragments import fragment
 

@@ -5,7 +5,6 @@ This file has the losses and the update; the loop is in `loops/offline.py`. In t
 The paper's code updates one network after another.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value
+from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics, make_value, taken_value
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy

@@ -8,7 +8,6 @@ In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the 
 carry. The loss is taken over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,16 +17,16 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.loops.trajectory import truncated_values
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, observation_type, sequence_buffer
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
+from msrl_jax.algorithms.loops.trajectory import truncated_values
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.q_learning import greedy_target, rescale, sequence_priority, unrescale
+from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_q_network
 from msrl_jax.algorithms.returns import n_step_return

@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, logical_axes
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.ippo import IPPOConfig, make_team
-from msrl_jax.algorithms.loops.trajectory import split_keys
+from msrl_jax.algorithms.ippo import make_team
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.meta_game import draw, enter, no_games
+from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.envs import MultiAgentEnvironment, vectorize_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.fragments import fragment

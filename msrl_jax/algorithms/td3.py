@@ -5,7 +5,6 @@ This file has the networks, the losses and the update; the loop is in `loops/off
 the same parameters, so that devices exchange gradients once. The paper updates the critics first.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +14,15 @@ import jax.numpy as jnp
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent
-from msrl_jax.algorithms.config import Activation, NetworkKind, Codec, config, field, tunable
-from msrl_jax.algorithms.networks.actions import check_bounded
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.loops.exploration import uniform_actions
 from msrl_jax.algorithms.loops.off_policy import off_policy_agent
-from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.loops.replaying import Batch, Learner, Progress, Rule, make_apply_update, polyak_update
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses import value_loss
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
+from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.cores import Carry
 from msrl_jax.algorithms.networks.critics import init_critics, make_critics
 from msrl_jax.algorithms.networks.policies import make_actor

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.agent import ALGORITHMS, Agent, Metrics, get
-from msrl_jax.algorithms.config import config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import split_keys
+from msrl_jax.algorithms.config import config, field
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent
 from msrl_jax.algorithms.loops.exploration import uniform_actions
+from msrl_jax.algorithms.loops.trajectory import split_keys
 from msrl_jax.algorithms.networks.actions import check_policy_space
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents, vectorize_agents
 from msrl_jax.fragments import fragment

@@ -37,7 +37,7 @@ from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.spaces import struct
 from msrl_jax.envs.vector_wrappers import VectorWrapper
 from msrl_jax.envs.wrappers import EnvironmentWrapper
-from msrl_jax.fragments.processes import read
+from msrl_jax.fragments.runtime.processes import read
 from msrl_jax.replay import Transition
 
 

@@ -20,8 +20,8 @@ from msrl_jax.envs.host.base import release
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.param_source import with_source
 from msrl_jax.envs.params import GivenParams, ParamSource
-from msrl_jax.fragments.host import host_errors
-from msrl_jax.fragments.memory import Fitting
+from msrl_jax.fragments.graph.host import host_errors
+from msrl_jax.fragments.runtime.memory import Fitting
 
 _CHUNK = 1024
 """Approximate number of rows on the device at once."""

@@ -30,10 +30,10 @@ origin.py (the first operation whose result is nan).
 """
 
 from msrl_jax.fragments.compiler import compile as compile
-from msrl_jax.fragments.host import host_fragment as host_fragment
-from msrl_jax.fragments.marker import fragment as fragment
-from msrl_jax.fragments.marker import fragment_scope as fragment_scope
-from msrl_jax.fragments.plan import Plan as Plan
+from msrl_jax.fragments.graph.host import host_fragment as host_fragment
+from msrl_jax.fragments.graph.marker import fragment as fragment
+from msrl_jax.fragments.graph.marker import fragment_scope as fragment_scope
+from msrl_jax.fragments.plan.plan import Plan as Plan
+from msrl_jax.fragments.plan.topologies import plan_devices as plan_devices
 from msrl_jax.fragments.program import Delayed as Delayed
 from msrl_jax.fragments.program import Program as Program
-from msrl_jax.fragments.topologies import plan_devices as plan_devices

@@ -7,22 +7,22 @@ from typing import Any, TypeVar
 import jax
 
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax.fragments.build import build
-from msrl_jax.fragments.cost import fragment_costs
-from msrl_jax.fragments.divisibility import Fit, check_devices, dealt
-from msrl_jax.fragments.host_calls import check_host_calls
-from msrl_jax.fragments.lifetimes import settle
-from msrl_jax.fragments.own_meshes import check_meshes
-from msrl_jax.fragments.packing import check_codec_names, check_codecs, pack
-from msrl_jax.fragments.parameter_owners import check_owners
-from msrl_jax.fragments.partition import partition
+from msrl_jax.fragments.graph.build import build
+from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
+from msrl_jax.fragments.passes.divisibility import Fit, check_devices, dealt
+from msrl_jax.fragments.passes.lifetimes import settle
+from msrl_jax.fragments.passes.own_meshes import check_meshes
+from msrl_jax.fragments.passes.packing import check_codec_names, check_codecs, pack
+from msrl_jax.fragments.passes.parameter_owners import check_owners
+from msrl_jax.fragments.passes.partition import partition
+from msrl_jax.fragments.passes.repairs import repaired
+from msrl_jax.fragments.passes.schedule import schedule
+from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.processes import check_effects
+from msrl_jax.fragments.plan.cost import fragment_costs
 from msrl_jax.fragments.program import Program, check_jit_is_on, check_no_mesh_is_set
-from msrl_jax.fragments.repairs import repaired
-from msrl_jax.fragments.schedule import schedule
-from msrl_jax.fragments.staleness import delay
-from msrl_jax.fragments.trace import axis_leaves, leaf_axes, state_avals, trace
+from msrl_jax.fragments.runtime.host_calls import check_host_calls
+from msrl_jax.fragments.runtime.processes import check_effects
 
 State = TypeVar("State")
 

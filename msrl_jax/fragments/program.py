@@ -8,17 +8,22 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from msrl_jax._device_memory import array_bytes, is_planned
-from msrl_jax.fragments.cost import FragmentCost
-from msrl_jax.fragments.dispatch import Dispatch, measure
-from msrl_jax.fragments.divisibility import Fit
-from msrl_jax.fragments.executables import Executables
-from msrl_jax.fragments.explain import explain
-from msrl_jax.fragments.fused import Fused, fused_loop, fused_once
-from msrl_jax.fragments.given_state import GivenState, check_not_given_away
-from msrl_jax.fragments.graph import Graph
-from msrl_jax.fragments.instructions import Instruction, Run, Schedule, Value, walk
-from msrl_jax.fragments.lower import lower
-from msrl_jax.fragments.memory import (
+from msrl_jax.fragments.graph.nodes import Graph
+from msrl_jax.fragments.graph.trace import Traced
+from msrl_jax.fragments.passes.divisibility import Fit
+from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.lower import lower
+from msrl_jax.fragments.passes.packing import unused_codecs
+from msrl_jax.fragments.placement import Device, Layout
+from msrl_jax.fragments.plan.cost import FragmentCost
+from msrl_jax.fragments.plan.explain import explain
+from msrl_jax.fragments.plan.plan import Plan
+from msrl_jax.fragments.runtime.dispatch import Dispatch, measure
+from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.execute import Executor
+from msrl_jax.fragments.runtime.fused import Fused, fused_loop, fused_once
+from msrl_jax.fragments.runtime.given_state import GivenState, check_not_given_away
+from msrl_jax.fragments.runtime.memory import (
     LARGE,
     Leaves,
     check_program_fits,
@@ -30,13 +35,8 @@ from msrl_jax.fragments.memory import (
     select,
     state_bytes,
 )
-from msrl_jax.fragments.packing import unused_codecs
-from msrl_jax.fragments.placement import Device, Layout
-from msrl_jax.fragments.plan import Plan
-from msrl_jax.fragments.readings import join, read, stack
-from msrl_jax.fragments.runtime import Executor
-from msrl_jax.fragments.staged import calls_host, evaluate
-from msrl_jax.fragments.trace import Traced
+from msrl_jax.fragments.runtime.readings import join, read, stack
+from msrl_jax.fragments.runtime.staged import calls_host, evaluate
 
 State = TypeVar("State")
 

@@ -12,8 +12,8 @@ from msrl_jax._checks import whole
 from msrl_jax.envs import VectorEnvironment, has_agents, vectorize
 from msrl_jax.envs.masks import check_played
 from msrl_jax.envs.param_source import with_source
-from msrl_jax.fragments.host import host_errors
-from msrl_jax.fragments.memory import Fitting
+from msrl_jax.fragments.graph.host import host_errors
+from msrl_jax.fragments.runtime.memory import Fitting
 from msrl_jax.training.acting import Behavior
 from msrl_jax.training.history import decimals
 

@@ -22,8 +22,8 @@ from msrl_jax._compat import aval
 from msrl_jax.envs import Environment, has_agents
 from msrl_jax.envs.masks import FAULTS
 from msrl_jax.envs.params import GivenParams
-from msrl_jax.fragments.origin import Origin, evaluate_again, find_fragment
-from msrl_jax.fragments.trace import trace
+from msrl_jax.fragments.graph.trace import trace
+from msrl_jax.fragments.plan.origin import Origin, evaluate_again, find_fragment
 from msrl_jax.training.folder import to_json
 from msrl_jax.training.setup import resolve
 

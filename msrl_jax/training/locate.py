@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from msrl_jax._compat import JaxprEqn, Var
-from msrl_jax.fragments.build import build
-from msrl_jax.fragments.origin import Origin, find_origin
+from msrl_jax.fragments.graph.build import build
+from msrl_jax.fragments.passes.staleness import delay
+from msrl_jax.fragments.plan.origin import Origin, find_origin
 from msrl_jax.fragments.program import Delayed, Program
-from msrl_jax.fragments.staleness import delay
 from msrl_jax.training.history import first_non_finite
 from msrl_jax.training.watch import Watch, non_finite
 

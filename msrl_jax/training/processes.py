@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from msrl_jax.fragments import processes
+from msrl_jax.fragments.runtime import processes
 
 Tree = TypeVar("Tree")
 

@@ -13,8 +13,8 @@ import numpy as np
 from msrl_jax.data.experience import ExperienceWriter, without_experience
 from msrl_jax.envs.param_source import changed, find_source, replace_sources
 from msrl_jax.envs.params import ParamSource
-from msrl_jax.fragments.memory import put
 from msrl_jax.fragments.program import Delayed, Program
+from msrl_jax.fragments.runtime.memory import put
 from msrl_jax.training import processes
 from msrl_jax.training.evaluate import Evaluation, Evaluator, make_evaluator
 from msrl_jax.training.guard import Finding, Guard

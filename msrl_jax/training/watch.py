@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from msrl_jax.algorithms import Agent
 from msrl_jax.data.experience import RecordedState
 from msrl_jax.envs.vector_wrappers import EpisodeStatisticsState, NormalizeObservationState, NormalizeRewardState
-from msrl_jax.fragments.processes import read
+from msrl_jax.fragments.runtime.processes import read
 from msrl_jax.replay import FifoState, ReplayState
 
 ALWAYS = ("params", "obs")

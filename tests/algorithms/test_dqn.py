@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.configs.network import NetworkConfig
 
 import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import ApexDQNConfig, DQNConfig
-from msrl_jax.algorithms.configs.network import NetworkConfig
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete

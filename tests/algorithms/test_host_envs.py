@@ -13,7 +13,7 @@ import msrl_jax as msrl
 from msrl_jax.envs import Box, Discrete
 from msrl_jax.envs.host.base import Outcome
 from msrl_jax.envs.host.vector import HostVectorized, Stepping
-from msrl_jax.fragments.instructions import HostCall, walk
+from msrl_jax.fragments.passes.instructions import HostCall, walk
 
 LIMIT, LENGTH = 4, 12  # in eighths, which floats hold exactly
 SPACE = Box(-2.0, 2.0, (2,))

@@ -6,9 +6,9 @@ import functools
 import jax
 import numpy as np
 import pytest
+from msrl_jax.algorithms.configs.base import tunable_fields
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.configs.base import tunable_fields
 from msrl_jax.training.hyperparameters import arrays, tuned
 from msrl_jax.training.members import population
 

@@ -14,7 +14,7 @@ from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value
 from msrl_jax.algorithms.networks import actor_critic
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.fragments.origin import find_origin
+from msrl_jax.fragments.plan.origin import find_origin
 from msrl_jax.training import DivergedError
 from msrl_jax.training.evaluate import make_evaluator
 from msrl_jax.training.failure import Failure

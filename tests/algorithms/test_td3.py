@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.configs.base import field_docs
 
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import TD3Config
-from msrl_jax.algorithms.configs.base import field_docs
 from msrl_jax.counters import counter
 
 from .off_policy_reference import B, adam, assert_close, build, drawn, num_params, one, plain_mlp, start, wide

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.fragments import runtime
+from msrl_jax.fragments.runtime import execute as runtime
 
 POLICIES = sorted(msrl.policies.POLICIES)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import sub_jaxprs
-from msrl_jax.fragments.marker import fragment, is_fragment
+from msrl_jax.fragments.graph.marker import fragment, is_fragment
 
 KEY = jax.random.key(0)
 PARAMS = {"w": jnp.array([[0.3, -1.2], [0.7, 0.1], [-0.4, 0.9]]), "b": jnp.array([0.2, -0.5])}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import codecs
-from msrl_jax.fragments.instructions import Move, walk
+from msrl_jax.fragments.passes.instructions import Move, walk
 from msrl_jax.policies import Central, Edge, Layout, SingleLearnerCoarse, SingleLearnerFine
 
 from . import toy

@@ -8,8 +8,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.collectives import Collective, collectives
-from msrl_jax.fragments.marker import fragment
+from msrl_jax.fragments.graph.marker import fragment
+from msrl_jax.fragments.plan.collectives import Collective, collectives
 
 RING = [(i, (i + 1) % 8) for i in range(8)]
 ALL_REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"

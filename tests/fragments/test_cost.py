@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.fragments.cost import flops, fragment_costs
-from msrl_jax.fragments.marker import fragment
+from msrl_jax.fragments.graph.marker import fragment
+from msrl_jax.fragments.plan.cost import flops, fragment_costs
 
 
 def count(fn, *shapes):

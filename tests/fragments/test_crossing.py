@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.fragments import crossing, divisibility, processes
+from msrl_jax.fragments.passes import divisibility
+from msrl_jax.fragments.runtime import crossing, processes
 
 MESHES = {
     "one": range(1),

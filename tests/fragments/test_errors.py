@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables
 from msrl_jax.policies import Layout, Placement
 
 from . import toy

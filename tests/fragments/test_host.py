@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments import host_fragment
-from msrl_jax.fragments.host_calls import HostQueue
-from msrl_jax.fragments.instructions import HostCall, Loop, Move, walk
+from msrl_jax.fragments.passes.instructions import HostCall, Loop, Move, walk
+from msrl_jax.fragments.runtime.host_calls import HostQueue
 
 from .conftest import assert_close, run_plain
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments import runtime
-from msrl_jax.fragments.instructions import Loop, Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Loop, Move, Run, walk
+from msrl_jax.fragments.runtime import execute as runtime
 
 from . import toy
 from .conftest import POLICIES, assert_close, run_plain

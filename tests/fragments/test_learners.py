@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.instructions import Run, walk
+from msrl_jax.fragments.passes.instructions import Run, walk
 from msrl_jax.policies import Layout, Placement
 
 from .conftest import POLICIES, assert_close, run_plain

@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.instructions import Free, Loop, Run, Schedule, Value
-from msrl_jax.fragments.lifetimes import settle
+from msrl_jax.fragments.passes.instructions import Free, Loop, Run, Schedule, Value
+from msrl_jax.fragments.passes.lifetimes import settle
 
 from . import random_loops, toy
 from .conftest import POLICIES

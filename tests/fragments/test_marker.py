@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from msrl_jax._compat import drop_unused
-from msrl_jax.fragments.marker import fragment, fragment_scope
+from msrl_jax.fragments.graph.marker import fragment, fragment_scope
 
 from .marking import KEY, PARAMS, XS, X, assert_same, equations, fragments_of, loss, mlp, mlp_fragment
 

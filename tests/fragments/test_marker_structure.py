@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.fragments.marker import fragment, is_fragment
+from msrl_jax.fragments.graph.marker import fragment, is_fragment
 
 from .marking import PARAMS, XS, X, assert_same, equations, fragments_of, loss, mlp, mlp_fragment
 

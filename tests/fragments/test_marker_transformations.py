@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.fragments.marker import fragment
+from msrl_jax.fragments.graph.marker import fragment
 
 from .marking import KEY, PARAMS, XS, X, assert_same, loss, mlp
 

@@ -1,6 +1,6 @@
 """The table of a plan merges rows of arrays that cross alike; its data are complete."""
 
-from msrl_jax.fragments.plan import Crossing, Plan
+from msrl_jax.fragments.plan.plan import Crossing, Plan
 
 
 def crossing(value, dtype="float32", shape=(4,), source="learners", destination="actors", times=1, codec=""):

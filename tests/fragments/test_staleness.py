@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.instructions import Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Move, Run, walk
 
 from . import replay_loop, toy
 from .conftest import assert_close

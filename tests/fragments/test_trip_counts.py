@@ -2,7 +2,7 @@
 
 import pytest
 
-from msrl_jax.fragments.collectives import collectives
+from msrl_jax.fragments.plan.collectives import collectives
 
 # A scan of 32 steps; one element of its carry is summed over devices.
 SCAN = """\

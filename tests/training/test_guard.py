@@ -10,7 +10,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
-from msrl_jax.fragments.origin import find_origin
+from msrl_jax.fragments.plan.origin import find_origin
 from msrl_jax.training import DivergedError
 from msrl_jax.training.watch import non_finite
 from tests.training.guarded_envs import Faulty

@@ -7,7 +7,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _device_memory, cli
-from msrl_jax.fragments.memory import Fitting, program_bytes
+from msrl_jax.fragments.runtime.memory import Fitting, program_bytes
 from msrl_jax.training.setup import resolve
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}

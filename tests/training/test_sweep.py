@@ -317,7 +317,7 @@ def test_memory_decides_how_many_train_at_once(tiny, one_device, monkeypatch, tm
 
 
 def test_a_trial_that_does_not_fit_alone_is_refused(tiny, monkeypatch):
-    monkeypatch.setattr("msrl_jax.fragments.memory.device_memory", lambda devices: 1000)
+    monkeypatch.setattr("msrl_jax.fragments.runtime.memory.device_memory", lambda devices: 1000)
     with pytest.raises(ValueError, match=r"trial 0 \(learning_rate=0.001\): the state takes [\d,]+ bytes of .*1,000"):
         msrl.sweep("ppo", ENV, method="grid", learning_rate=[1e-3, 2e-3], **COMMON, **tiny)
 

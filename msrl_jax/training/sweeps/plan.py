@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from msrl_jax._checks import whole
 from msrl_jax._device_memory import device_memory
-from msrl_jax.fragments.memory import sharing_memory, temporary_bytes
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.plan import size
+from msrl_jax.fragments.plan.plan import size
+from msrl_jax.fragments.runtime.memory import sharing_memory, temporary_bytes
 from msrl_jax.training.setup import Setup
 from msrl_jax.training.sweeps.trials import Trial
 

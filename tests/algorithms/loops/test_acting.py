@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from msrl_jax.algorithms.loops.acting import (
     flatten,
     next_values,
@@ -14,6 +13,7 @@ from msrl_jax.algorithms.loops.acting import (
     truncated_values,
     unflatten,
 )
+
 from msrl_jax.counters import counter
 
 T, E = 3, 4

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 
 from msrl_jax import algorithms
-from msrl_jax.algorithms.configs.exploration import ExplorationConfig
 from msrl_jax.algorithms.loops.exploration import epsilon_greedy, uniform_actions
 from msrl_jax.counters import counter
 from msrl_jax.envs import Discrete

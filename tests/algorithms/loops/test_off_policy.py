@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msrl_jax.algorithms.loops.optimizer import make_optimizer
 
 import msrl_jax as msrl
 from msrl_jax import counters, envs, replay
 from msrl_jax.algorithms.loops import off_policy, replaying
-from msrl_jax.algorithms.loops.optimizer import make_optimizer
 
 E, T, K, B, CAPACITY, ALPHA, EPSILON, LEARNING_STARTS = 8, 3, 2, 16, 96, 0.6, 1e-6, 72
 

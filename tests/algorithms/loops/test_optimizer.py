@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 from msrl_jax.algorithms.configs.optimizer import OptimizerConfig
 from msrl_jax.algorithms.loops.optimizer import annealed_learning_rate, descend, make_optimizer
+
 from msrl_jax.counters import counter
 
 

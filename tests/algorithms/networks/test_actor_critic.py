@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from msrl_jax.algorithms.configs.network import NetworkConfig
+
 from msrl_jax.algorithms.networks.actor_critic import ACTIVATIONS, action_transform, actor_critic
 from msrl_jax.envs import Box, Dict, Discrete, MultiDiscrete
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import envs
-from msrl_jax.fragments.origin import find_origin
+from msrl_jax.fragments.plan.origin import find_origin
 from msrl_jax.training.failure import Failure
 from msrl_jax.training.guard import Finding
 from tests.envs.agents.leaving import Leaving

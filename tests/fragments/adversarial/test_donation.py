@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax.fragments.executables import Executables
-from msrl_jax.fragments.instructions import Run
+from msrl_jax.fragments.passes.instructions import Run
+from msrl_jax.fragments.runtime.executables import Executables
 
 from ..conftest import as_numpy, assert_close, run_plain
 from .same_run import ENVS, EVERYWHERE

@@ -1,0 +1,222 @@
+"""Builds the graph of a traced training iteration: where each equation runs, and which loops the host drives."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval,
+    call_body,
+    cond_p,
+    drop_unused,
+    fresh,
+    is_reference,
+    scan_p,
+    scan_parts,
+    sub_jaxprs,
+    while_p,
+)
+from msrl_jax.fragments.graph.marker import is_fragment, is_host_call
+from msrl_jax.fragments.graph.nodes import Graph, Node, Region, fragments_in
+from msrl_jax.fragments.placement import HOST, Layout, Placement
+
+
+def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Graph:
+    """Builds the graph of a traced training iteration.
+
+    Args:
+      closed: the jaxpr of `state -> (state, metrics)`, flattened.
+      layout: where each role runs.
+      labels: readable names of the state's leaves, one for each input of the jaxpr.
+      axes: their logical axes.
+
+    Returns:
+      The graph. Calls that span placements (a fragment that holds fragments of another placement, a `jit`) are inlined;
+      scans that span placements are opened.
+
+    Raises:
+      ValueError: if a role has no placement, if a `cond`, a `while` or another primitive spans placements, or if code
+        outside of fragments makes a mutable reference.
+    """
+    builder = _Builder(layout)
+    jaxpr = drop_unused(closed.jaxpr)
+    consts = [builder.captured(c) for c in closed.consts]
+    state = [fresh(v) for v in jaxpr.invars]
+    builder.labels.update(zip(state, labels, strict=True))
+    nodes: list[Node] = []
+    outputs = builder.inline(jaxpr, [*consts, *state], None, nodes)
+    region = Region(list(builder.constants), state, [], nodes, outputs[: len(state)], outputs[len(state) :])
+    return Graph(region, builder.constants, builder.labels, list(axes))
+
+
+def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
+    """Appends code without fragments as nodes at a placement.
+
+    Args:
+      closed: the code, without captured arrays.
+      args: its arguments.
+      placement: where it runs.
+      out: receives the nodes.
+
+    Returns:
+      Variables of its results.
+    """
+    assert not closed.consts, "the code captures arrays"
+    builder = _Builder(Layout({}))
+    results = builder.inline(closed.jaxpr, args, placement, out)
+    assert all(isinstance(a, Var) and a not in args for a in results)
+    return [a for a in results if isinstance(a, Var)]
+
+
+class _Builder:
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.constants: dict[Var, object] = {}
+        self.labels: dict[Var, str] = {}
+        self._found: dict[int, tuple[Jaxpr, dict[Placement, str]]] = {}
+        self._labelled: dict[tuple[int, tuple[str, ...]], tuple[Jaxpr, list[str]]] = {}
+
+    def captured(self, value: object) -> Var:
+        var = Var(jax.typeof(value))
+        self.constants[var] = value
+        self.labels[var] = "captured constant"
+        return var
+
+    def placements(self, eqn: JaxprEqn) -> dict[Placement, str]:
+        """The placements that an equation's fragments need, each with the name of one such fragment."""
+        found: dict[Placement, str] = {}
+        if is_fragment(eqn):
+            name, role = eqn.params["name"], eqn.params["role"]
+            found[self.layout.placement(role, name)] = f"{name!r} (role {role!r})"
+        for sub in sub_jaxprs(eqn):
+            if id(sub) not in self._found:
+                inner: dict[Placement, str] = {}
+                for e in sub.eqns:
+                    for p, f in self.placements(e).items():
+                        inner.setdefault(p, f)
+                self._found[id(sub)] = sub, inner
+            for p, f in self._found[id(sub)][1].items():
+                found.setdefault(p, f)
+        return found
+
+    def inline(
+        self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
+    ) -> list[Atom]:
+        """Appends the nodes of `jaxpr`, applied to `args`, to `out`; returns its outputs.
+
+        `home` and `role` are those of the opened fragment around `jaxpr`; unmarked code in it takes them.
+        """
+        env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+        for eqn in jaxpr.eqns:
+            found = self.placements(eqn)
+            ins = [a if isinstance(a, Literal) else env[a] for a in eqn.invars]
+            if not found and any(map(is_reference, eqn.outvars)):
+                raise ValueError(
+                    f"code outside of fragments makes a mutable reference (`{eqn.primitive.name}`), which programs on several "
+                    "placements cannot share; carry its value through the loop instead"
+                )
+            if eqn.primitive is scan_p and scan_parts(eqn).length == 0:
+                env.update(zip(eqn.outvars, self.never(eqn, ins, home, out), strict=True))
+                continue
+            opened = not is_host_call(eqn) and (len(found) > 1 or any(p.name == HOST for p in found))
+            if opened:
+                body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
+                if body is not None:
+                    own, its = home, role
+                    if is_fragment(eqn):
+                        its = eqn.params["role"]
+                        own = self.layout.placement(its, eqn.params["name"])
+                    captured = [self.captured(c) for c in body.consts]
+                    env.update(zip(eqn.outvars, self.inline(body.jaxpr, [*captured, *ins], own, out, its), strict=True))
+                    continue
+            outs = [fresh(v) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outs, strict=True))
+            placed = eqn.replace(invars=ins, outvars=outs)
+            names, roles = fragments_in(eqn)
+            if role is not None and len(found) != 1:
+                roles |= {role}
+            if opened:
+                node = Node(placed, None, names, roles, self.open(placed, found, home, role))
+            else:
+                node = Node(placed, next(iter(found), home), names, roles)
+            out.append(node)
+            self.label(node)
+        return [a if isinstance(a, Literal) else env[a] for a in jaxpr.outvars]
+
+    def open(self, eqn: JaxprEqn, found: dict[Placement, str], home: Placement | None, role: str | None) -> Region:
+        """The body of a scan that spans placements, as a region."""
+        if eqn.primitive is not scan_p:
+            raise ValueError(_cannot_span(eqn, found))
+        closed, num_consts, num_carry, length, reverse = scan_parts(eqn)
+        jaxpr = drop_unused(closed.jaxpr)
+        args = [fresh(v) for v in jaxpr.invars]
+        captured = [self.captured(c) for c in closed.consts]
+        outer = [self.labels.get(a, "") if isinstance(a, Var) else "" for a in eqn.invars]
+        self.labels.update({v: label for v, label in zip(args, outer, strict=True) if label})
+        nodes: list[Node] = []
+        outputs = self.inline(jaxpr, [*captured, *args], home, nodes, role)
+        carry, xs = args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
+        return Region(args[:num_consts], carry, xs, nodes, outputs[:num_carry], outputs[num_carry:], length, reverse)
+
+    def never(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
+        """The results of a scan of length 0: the carry as it was, and stacks without rows."""
+        _, num_consts, num_carry, _, _ = scan_parts(eqn)
+        kinds = [aval(v) for v in eqn.outvars[num_carry:]]
+        closed = jax.make_jaxpr(lambda: [jax.lax.empty(kind.shape, kind.dtype) for kind in kinds])()
+        return [*ins[num_consts : num_consts + num_carry], *self.inline(closed.jaxpr, [], home, out)]
+
+    def label(self, node: Node) -> None:
+        if node.loop is not None:
+            found = [_label(a, self.labels) for a in [*node.loop.next_carry, *node.loop.results]]
+        else:
+            found = self.output_labels(node.eqn, self.labels)
+        self.labels.update(zip(node.eqn.outvars, found, strict=True))
+
+    def output_labels(self, eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
+        """A readable name for each result of an equation: the result path of the fragment that makes it.
+
+        A result that no fragment makes takes the name of the first named input of its equation.
+        """
+        if is_fragment(eqn):
+            paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
+            return [f"{eqn.params['name']}(){path}" for path in paths]
+        body = scan_parts(eqn).body if eqn.primitive is scan_p else call_body(eqn)
+        outer = tuple(_label(a, labels) for a in eqn.invars)
+        if body is None:
+            return [next(filter(None, outer), eqn.primitive.name)] * len(eqn.outvars)
+        key = (id(body.jaxpr), outer)
+        if key not in self._labelled:  # which keeps the jaxpr, so that no other gets its id
+            inner = dict(zip(body.jaxpr.invars, outer, strict=True))
+            for e in body.jaxpr.eqns:
+                inner.update(zip(e.outvars, self.output_labels(e, inner), strict=True))
+            self._labelled[key] = body.jaxpr, [_label(a, inner) for a in body.jaxpr.outvars]
+        return self._labelled[key][1]
+
+
+def _label(atom: Atom, labels: Mapping[Var, str]) -> str:
+    return labels.get(atom, "") if isinstance(atom, Var) else f"{atom.val}"
+
+
+def _cannot_span(eqn: JaxprEqn, found: dict[Placement, str]) -> str:
+    places = "; ".join(f"fragment {f} runs at {p}" for p, f in found.items())
+    kind = {cond_p: "`cond`", while_p: "`while` loop"}.get(eqn.primitive, f"`{eqn.primitive.name}`")
+    remedy = (
+        "compute both branches and select with jnp.where"
+        if eqn.primitive is cond_p
+        else "use jax.lax.scan or fori_loop with a fixed length"
+        if eqn.primitive is while_p
+        else "call the fragments outside of it"
+    )
+    if any(p.name == HOST for p in found):
+        return f"a {kind} holds calls of the host: {places}. A program cannot wait for them in it; {remedy}"
+    return (
+        f"a {kind} spans placements: {places}. The host would have to read the device at every step. "
+        f"Either {remedy}, or choose a policy that places these roles together, such as GPUOnly()"
+    )

@@ -1,0 +1,164 @@
+"""`host_fragment`: a Python function as a fragment, which the runtime calls between programs with NumPy arrays.
+
+Simulators, robots and services are no XLA programs. The compiler opens the loops around such a fragment; under `jax.jit` alone
+it is a callback of the program. Its arguments and results cross to and from the host's memory once.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, scoped
+from msrl_jax.fragments.placement import HOST
+
+Finish: TypeAlias = Callable[[], Any]
+"""Waits for a call that was started; returns its results."""
+
+
+class Starting(Protocol):
+    """A function of which the runtime may run other programs during a call."""
+
+    def __call__(self, *args: Any) -> Any:
+        """Starts and finishes."""
+        ...
+
+    def start(self, *args: Any) -> Finish:
+        """Starts a call; returns the function that waits for its results."""
+        ...
+
+
+_raised: list[Exception] = []
+"""The last exception of a function."""
+
+
+@contextlib.contextmanager
+def host_errors() -> Iterator[None]:
+    """Raises what a function raised as a callback of a program, in place of JAX's report of it."""
+    _raised.clear()
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        if _raised:
+            raise _raised.pop() from None
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class HostFunction:
+    """A Python function of flat arguments with results of known types.
+
+    Attributes:
+      name: the name of the fragment.
+      fn: the function.
+      arguments: the tree of its arguments.
+      results: the tree of its results.
+      kinds: shapes and dtypes of the results.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    arguments: Any
+    results: Any
+    kinds: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __call__(self, *leaves: Any) -> list[np.ndarray]:
+        """Calls the function, and checks its results."""
+        try:
+            return self.start(*leaves)()
+        except Exception as error:
+            _raised[:] = [error]
+            raise
+
+    def start(self, *leaves: Any) -> Callable[[], list[np.ndarray]]:
+        """Starts a call; if the function has no `start`, it is called at once."""
+        args = jax.tree.unflatten(self.arguments, [np.asarray(x) for x in leaves])
+        if self.can_start:
+            finish = self.fn.start(*args)  # type: ignore[attr-defined]
+            return lambda: self._checked(finish())
+        results = self._checked(self.fn(*args))
+        return lambda: results
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a call can be started without waiting for its results."""
+        return hasattr(self.fn, "start")
+
+    def _checked(self, made: Any) -> list[np.ndarray]:
+        """Copies of the results, so that the function may use its memory again."""
+        leaves, tree = jax.tree.flatten(made)
+        if tree != self.results:
+            raise TypeError(f"host fragment {self.name!r} returned {tree}, but declares {self.results}")
+        copy = not getattr(self.fn, "makes_new_arrays", False)
+        arrays = [np.array(x, copy=copy or None) for x in leaves]
+        for path, x, kind in zip(_paths(self.results), arrays, self.kinds, strict=True):
+            if x.shape != kind.shape or x.dtype != kind.dtype:
+                raise TypeError(
+                    f"result{path} of host fragment {self.name!r} is {x.dtype}{list(x.shape)}, but it declares "
+                    f"{np.dtype(kind.dtype)}{list(kind.shape)}; return NumPy arrays of the declared shapes and dtypes"
+                )
+        return arrays
+
+
+def host_fragment(fn: Callable[..., Any] | Starting, results: Any, *, name: str | None = None) -> Callable[..., Any]:
+    """Marks a Python function as a fragment that the host calls with NumPy arrays.
+
+    Every call runs exactly once. Calls of one function run in order if each takes a result of the one before, such as a
+    counter; calls that do not depend on each other may run in any order.
+
+    Args:
+      fn: a function of pytrees of NumPy arrays, which it must not change. If it has a method `start` that takes the same
+        arguments and returns a function for the results, programs and calls that do not need them run in the meantime.
+      results: a pytree of `jax.ShapeDtypeStruct`s, or of arrays, like the one that the function returns.
+      name: the fragment's name in plans and errors. The function's name if not given.
+
+    Returns:
+      A function of pytrees of arrays that returns arrays of these shapes and dtypes.
+
+    Raises:
+      TypeError: if a result is declared without shape and dtype. A call raises it on arguments that are no arrays, or typed
+        keys, and when the function returns something else than declared.
+    """
+    title = str(name or getattr(fn, "__name__", type(fn).__name__))
+    declared, tree = jax.tree.flatten(results)
+    for path, x in zip(_paths(tree), declared, strict=True):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise TypeError(f"host fragment {title!r} declares {x!r} for result{path}; declare a jax.ShapeDtypeStruct")
+    kinds = tuple(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in declared)
+
+    def marked(*args: Any) -> Any:
+        leaves, arguments = jax.tree.flatten(args)
+        for path, x in jax.tree_util.tree_leaves_with_path(args):
+            if jnp.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
+                where = jax.tree_util.keystr(path)
+                raise TypeError(f"argument{where} of host fragment {title!r} is a typed key; pass jax.random.key_data(key)")
+        named = scoped(title)
+        function = HostFunction(named, fn, arguments, tree, kinds)
+        body = jax.make_jaxpr(lambda *leaves: io_callback(function, list(kinds), *leaves))(*leaves)
+        body = as_inputs(body, named, _paths(tree))
+        return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=named, role=HOST, host=function))
+
+    return marked
+
+
+def received(results: Any, role: str) -> Any:
+    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there.
+
+    Args:
+      results: a pytree of arrays.
+      role: the role.
+
+    Returns:
+      The same arrays.
+    """
+    return fragment(role=role, name="receive")(lambda x: x)(results)
+
+
+def _paths(tree: Any) -> Sequence[str]:
+    numbered = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]

@@ -1,0 +1,361 @@
+"""The marker: `fragment` turns a pure function into one equation that a distribution policy can place.
+
+The equation calls our own primitive, which evaluates its body. Under `vmap` it stays one equation (of the batched body);
+under differentiation it is replaced by its body, because gradients are taken inside a learner. Fragments may be nested.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+
+from msrl_jax._compat import (
+    AbstractRef,
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Primitive,
+    ad,
+    batching,
+    is_traced_here,
+    jaxpr_as_fun,
+    jaxprs_in,
+    mlir,
+    pe,
+)
+from msrl_jax.fragments.graph.implementations import check_platforms, evaluate_for_platform
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _FragmentPrimitive(Primitive):
+    """Also accepts a function that is not traced yet, as JAX's own call primitives do; checkify passes one."""
+
+    multiple_results = True
+
+    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        if not subfuns:
+            return super().bind(*args, **params)
+        (fn,) = subfuns
+        closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
+        body = as_inputs(closed, params["name"], _paths(shapes))
+        return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
+
+
+fragment_p = _FragmentPrimitive("fragment")
+
+
+def _evaluate(*xs: Any, call_jaxpr: ClosedJaxpr, **marks: Any) -> Sequence[Any]:
+    del marks
+    return jaxpr_as_fun(call_jaxpr)(*xs)
+
+
+def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **marks: Any) -> tuple[Any, Any]:
+    if "host" in marks:
+        raise ValueError(
+            f"fragment {marks['name']!r} runs on the host, which jax.vmap cannot batch; run one member at a time (seeds=1), or "
+            "give the function the whole batch"
+        )
+    mapped: list[bool] = []
+
+    def batched(*xs: Any) -> list[Any]:
+        shared: list[Any] = []
+
+        def evaluate(*xs: Any) -> list[Any]:
+            ys = jaxpr_as_fun(call_jaxpr)(*xs)
+            mapped[:] = [is_traced_here(y) for y in ys]
+            shared[:] = [y for y, is_mapped in zip(ys, mapped, strict=True) if not is_mapped]
+            return [y for y, is_mapped in zip(ys, mapped, strict=True) if is_mapped]
+
+        own = iter(
+            jax.vmap(
+                evaluate, tuple(dims), 0, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
+            )(*xs)
+        )
+        rest = iter(shared)
+        return [next(own if is_mapped else rest) for is_mapped in mapped]
+
+    closed = jax.make_jaxpr(batched)(*[jax.typeof(x) for x in xs])
+    body = as_inputs(closed, marks["name"], call_jaxpr.jaxpr.debug_info.result_paths)
+    results = fragment_p.bind(*closed.consts, *xs, call_jaxpr=body, **marks)
+    return results, [0 if is_mapped else None for is_mapped in mapped]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call_jaxpr: ClosedJaxpr, **_: Any) -> tuple[Any, Any]:
+    # Arguments and results without a tangent stay without one: a tangent of zeros would make 0 * inf = nan downstream.
+    moving = [not isinstance(t, ad.Zero) for t in tangents]
+    moved: list[bool] = []
+
+    def of_moving(*xs: Any) -> Sequence[Any]:
+        it = iter(xs)
+        ys = jaxpr_as_fun(call_jaxpr)(*[next(it) if m else x for x, m in zip(primals, moving, strict=True)])
+        moved[:] = map(is_traced_here, ys)
+        return ys
+
+    ys, dys = jax.jvp(
+        of_moving,
+        tuple(x for x, m in zip(primals, moving, strict=True) if m),
+        tuple(t for t, m in zip(tangents, moving, strict=True) if m),
+    )
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in call_jaxpr.out_avals]
+    return ys, [dy if m else zero for dy, zero, m in zip(dys, zeros, moved, strict=True)]
+
+
+def _transpose(cotangents: Sequence[Any], *xs: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
+    linear = [ad.is_undefined_primal(x) for x in xs]
+
+    def of_linear(*ys: Any) -> Sequence[Any]:
+        it = iter(ys)
+        return jaxpr_as_fun(call_jaxpr)(*[next(it) if lin else x for x, lin in zip(xs, linear, strict=True)])
+
+    avals = [x.aval for x, lin in zip(xs, linear, strict=True) if lin]
+    grads = iter(jax.linear_transpose(of_linear, *avals)(list(map(ad.instantiate_zeros, cotangents))))
+    return [next(grads) if lin else None for lin in linear]
+
+
+def _drop_unused(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """Keeps a call of the host whole: its function takes all arguments and makes all results."""
+    return ([True] * len(eqn.invars), eqn) if is_host_call(eqn) else pe.dce_jaxpr_closed_call_rule(used, eqn)
+
+
+fragment_p.def_impl(_evaluate)
+fragment_p.def_effectful_abstract_eval(lambda *_, call_jaxpr, **__: (call_jaxpr.out_avals, call_jaxpr.effects))
+mlir.register_lowering(fragment_p, mlir.lower_fun(_evaluate, multiple_results=True))
+batching.fancy_primitive_batchers[fragment_p] = _batch
+ad.primitive_jvps[fragment_p] = _jvp
+ad.primitive_transposes[fragment_p] = _transpose
+pe.dce_rules[fragment_p] = _drop_unused
+
+
+def is_fragment(eqn: JaxprEqn) -> bool:
+    """Whether a jaxpr equation is a marked fragment."""
+    return eqn.primitive is fragment_p
+
+
+def is_host_call(eqn: JaxprEqn) -> bool:
+    """Whether a jaxpr equation is a fragment that the host calls."""
+    return is_fragment(eqn) and "host" in eqn.params
+
+
+_scope: contextvars.ContextVar[str] = contextvars.ContextVar("scope", default="")
+
+
+@contextlib.contextmanager
+def fragment_scope(scope: str) -> Iterator[None]:
+    """Fragments called inside have names `NAME/SCOPE` in plans and errors, which tells equal parts of a loop apart.
+
+    Args:
+      scope: what the parts belong to, such as a team of agents; empty adds nothing. An inner scope replaces an outer one.
+    """
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def scoped(name: str) -> str:
+    """The name of a fragment in the scope in which it is called."""
+    return f"{name}/{_scope.get()}" if _scope.get() else name
+
+
+@overload
+def fragment(fn: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def fragment(
+    *,
+    role: str | None = None,
+    name: str | None = None,
+    static_argnames: str | Sequence[str] = (),
+    implementations: Mapping[str, Callable[..., Any]] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def fragment(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    role: str | None = None,
+    name: str | None = None,
+    static_argnames: str | Sequence[str] = (),
+    implementations: Mapping[str, Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Marks a pure function as a fragment: the unit that a distribution policy places.
+
+    The marked function computes what the plain one does, under every JAX transformation.
+
+    A fragment may have alternative bodies for some platforms, such as a kernel for GPUs. The platform of the fragment's
+    devices selects the body, not JAX's default platform. The other bodies are traced but not compiled.
+
+    Args:
+      fn: the function, if used as a decorator without arguments.
+      role: what the fragment is for, such as `"env"`, `"actor"` or `"learner"`; a policy maps roles to placements.
+        The function's name if not given.
+      name: the fragment's name in plans and errors. The function's name if not given.
+      static_argnames: names of the arguments that are Python values, not arrays (as in `jax.jit`).
+      implementations: functions of the same signature and meaning, by platform: "cpu", "gpu" (both "cuda" and "rocm",
+        unless these are given) or "tpu". Elsewhere, and under `jax.disable_jit`, `fn` itself is evaluated.
+
+    Returns:
+      A function of the same signature, or a decorator if `fn` is not given.
+
+    Raises:
+      ValueError: on an unknown platform.
+      TypeError: if the function has no argument of a static name. A call raises it on an argument that is not an array, on a
+        mutable reference, or on an implementation whose results have another structure, shape or dtype.
+    """
+    mark = functools.partial(
+        _mark, role=role, name=name, static_argnames=static_argnames, implementations=implementations or {}
+    )
+    return mark if fn is None else mark(fn)
+
+
+def _mark(
+    fn: Callable[..., Any],
+    *,
+    role: str | None,
+    name: str | None,
+    static_argnames: str | Sequence[str],
+    implementations: Mapping[str, Callable[..., Any]],
+) -> Callable[..., Any]:
+    own_name = getattr(fn, "__name__", type(fn).__name__)
+    name, role = str(name or own_name), str(role or own_name)
+    static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    check_platforms(implementations, name)
+    signature = inspect.signature(fn)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if (unknown := sorted(static - set(signature.parameters))) and not takes_any:
+        raise TypeError(
+            f"fragment {name!r} has no argument {unknown[0]!r}, named in static_argnames; "
+            f"its arguments are {list(signature.parameters)}"
+        )
+
+    @functools.wraps(fn)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return fn(*args, **kwargs)
+        arrays, keywords, fixed = _split_static(signature, static, args, kwargs)
+        leaves, tree = jax.tree.flatten((arrays, keywords))
+        if any(map(_fault, leaves)):
+            raise _refusal(name, signature, static, args, kwargs)
+
+        def flat(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            args, kwargs = _merge_static(args, fixed), kwargs | fixed.keywords
+            named = _named(signature, static, args, kwargs)
+
+            def evaluate(body: Callable[..., Any]) -> Any:
+                before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
+                result = body(*args, **kwargs)
+                after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
+                for path in before | after:
+                    changed = path not in before or before[path] is again[path] is not after.get(path)
+                    if changed and id(after.get(path)) not in returned:
+                        raise TypeError(
+                            f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
+                            "is given a copy. Return the new value and assign it outside (of a flax.nnx module "
+                            "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
+                        )
+                return result
+
+            return evaluate_for_platform(evaluate, fn, implementations, name)
+
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        if faults := list(filter(None, map(_fault, closed.consts))):
+            raise TypeError(f"fragment {name!r} closes over a {faults[0]}")
+        if closed.effects and _makes_reference(closed.jaxpr):
+            raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
+        title = scoped(name)
+        body = as_inputs(closed, title, _paths(shapes))
+        results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=title, role=role)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return marked
+
+
+class _Fixed:
+    """The static arguments of one call: by position, and by keyword."""
+
+    def __init__(self, positions: dict[int, Any], keywords: dict[str, Any]):
+        self.positions, self.keywords = positions, keywords
+
+
+def _split_static(signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]):
+    if not static:
+        return args, kwargs, _Fixed({}, {})
+    names = [
+        n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    positions = {i: a for i, (n, a) in enumerate(zip(names, args, strict=False)) if n in static}
+    keywords = {k: v for k, v in kwargs.items() if k in static}
+    rest = tuple(a for i, a in enumerate(args) if i not in positions)
+    return rest, {k: v for k, v in kwargs.items() if k not in static}, _Fixed(positions, keywords)
+
+
+def _merge_static(args: tuple[Any, ...], fixed: _Fixed) -> list[Any]:
+    merged = list(args)
+    for i in sorted(fixed.positions):
+        merged.insert(i, fixed.positions[i])
+    return merged
+
+
+def _fault(x: Any) -> str | None:
+    """Describes an `x` that is not an array, with a remedy; None if it is an array."""
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        kind = type(x).__name__ + (f" of {x.dtype}" if hasattr(x, "dtype") else "")
+        return f"{kind}, not an array; close over it, or name its argument in static_argnames"
+    return "mutable reference; pass its value ref[...] and return the next" if isinstance(aval, AbstractRef) else None
+
+
+def _makes_reference(jaxpr: Jaxpr) -> bool:
+    return any(isinstance(v.aval, AbstractRef) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns for v in eqn.outvars)
+
+
+def _refusal(
+    name: str, signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TypeError:
+    leaves = _leaves(_named(signature, static, args, kwargs))
+    path, fault = next((path, _fault(leaf)) for path, leaf in leaves.items() if _fault(leaf))
+    return TypeError(f"fragment {name!r}: argument {path} is a {fault}")
+
+
+def _named(
+    signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments that are no static ones, by their names."""
+    named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
+    return {k: v for k, v in named.items() if k not in static}
+
+
+def _leaves(named: dict[str, Any]) -> dict[str, Any]:
+    """The leaves of named arguments, by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(named)
+    return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf for path, leaf in leaves}
+
+
+def _paths(result: Any) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
+
+
+def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
+    """Turns the captured values of a fragment's body (arrays and tracers of an outer trace) into leading inputs.
+
+    Args:
+      closed: the body.
+      name: the fragment's name.
+      paths: the pytree paths of its results, if they are known.
+
+    Returns:
+      The body without captured values.
+    """
+    jaxpr = closed.jaxpr
+    names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
+    info = DebugInfo("fragment", name, names, tuple(paths or ("",) * len(jaxpr.outvars)))
+    inner = Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug_info=info)
+    return ClosedJaxpr(inner, ())

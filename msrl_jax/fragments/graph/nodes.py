@@ -1,0 +1,223 @@
+"""The fragmented dataflow graph: nodes with a placement each, unmarked glue between them, and opened loops."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from jax.sharding import PartitionSpec
+
+from msrl_jax._compat import Atom, JaxprEqn, Var, sub_jaxprs
+from msrl_jax.fragments.graph.marker import is_fragment, is_host_call
+from msrl_jax.fragments.passes.instructions import Check, Packed
+from msrl_jax.fragments.placement import Placement
+
+
+@dataclass(eq=False)
+class Node:
+    """One vertex of the graph.
+
+    Attributes:
+      eqn: the equation it evaluates, over the variables of its region.
+      placement: where it runs; None for an opened loop and for glue, which is placed later, by its neighbors.
+      fragments: names of the fragments in it, in order of appearance, nested ones included.
+      roles: their roles; for unmarked code in an opened fragment, that fragment's role.
+      loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.
+    """
+
+    eqn: JaxprEqn
+    placement: Placement | None
+    fragments: tuple[str, ...] = ()
+    roles: frozenset[str] = frozenset()
+    loop: "Region | None" = None
+
+    @property
+    def is_glue(self) -> bool:
+        """Whether this is unmarked code between fragments."""
+        return self.placement is None and self.loop is None
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether it has side effects, such as a call of the host. It then runs exactly once, in order."""
+        return bool(self.eqn.effects)
+
+    @property
+    def is_host_call(self) -> bool:
+        """Whether this is a Python function that the host calls. It is no part of any program."""
+        return is_host_call(self.eqn)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The roles without their suffixes."""
+        return {role.partition(":")[0] for role in self.roles}
+
+    @property
+    def placements(self) -> set[Placement]:
+        """Where it runs: several placements if it is an opened loop."""
+        if self.loop is not None:
+            return {p for node in self.loop.nodes for p in node.placements}
+        return {self.placement} if self.placement else set()
+
+    @property
+    def title(self) -> str:
+        """The names of its fragments without nested ones, joined."""
+        return "+".join(fragments_in(self.eqn, nested=False)[0])
+
+    def __str__(self) -> str:
+        what = self.title or self.eqn.primitive.name
+        if self.loop is not None:
+            return f"loop x{self.loop.length} ({what})"
+        return f"{what} @ {self.placement.name}" if self.placement else f"glue {what}"
+
+
+@dataclass(eq=False)
+class Region:
+    """A sequence of nodes that runs `length` times: the training iteration itself, or the body of an opened loop.
+
+    Attributes:
+      consts: variables with the same value in every repetition.
+      carry: variables with the values of `next_carry` in the previous repetition.
+      xs: variables with one row of a stacked array in each repetition.
+      nodes: the nodes, in program order.
+      next_carry: the carry of the next repetition, one value for each variable of `carry`.
+      results: the rows that a repetition adds to the stacked results; for the iteration itself, the metrics.
+      length: number of repetitions.
+      reverse: whether the rows of `xs` and `results` are visited from the last to the first.
+    """
+
+    consts: list[Var]
+    carry: list[Var]
+    xs: list[Var]
+    nodes: list[Node]
+    next_carry: list[Atom]
+    results: list[Atom]
+    length: int = 1
+    reverse: bool = False
+
+    @property
+    def inputs(self) -> list[Var]:
+        """The variables defined outside, in the order of a scan's operands."""
+        return [*self.consts, *self.carry, *self.xs]
+
+    @property
+    def producers(self) -> dict[Var, Node]:
+        """The node that makes each variable."""
+        return {v: node for node in self.nodes for v in node.eqn.outvars}
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __str__(self) -> str:
+        def lines(region: Region, indent: str) -> Iterator[str]:
+            for node in region.nodes:
+                yield f"{indent}{node}"
+                if node.loop is not None:
+                    yield from lines(node.loop, indent + "  ")
+
+        return "\n".join(lines(self, ""))
+
+
+Measured: TypeAlias = tuple[Var, Var, Var]
+"""Three scalars: whether a codec holds a value, the value's smallest element, and its largest."""
+
+
+@dataclass(eq=False)
+class Graph:
+    """The fragmented dataflow graph of a training iteration.
+
+    Attributes:
+      region: the iteration. Its carry is the training state, followed by the registers of delayed leaves.
+      constants: the values of `region.consts`, which the traced function captured.
+      labels: readable names of variables, also in loops; the pytree path if there is one.
+      axes: logical axes of the carry.
+      delayed: positions in the carry of the leaves that have registers.
+      registers: where the registers are kept.
+      checks: the checks of values that a codec might not hold, each with the three scalars that it reads.
+      packed: the variables that carry packed values.
+    """
+
+    region: Region
+    constants: dict[Var, object]
+    labels: dict[Var, str]
+    axes: list[PartitionSpec]
+    delayed: list[int] = field(default_factory=list)
+    registers: dict[Var, list[Placement]] = field(default_factory=dict)
+    checks: list[tuple[Check, Measured]] = field(default_factory=list)
+    packed: dict[Var, Packed] = field(default_factory=dict)
+
+    @property
+    def placements(self) -> set[Placement]:
+        """The placements that the fragments use."""
+        return {p for node in self.region.nodes for p in node.placements}
+
+    @property
+    def host_calls(self) -> list[str]:
+        """The names of the Python functions that the host calls."""
+
+        def names(region: Region) -> Iterator[str]:
+            for node in region:
+                if node.is_host_call:
+                    yield node.title
+                if node.loop is not None:
+                    yield from names(node.loop)
+
+        return list(dict.fromkeys(names(self.region)))
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.region)
+
+    def __str__(self) -> str:
+        return str(self.region)
+
+
+def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
+    """Finds the nodes that lead to some atoms.
+
+    Args:
+      producers: the node that makes each variable.
+      atoms: the atoms.
+      follow: whether to go on from a variable to the node that makes it.
+
+    Returns:
+      The nodes, each after those that it reads.
+    """
+    found: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[Atom | Node] = list(atoms)
+    while stack:
+        top = stack.pop()
+        if isinstance(top, Node):
+            found.append(top)
+        elif isinstance(top, Var) and top in producers and producers[top] not in seen and follow(top, producers[top]):
+            seen.add(producers[top])
+            stack += [producers[top], *producers[top].eqn.invars]
+    return found
+
+
+def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The fragments in an equation.
+
+    Args:
+      eqn: the equation.
+      nested: whether to include fragments inside other fragments.
+
+    Returns:
+      Their names, in order of appearance, and their roles.
+    """
+    names: dict[str, None] = {}
+    roles: set[str] = set()
+    seen: set[int] = set()
+
+    def visit(e: JaxprEqn) -> None:
+        if is_fragment(e):
+            names[e.params["name"]] = None
+            roles.add(e.params["role"])
+            if not nested:
+                return
+        for sub in sub_jaxprs(e):
+            if id(sub) not in seen:
+                seen.add(id(sub))
+                for inner in sub.eqns:
+                    visit(inner)
+
+    visit(eqn)
+    return tuple(names), frozenset(roles)

@@ -1,0 +1,267 @@
+"""Traces a training iteration, and checks it before anything compiles."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from msrl_jax._compat import ClosedJaxpr, ShapedArray
+from msrl_jax.fragments.runtime.program_key import computation_key
+
+PyTree = Any
+
+# The number of iterations within which the weak types of a state must settle.
+_MOST_CHANGES = 8
+
+
+def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state.
+
+    Args:
+      leaf: an array, a number, or a `jax.ShapeDtypeStruct`.
+      name: its path, for errors.
+
+    Returns:
+      The struct. Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
+
+    Raises:
+      TypeError: if the leaf is not an array, or is a mutable reference.
+      OverflowError: if it is a Python integer that does not fit.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=bool(leaf.weak_type))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__}, not an array. Every leaf of a training state is an array: "
+            "close over Python objects in the iteration, or convert numbers with jnp.asarray"
+        ) from None
+    except OverflowError as error:
+        raise OverflowError(f"{name}: {error}; use a smaller number, or jax_enable_x64") from None
+    if not isinstance(aval, ShapedArray):
+        raise TypeError(
+            f"{name} is a mutable reference ({aval}). A training iteration is pure: pass the array itself "
+            "(ref[...]) and return its next value"
+        )
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
+    """Shapes, dtypes, weak types and readable paths of a state's leaves.
+
+    Args:
+      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
+
+    Returns:
+      One struct and one path for each leaf.
+
+    Raises:
+      TypeError: if a leaf is not an array, or is a mutable reference; names its path.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    paths = ["state" + jax.tree_util.keystr(path) for path, _ in leaves]
+    return [leaf_aval(leaf, name) for (_, leaf), name in zip(leaves, paths, strict=True)], paths
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced iteration.
+
+    Attributes:
+      jaxpr: its inputs are the state's leaves, its outputs the next state's and the metrics'.
+      metrics: the metrics' structure.
+      trace_again: traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure.
+    """
+
+    jaxpr: ClosedJaxpr
+    metrics: Any
+    trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
+
+    def computes_the_same(self, weak: Sequence[bool]) -> bool:
+        """Whether iterations from leaves of these weak types compute the same values as the traced one.
+
+        `jax.jit` traces again for other weak types, and may then compute something else.
+
+        Args:
+          weak: whether each leaf of a state has a weak type.
+
+        Returns:
+          Whether the values are the same.
+        """
+        wanted, seen = computation_key(self.jaxpr), {_weak(self.jaxpr.in_avals)}
+        while tuple(weak) not in seen:
+            seen.add(tuple(weak))
+            closed, _ = self.trace_again(weak)
+            if computation_key(closed) != wanted or len(seen) > _MOST_CHANGES:
+                return False
+            weak = _weak(closed.out_avals[: len(weak)])
+        return True
+
+
+def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
+    """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
+
+    The trace is for the weak types on which the state's leaves settle. `jax.jit` ends up with the same trace.
+
+    Args:
+      iteration: pure function `state -> (state, metrics)`.
+      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
+
+    Returns:
+      The trace.
+
+    Raises:
+      TypeError: if the result is not a pair; if the next state differs in structure, shape or dtype; or if it differs in
+        weak types so that later iterations would compute something else than the first. Names the leaf.
+    """
+    avals, paths = state_avals(state)
+    tree = jax.tree.structure(state)
+
+    def flat(*leaves: Any) -> tuple[Any, Any]:
+        result = iteration(jax.tree.unflatten(tree, leaves))
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                f"the iteration returned {type(result).__name__}, not a pair (state, metrics); "
+                "return (state, {}) if it has no metrics"
+            )
+        return result
+
+    def trace_again(weak: Sequence[bool]) -> tuple[ClosedJaxpr, Any]:
+        typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=w) for a, w in zip(avals, weak, strict=True)]
+        closed, (_, metrics) = jax.make_jaxpr(flat, return_shape=True)(*typed)
+        return closed, jax.tree.structure(metrics)
+
+    closed, (after, metrics) = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    _check_same_structure(state, tree, after)
+    after_leaves = jax.tree.leaves(after)
+    for path, before, now in zip(paths, avals, after_leaves, strict=True):
+        if before.shape != now.shape or before.dtype != now.dtype:
+            raise TypeError(
+                f"the iteration changes {path} from {_short(before)} to {_short(now)}; the next state must have the "
+                "shapes and dtypes of the state it was given"
+            )
+    return _steady(Traced(closed, jax.tree.structure(metrics), trace_again), paths)
+
+
+def _weak(avals: Sequence[Any]) -> tuple[bool, ...]:
+    return tuple(bool(a.weak_type) for a in avals)
+
+
+def _steady(traced: Traced, paths: Sequence[str]) -> Traced:
+    """The trace for the weak types on which the state settles, if all iterations compute the same values."""
+    seen: set[tuple[bool, ...]] = set()
+    while True:  # ends, because weak types repeat, or are new at most _MOST_CHANGES times
+        before, after = _weak(traced.jaxpr.in_avals), _weak(traced.jaxpr.out_avals[: len(paths)])
+        seen.add(before)
+        if after in seen:
+            return traced
+        closed, metrics = traced.trace_again(after)
+        if len(seen) > _MOST_CHANGES or computation_key(closed) != computation_key(traced.jaxpr):
+            break
+        traced = Traced(closed, metrics, traced.trace_again)
+    i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+    was, becomes = ("weak", "strong") if before[i] else ("strong", "weak")
+    aval = traced.jaxpr.in_avals[i]
+    raise TypeError(
+        f"the iteration changes {paths[i]} from {was} to {becomes} {_short(aval)}, and computes different values for the two: "
+        "jax.jit would promote dtypes differently in the first iteration than in the next. Give the dtype where the "
+        f"state is made and where the iteration returns it, as in jnp.asarray(x, jnp.{aval.dtype})"
+    )
+
+
+def _short(aval: Any) -> str:
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _check_same_structure(state: PyTree, tree: Any, after: PyTree) -> None:
+    if jax.tree.structure(after) == tree:
+        return
+    was = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)}
+    now = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(after)}
+    if missing := sorted(was - now):
+        raise TypeError(f"the iteration returns a state without {_list(missing)}; return every leaf that it was given")
+    if extra := sorted(now - was):
+        raise TypeError(f"the iteration returns a state with {_list(extra)}, which the state it was given lacks")
+    raise TypeError(
+        f"the iteration returns a state of another type: it was given {tree} and returned {jax.tree.structure(after)}"
+    )
+
+
+def _list(paths: list[str]) -> str:
+    shown = ", ".join("state" + p for p in paths[:3])
+    return shown + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
+    """The logical axes of every leaf of a state.
+
+    Args:
+      state: the state.
+      axes: a prefix of its tree with PartitionSpecs of logical axis names; None means `PartitionSpec()`.
+
+    Returns:
+      One PartitionSpec for each leaf.
+
+    Raises:
+      ValueError: if `axes` is not a prefix of the state, names more dimensions than a leaf has, or holds other than names.
+    """
+
+    def is_spec(x: Any) -> bool:
+        return x is None or isinstance(x, PartitionSpec)
+
+    for path, spec in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_spec):
+        if not is_spec(spec):
+            raise ValueError(
+                f"axes{jax.tree_util.keystr(path)} is {spec!r}; give a jax.sharding.PartitionSpec of logical axis names, "
+                'such as PartitionSpec("env"), or None'
+            )
+    try:
+        specs = jax.tree.map(
+            lambda spec, sub: jax.tree.map(lambda _: spec or PartitionSpec(), sub), axes, state, is_leaf=is_spec
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"`axes` does not match the state: {error}. Give a prefix of the state's tree, such as "
+            "type(state)(params=P(), env_state=P('env'), ...)"
+        ) from None
+    found = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    avals, paths = state_avals(state)
+    for spec, aval, path in zip(found, avals, paths, strict=True):
+        if wrong := [e for entry in spec for e in (entry if isinstance(entry, tuple) else (entry,)) if not _names_axis(e)]:
+            raise ValueError(
+                f"axes of {path} hold {wrong[0]!r}; name logical axes by text, such as 'env', in the order of the dimensions"
+            )
+        if len(spec) > len(aval.shape):
+            raise ValueError(
+                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; "
+                "name at most as many as it has"
+            )
+    return found
+
+
+def _names_axis(entry: Any) -> bool:
+    return entry is None or isinstance(entry, str)
+
+
+def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:
+    """The leaves that carry each logical axis.
+
+    Args:
+      state: the state.
+      specs: logical axes of its leaves.
+
+    Returns:
+      Axis -> pairs of a leaf's path and its size along that axis.
+    """
+    found: dict[str, list[tuple[str, int]]] = {}
+    for spec, aval, path in zip(specs, *state_avals(state), strict=True):
+        for entry, size in zip(spec, aval.shape, strict=False):
+            for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
+                found.setdefault(axis, []).append((path, int(size)))
+    return found

@@ -1,0 +1,338 @@
+"""The instruction list: plain data that a person can read, a test can assert and the runtime executes."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from msrl_jax._compat import ClosedJaxpr, ShapedArray
+from msrl_jax.codecs import Codec
+from msrl_jax.fragments.graph.host import HostFunction
+from msrl_jax.fragments.placement import Edge, Placement
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A value that a codec packs into one or more arrays while it crosses.
+
+    Attributes:
+      label: the value's name.
+      aval: its shape and dtype, unpacked.
+      codec: the name of the codec.
+      edge: the layout's entry that declares the codec.
+    """
+
+    label: str
+    aval: ShapedArray
+    codec: str
+    edge: Edge
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """Stops a run if a codec cannot hold a value.
+
+    Attributes:
+      label: the value's name.
+      codec: the codec that packs it.
+      edge: names of the placements that send and receive it, for the message.
+    """
+
+    label: str
+    codec: Codec
+    edge: str
+
+    def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+        """Raises if a value was lost.
+
+        Args:
+          ok: whether the codec held the values of each iteration. `[N]`
+          low: their minimum. `[N]`
+          high: their maximum. `[N]`
+
+        Raises:
+          ValueError: naming the value, its range and the codec's promise.
+        """
+        if not ok.all():
+            lost = ~ok
+            raise ValueError(
+                f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
+                f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
+                "Pack it with another codec, or pack only other values by name: {'state.obs': 'uint8'} instead of 'uint8'"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """An array at one placement.
+
+    Attributes:
+      index: its number, unique in a program.
+      aval: shape and dtype.
+      placement: where it is.
+      label: a readable name: the path of a state leaf, or the fragment that makes it.
+      packed: the packed value that the array belongs to, if a codec made it.
+    """
+
+    index: int
+    aval: ShapedArray
+    placement: Placement
+    label: str
+    packed: Packed | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one copy of the array."""
+        return self.aval.size * self.aval.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"%{self.index}:{self.aval.str_short()}@{self.placement.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Runs one XLA program.
+
+    Attributes:
+      name: the names of its fragments, joined.
+      placement: where it runs.
+      jaxpr: maps `inputs` to `outputs`, followed by the rows that `writes` stores.
+      inputs: arguments.
+      outputs: results.
+      rows: positions of stacked inputs; the program reads their row `index`.
+      writes: pairs of a buffer and the updated buffer; the program writes its last results to row `index` of these.
+      index: number of the current row, if the program is part of a loop and needs it.
+      donated: positions of inputs whose memory the results may reuse, because nobody reads them later.
+      fragments: names of the fragments in it.
+      roles: their roles.
+    """
+
+    name: str
+    placement: Placement
+    jaxpr: ClosedJaxpr
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    rows: tuple[int, ...] = ()
+    writes: tuple[tuple[Value, Value], ...] = ()
+    index: Value | None = None
+    donated: tuple[int, ...] = ()
+    fragments: tuple[str, ...] = ()
+    roles: frozenset[str] = frozenset()
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return [*self.inputs, *(b for b, _ in self.writes)]
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return [*self.outputs, *(b for _, b in self.writes)]
+
+    def __str__(self) -> str:
+        args = [
+            ("donate " if i in self.donated else "") + str(v) + ("[i]" if i in self.rows else "")
+            for i, v in enumerate(self.inputs)
+        ]
+        outs = [*map(str, self.outputs), *(f"{b}[i]" for _, b in self.writes)]
+        return f"run  {self.name} @ {self.placement.name} ({', '.join(args)}) -> {', '.join(outs)}"
+
+
+@dataclass(frozen=True, eq=False)
+class HostCall:
+    """Calls a Python function with NumPy arrays.
+
+    Attributes:
+      name: the name of its fragment.
+      placement: the CPU device of its arguments and results.
+      function: the function.
+      inputs: arguments.
+      outputs: results.
+    """
+
+    name: str
+    placement: Placement
+    function: HostFunction
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return list(dict.fromkeys(self.inputs))
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return list(self.outputs)
+
+    def __str__(self) -> str:
+        return f"call {self.name}({', '.join(map(str, self.inputs))}) -> {', '.join(map(str, self.outputs))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Transfers values to another placement together, or copies them if the placement is the same.
+
+    Attributes:
+      sources: the values.
+      results: the same values at the other placement.
+    """
+
+    sources: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return list(self.sources)
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return list(self.results)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the values stay at their placement."""
+        return self.sources[0].placement.mesh == self.results[0].placement.mesh
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether the placements have a device in common; a transfer could then share the source's memory."""
+        return not set(self.sources[0].placement.devices).isdisjoint(self.results[0].placement.devices)
+
+    @property
+    def processes(self) -> set[int]:
+        """The processes that own a device of a placement."""
+        return {d.process_index for v in (self.sources[0], self.results[0]) for d in v.placement.devices}
+
+    def __str__(self) -> str:
+        pairs = ", ".join(f"{s} -> {r}" for s, r in zip(self.sources, self.results, strict=True))
+        return f"{'copy' if self.is_copy else 'move'} {pairs}"
+
+
+@dataclass(frozen=True, eq=False)
+class Alloc:
+    """Allocates the buffers that a loop writes its stacked results to."""
+
+    results: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return []
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return list(self.results)
+
+    def __str__(self) -> str:
+        return f"alloc {', '.join(map(str, self.results))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Free:
+    """Frees values that nobody reads any more."""
+
+    values: tuple[Value, ...]
+
+    def reads(self) -> list[Value]:
+        """Every value it reads."""
+        return []
+
+    def makes(self) -> list[Value]:
+        """Every value it makes."""
+        return []
+
+    def __str__(self) -> str:
+        return f"free {', '.join(f'%{v.index}' for v in self.values)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """A value that a loop carries.
+
+    Attributes:
+      init: its value before the loop.
+      enter: its value at the start of the body.
+      leave: its value at the end of the body.
+      result: its value after the loop.
+    """
+
+    init: Value
+    enter: Value
+    leave: Value
+    result: Value
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """Runs its body `length` times, driven by the host.
+
+    Attributes:
+      length: number of repetitions.
+      reverse: whether rows are visited from the last to the first.
+      carry: values that change between repetitions, buffers of stacked results included.
+      consts: outer values that the body reads, stacked inputs included.
+      indices: the row number at each placement that needs it.
+      body: the instructions.
+    """
+
+    length: int
+    reverse: bool
+    carry: tuple[Carry, ...]
+    consts: tuple[Value, ...]
+    indices: tuple[Value, ...]
+    body: tuple["Instruction", ...]
+
+    def reads(self) -> list[Value]:
+        """Every outer value that it reads."""
+        return [*(c.init for c in self.carry), *self.consts]
+
+    def makes(self) -> list[Value]:
+        """Every value that it makes for outer instructions."""
+        return [c.result for c in self.carry]
+
+    def __str__(self) -> str:
+        carried = ", ".join(f"{c.enter} = {c.init} | {c.leave}" for c in self.carry)
+        body = "\n".join("    " + line for i in self.body for line in str(i).splitlines())
+        return f"loop x{self.length}{' reversed' if self.reverse else ''} ({carried})\n{body}"
+
+
+Instruction: TypeAlias = Run | HostCall | Move | Alloc | Free | Loop
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The instructions of one training iteration.
+
+    Attributes:
+      inputs: the copies of each state leaf, the canonical one first; registers follow the leaves.
+      body: the instructions.
+      outputs: the next state, laid out as `inputs`.
+      metrics: the metrics' leaves.
+      checks: the checks of packed values, each with three scalars: whether the codec held the value, its smallest element
+        and its largest.
+      constants: the program's constant arrays: literals, and arrays that the traced function captured.
+    """
+
+    inputs: tuple[tuple[Value, ...], ...]
+    body: tuple[Instruction, ...]
+    outputs: tuple[tuple[Value, ...], ...]
+    metrics: tuple[Value, ...]
+    checks: tuple[tuple[Check, tuple[Value, Value, Value]], ...] = ()
+    constants: dict[Value, object] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(str(i) for i in self.body)
+
+
+def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
+    """Lists every instruction, also in loops, with its number of executions per iteration.
+
+    Args:
+      instructions: the instructions.
+      times: number of executions of these.
+
+    Yields:
+      Pairs (instruction, times), in program order.
+    """
+    for i in instructions:
+        yield i, times
+        if isinstance(i, Loop):
+            yield from walk(i.body, times * i.length)

@@ -1,0 +1,134 @@
+"""Lifetimes: reuses or frees the memory of each value after its last reader, and adds the copies that this needs."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value, walk
+
+
+def settle(schedule: Schedule) -> Schedule:
+    """Adds donations, copies and frees.
+
+    A buffer belongs to one carried value at a time, so that a program may overwrite it. A copy is added where two carried
+    values would share a buffer, or where a loop would consume an outer buffer.
+
+    Args:
+      schedule: the instructions, without donations, copies and frees.
+
+    Returns:
+      The schedule with them. Its outputs and metrics refer to the copies of values that had to be copied.
+    """
+    made = [v for i, _ in walk(schedule.body) for v in i.makes()]
+    loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]
+    inside = [v for loop in loops for v in (*loop.indices, *(v for c in loop.carry for v in (c.enter, c.leave)))]
+    known = [*made, *inside, *schedule.constants, *(v for copies in schedule.inputs for v in copies)]
+    numbers = itertools.count(1 + max((v.index for v in known), default=0))
+
+    def copy_of(v: Value) -> Value:
+        return Value(next(numbers), v.aval, v.placement, v.label)
+
+    carried = {v for copies in schedule.inputs for v in copies}
+    leaves = [v for copies in schedule.outputs for v in copies]
+    measured = [v for _, scalars in schedule.checks for v in scalars]
+    body, leaves, later = _settle(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
+    leaf, rest = iter(leaves), iter(later)
+    outputs = tuple(tuple(next(leaf) for _ in copies) for copies in schedule.outputs)
+    metrics = tuple(next(rest) for _ in schedule.metrics)
+    checks = tuple((check, (next(rest), next(rest), next(rest))) for check, _ in schedule.checks)
+    return replace(schedule, body=body, outputs=outputs, metrics=metrics, checks=checks)
+
+
+def _settle(
+    instructions: Sequence[Instruction],
+    carried: set[Value],
+    leaves: Sequence[Value],
+    read_later: Sequence[Value],
+    copy_of: Callable[[Value], Value],
+) -> tuple[tuple[Instruction, ...], list[Value], list[Value]]:
+    """Settles a sequence of instructions, and the bodies of its loops.
+
+    `carried` are the values of the previous repetition, which the instructions may consume. `leaves` are the values for the
+    next repetition, `read_later` the values that are read afterwards; both are returned with copies in place of copied values.
+    """
+    instructions = [_settle_loop(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
+    owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
+    tail: list[Instruction] = []
+
+    def copied(values: Sequence[Value], into: list[Instruction]) -> list[Value]:
+        results = [copy_of(v) for v in values]
+        for source, result in zip(values, results, strict=True):
+            into.append(Move((source,), (result,)))
+        return results
+
+    taken: set[Value] = set()
+    left: list[Value] = []
+    for v in leaves:
+        if v in taken or v not in owned:
+            (v,) = copied([v], tail)
+        taken.add(v)
+        left.append(v)
+    later: list[Value] = []
+    for v in read_later:
+        if v in taken:
+            (v,) = copied([v], tail)
+        later.append(v)
+
+    live = {*left, *later}
+    done: list[Instruction] = []
+    for i in reversed([*instructions, *tail]):
+        consumed: set[Value] = set()
+        before: list[Instruction] = []
+        if isinstance(i, Loop):
+            i, before, consumed = _give(i, live, owned, copied)
+        elif isinstance(i, Run):
+            i = replace(i, donated=_donated(i, live, owned))
+            consumed = {i.inputs[k] for k in i.donated} | {b for b, _ in i.writes}
+        dead = {v for v in [*i.reads(), *i.makes()] if v in owned and v not in live and v not in consumed}
+        if dead:
+            done.append(Free(tuple(sorted(dead, key=lambda v: v.index))))
+        done.append(i)
+        live -= set(i.makes())
+        live |= set(i.reads())
+        for c in reversed(before):
+            done.append(c)
+            live -= set(c.makes())
+            live |= set(c.reads())
+    return tuple(reversed(done)), left, later
+
+
+def _settle_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
+    leaves = [c.leave for c in loop.carry]
+    body, leaves, _ = _settle(loop.body, {c.enter for c in loop.carry}, leaves, [], copy_of)
+    carry = tuple(replace(c, leave=leave) for c, leave in zip(loop.carry, leaves, strict=True))
+    return replace(loop, body=body, carry=carry)
+
+
+def _give(
+    loop: Loop, live: set[Value], owned: set[Value], copied: Callable[[Sequence[Value], list[Instruction]], list[Value]]
+) -> tuple[Loop, list[Instruction], set[Value]]:
+    """Copies the initial values that a loop may not consume."""
+    before: list[Instruction] = []
+    given: set[Value] = set()
+    carry: list[Carry] = []
+    for c in loop.carry:
+        init = c.init
+        if init in live or init not in owned or init in loop.consts or init in given:
+            (init,) = copied([init], before)
+        given.add(init)
+        carry.append(Carry(init, c.enter, c.leave, c.result))
+    return replace(loop, carry=tuple(carry)), before, given
+
+
+def _donated(run: Run, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
+    """Positions of inputs that nobody reads later and whose memory a result can take."""
+    room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
+    uses = Counter(run.reads())
+    found = []
+    for k, v in enumerate(run.inputs):
+        kind = (v.aval.shape, v.aval.dtype)
+        if v in owned and v not in live and uses[v] == 1 and k not in run.rows and room[kind] > 0:
+            room[kind] -= 1
+            found.append(k)
+    return tuple(found)

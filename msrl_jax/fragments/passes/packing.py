@@ -1,0 +1,202 @@
+"""Packing: packs values that cross between placements, with the codecs that the layout declares.
+
+The program that makes a value packs it, the program that reads it unpacks it, and the Move between them carries the packed
+form. If a codec does not hold every value, the program checks the values, and the run stops with an error.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
+from msrl_jax._spelling import suggestion
+from msrl_jax.codecs import Codec, get
+from msrl_jax.fragments.graph.build import inlined
+from msrl_jax.fragments.graph.nodes import Graph, Measured, Node, Region
+from msrl_jax.fragments.passes.instructions import Check, Packed
+from msrl_jax.fragments.passes.partition import Partition
+from msrl_jax.fragments.placement import Edge, Layout, Placement
+
+
+def check_codecs(layout: Layout) -> None:
+    """Checks the codecs of a layout.
+
+    Args:
+      layout: the placements, with the codecs of the edges between them.
+
+    Raises:
+      ValueError: if a codec is unknown, or declared between placements that do not exist.
+    """
+    names = [p.name for p in layout.placements]
+    for edge in layout.codecs:
+        get(edge.codec)
+        for name in (edge.source, edge.destination):
+            if name not in names:
+                raise ValueError(
+                    f"{layout.policy} declares a codec from {edge.source!r} to {edge.destination!r}, but has no placement "
+                    f"{name!r}: it has {', '.join(names)}"
+                )
+
+
+def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
+    """The codecs of a layout that pack nothing although their placements differ."""
+    meshes = {p.name: p.mesh for p in layout.placements}
+    used = [packed.edge for packed in graph.packed.values()]
+    return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used]
+
+
+def check_codec_names(graph: Graph, layout: Layout) -> None:
+    """Checks that every codec for values with a text in their names matches a value.
+
+    Args:
+      graph: the iteration.
+      layout: the placements, with the codecs of the edges between them.
+
+    Raises:
+      ValueError: if no value of the iteration has the text in its name.
+    """
+    names = sorted({label for label in graph.labels.values() if label})
+    for edge in layout.codecs:
+        if not any(edge.only in name for name in names):
+            near = suggestion(edge.only, names)
+            raise ValueError(
+                f"{layout.policy} packs values named {edge.only!r} from {edge.source!r} to {edge.destination!r}, but the "
+                f"iteration has no such value{near}. program.explain() shows the names"
+            )
+
+
+def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
+    """Packs values that cross placements and are not packed yet; changes the graph in place.
+
+    If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. So call this again, on a
+    new partition, until it changes nothing. That ends, because each change packs one more of finitely many values.
+
+    Args:
+      part: the graph's partition.
+      graph: the iteration.
+      layout: the placements, with the codecs of the edges between them.
+
+    Returns:
+      Whether anything changed.
+    """
+    if not layout.codecs:
+        return False
+    before = len(graph.packed)
+    packer = _Packer(part, graph, layout)
+    packer.run()
+    graph.checks += packer.checks
+    return len(graph.packed) > before
+
+
+class _Packer:
+    """Packs one region; `decoded` holds the unpacked variable at each placement."""
+
+    def __init__(self, part: Partition, graph: Graph, layout: Layout):
+        self.part, self.graph, self.layout = part, graph, layout
+        self.nodes: list[Node] = []
+        self.decoded: dict[tuple[Var, Placement], Var] = {}
+        self.checks: list[tuple[Check, Measured]] = []
+
+    def run(self) -> None:
+        region = self.part.region
+        places = {n: g.placement for g in self.part.groups for n in g.nodes}
+        for node in region.nodes:
+            if node.loop is not None:
+                self.loop(node, node.loop)
+            elif (at := places.get(node)) is not None:
+                node.eqn = node.eqn.replace(invars=[self.crossing(a, [at]) for a in node.eqn.invars])
+            self.nodes.append(node)
+        pairs = zip(region.next_carry, self.part.homes, strict=True)
+        region.next_carry[:] = [self.crossing(atom, homes) for atom, homes in pairs]
+        region.nodes[:] = self.nodes
+
+    def crossing(self, atom: Atom, readers: Sequence[Placement]) -> Atom:
+        """The atom that `readers` read; the unpacked value if it crosses to all of them over an edge with a codec."""
+        made = self.part.made_at.get(atom) if isinstance(atom, Var) else None
+        if not made or not readers or not isinstance(atom, Var) or atom in self.graph.packed:
+            return atom
+        to = readers[0]
+        if (atom, to) in self.decoded and len(readers) == 1:
+            return self.decoded[atom, to]
+        if any(r.mesh != to.mesh for r in readers) or any(p.mesh == to.mesh for p in made):
+            return atom
+        label = self.graph.labels.get(atom, "")
+        for edge in self.layout.codecs:
+            codec = get(edge.codec)
+            if edge.matches(made[0].name, to.name, label) and codec.takes(aval(atom)):
+                if (atom, to) not in self.decoded:
+                    self.decoded[atom, to] = self.pack(atom, made[0], to, codec, edge)
+                return self.decoded[atom, to]
+        return atom
+
+    def pack(self, var: Var, source: Placement, to: Placement, codec: Codec, edge: Edge) -> Var:
+        shape, label = aval(var), self.graph.labels.get(var, "")
+        sent, tree = self.call(codec.encode, [var], source, f"{label} as {codec.name}")
+        (result,), _ = self.call(lambda *xs: codec.decode(jax.tree.unflatten(tree, xs), shape), sent, to, label)
+        self.graph.packed.update(dict.fromkeys(sent, Packed(label, shape, codec.name, edge)))
+        if codec.holds is not None:
+            holds = codec.holds
+
+            def measure(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+                return holds(x), x.min().astype(jnp.float32), x.max().astype(jnp.float32)
+
+            (ok, low, high), _ = self.call(measure, [var], source, f"range of {label}")
+            self.checks.append((Check(label, codec, f"from {source.name!r} to {to.name!r}"), (ok, low, high)))
+        return result
+
+    def call(self, fn: Callable[..., Any], args: Sequence[Var], at: Placement, label: str) -> tuple[list[Var], Any]:
+        """Appends a function as nodes at a placement; returns its result variables and their tree."""
+        kinds = [jax.ShapeDtypeStruct(aval(a).shape, aval(a).dtype) for a in args]
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*kinds)
+        outs = inlined(closed, args, at, self.nodes)
+        self.graph.labels.update(dict.fromkeys(outs, label))
+        return outs, jax.tree.structure(shape)
+
+    def loop(self, node: Node, region: Region) -> None:
+        """Packs values that cross into a loop before the loop, and values that cross inside it in its body."""
+        inner = self.part.loops[node]
+        homes = dict(zip(region.carry, inner.homes, strict=True))
+        reads = [homes[v] if v in homes else inner.needed_at[v] for v in region.inputs]
+        pairs = zip(node.eqn.invars, reads, strict=True)
+        node.eqn = node.eqn.replace(invars=[self.crossing(a, at) for a, at in pairs])
+        inside = _Packer(inner, self.graph, self.layout)
+        inside.run()
+        self.stack(node, region, inside.decoded)
+        self.checks += [(check, self.over_times(measured, node, region)) for check, measured in inside.checks]
+
+    def stack(self, node: Node, region: Region, decoded: Mapping[tuple[Var, Placement], Var]) -> None:
+        """Stacks rows at the placement where a loop has unpacked them, so that the stack need not cross too."""
+        outvars = list(node.eqn.outvars)
+        stacks = outvars[len(region.carry) :]
+        for row, stacked in list(zip(region.results, stacks, strict=True)):
+            for (var, at), unpacked in decoded.items():
+                if var is row and not is_dropped(stacked):
+                    self.decoded[stacked, at] = fresh(stacked)
+                    self.graph.labels[self.decoded[stacked, at]] = self.graph.labels.get(stacked, "")
+                    region.results.append(unpacked)
+                    outvars.append(self.decoded[stacked, at])
+        node.eqn = node.eqn.replace(outvars=outvars)
+
+    def over_times(self, measured: Measured, node: Node, region: Region) -> Measured:
+        """Combines the scalars of a check over all repetitions of a loop, in values that the loop carries."""
+        starts = [np.bool_(True), np.float32(np.inf), np.float32(-np.inf)]
+        folds = [jnp.logical_and, jnp.minimum, jnp.maximum]
+        (source,) = {n.placement for n in region.nodes if measured[0] in n.eqn.outvars}
+        assert source is not None
+        results: list[Var] = []
+        for start, fold, now in zip(starts, folds, measured, strict=True):
+            enter, result = fresh(now), fresh(now)
+            (leave,) = inlined(jax.make_jaxpr(fold)(start, start), [enter, now], source, region.nodes)
+            at = len(region.carry)
+            region.carry.append(enter)
+            region.next_carry.append(leave)
+            invars, outvars = list(node.eqn.invars), list(node.eqn.outvars)
+            invars.insert(len(region.consts) + at, Literal(start, aval(now)))
+            outvars.insert(at, result)
+            node.eqn = node.eqn.replace(invars=invars, outvars=outvars)
+            results.append(result)
+        ok, low, high = results
+        return ok, low, high

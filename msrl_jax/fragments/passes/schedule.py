@@ -1,0 +1,298 @@
+"""Scheduling: turns a partition into the instruction list, with one Move per value and destination."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from msrl_jax._compat import Atom, Literal, ShapedArray, Var, aval, make_jaxpr_of
+from msrl_jax.fragments.graph.nodes import Graph, Node
+from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Packed, Run, Schedule, Value
+from msrl_jax.fragments.passes.partition import Group, Partition
+from msrl_jax.fragments.placement import Placement
+
+
+def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
+    """Turns the partition of a training iteration into instructions, still without donations, copies and frees.
+
+    Args:
+      part: the graph's partition.
+      graph: the iteration.
+      default: the placement of literals that no program reads.
+
+    Returns:
+      The schedule.
+    """
+    region, names = graph.region, _Names(graph.labels, graph.packed)
+    emit = _Emitter(part, names, default)
+    scalars = [v for _, measured in graph.checks for v in measured]
+    emit.read_later([*region.results, *scalars])
+    inputs: list[tuple[Value, ...]] = []
+    for var, homes in zip(region.carry, part.homes, strict=True):
+        inputs.append(tuple(emit.define(var, p) for p in homes))
+    for var in region.consts:
+        for p in part.needed_at[var]:
+            if (var, p.mesh) not in emit.table:
+                names.constants[emit.define(var, p)] = graph.constants[var]
+    emit.groups()
+    pairs = zip(region.next_carry, part.homes, strict=True)
+    outputs = tuple(tuple(emit.at(a, p) for p in homes) for a, homes in pairs)
+    metrics = tuple(emit.anywhere(a) for a in region.results)
+    at = emit.anywhere
+    checks = tuple((check, (at(ok), at(low), at(high))) for check, (ok, low, high) in graph.checks)
+    emit.flush()
+    return Schedule(tuple(inputs), tuple(emit.out), outputs, metrics, checks, names.constants)
+
+
+class _Names:
+    """Numbers values, and keeps the constants of the whole program."""
+
+    def __init__(self, labels: Mapping[Var, str], packed: Mapping[Var, Packed]):
+        self.labels, self.packed = labels, packed
+        self.constants: dict[Value, object] = {}
+        self._literals: dict[tuple[bytes, str, Mesh], Value] = {}
+        self._count = itertools.count()
+
+    def new(self, kind: ShapedArray, placement: Placement, label: str, packed: Packed | None = None) -> Value:
+        return Value(next(self._count), kind, placement, label, packed)
+
+    def literal(self, literal: Literal, placement: Placement) -> Value:
+        key = (np.asarray(literal.val).tobytes(), str(literal.aval), placement.mesh)
+        if key not in self._literals:
+            value = self.new(aval(literal), placement, f"literal {literal.val}")
+            self.constants[value] = np.asarray(literal.val, aval(literal).dtype)
+            self._literals[key] = value
+        return self._literals[key]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A variable that is the current row of a stacked array."""
+
+    stacked: Value
+
+
+class _Emitter:
+    """Emits one region; `table` holds the value of each variable on each mesh."""
+
+    def __init__(self, part: Partition, names: _Names, default: Placement, stacked: Iterable[tuple[Atom, Placement]] = ()):
+        self.part, self.names, self.default = part, names, default
+        self.table: dict[tuple[Var, Mesh], Value | _Row] = {}
+        self.out: list[Instruction] = []
+        self.indices: dict[Mesh, Value] = {}
+        self.writes: dict[tuple[Var, Mesh], list[tuple[Value, Value]]] = {}
+        self._inherited = {*part.region.consts, *part.region.carry, *part.region.xs}
+        self._has_host_calls = any(node.is_host_call for node in part.region.nodes)
+        self._moves: dict[tuple[Mesh, Mesh], list[tuple[Value, Value]]] = {}
+        self._read_from = self._find_readers(stacked)
+
+    def define(self, var: Var, placement: Placement) -> Value:
+        """Names a variable's value at a placement."""
+        value = self.names.new(aval(var), placement, self.names.labels.get(var, ""), self.names.packed.get(var))
+        self.table[var, placement.mesh] = value
+        return value
+
+    def source(self, var: Var, placement: Placement) -> Placement:
+        """The placement that supplies a variable to `placement`: one on the same mesh if that has it, else the first."""
+        made = self.part.made_at.get(var) or self.part.needed_at.get(var) or [placement]
+        return next((p for p in made if p.mesh == placement.mesh), made[0])
+
+    def at(self, atom: Atom, placement: Placement) -> Value:
+        """The value at a placement, moved there if need be."""
+        entry = self.entry(atom, placement)
+        return self.row(entry, placement) if isinstance(entry, _Row) else entry
+
+    def entry(self, atom: Atom, placement: Placement) -> Value | _Row:
+        if isinstance(atom, Literal):
+            return self.names.literal(atom, placement)
+        found = self.table.get((atom, placement.mesh))
+        if found is None:
+            home = self.source(atom, placement)
+            held = self.table[atom, home.mesh]
+            held = self.row(held, home) if isinstance(held, _Row) else held
+            found = self.define(atom, placement)
+            self._moves.setdefault((home.mesh, placement.mesh), []).append((held, found))
+        return found
+
+    def anywhere(self, atom: Atom) -> Value:
+        """The value at the default placement if it is made there, else at another placement that makes it."""
+        if isinstance(atom, Literal):
+            return self.names.literal(atom, self.default)
+        return self.at(atom, self.source(atom, self.default))
+
+    def flush(self) -> None:
+        """Emits the pending moves."""
+        for pairs in self._moves.values():
+            sources, results = zip(*pairs, strict=True)
+            self.out.append(Move(sources, results))
+        self._moves.clear()
+
+    def index(self, placement: Placement) -> Value:
+        if placement.mesh not in self.indices:
+            self.indices[placement.mesh] = self.names.new(ShapedArray((), np.dtype(np.int32)), placement, "row number")
+        return self.indices[placement.mesh]
+
+    def row(self, row: _Row, placement: Placement) -> Value:
+        """Emits a separate program that reads the current row, for readers that cannot read it themselves."""
+        var = Var(row.stacked.aval.update(shape=row.stacked.aval.shape[1:]))
+        value = self.names.new(aval(var), placement, row.stacked.label)
+        self.flush()
+        self.out.append(
+            Run("read row", placement, make_jaxpr_of([], [var], [var], "read row"), (row.stacked,), (value,), (0,),
+                index=self.index(placement))
+        )  # fmt: skip
+        return value
+
+    def groups(self) -> None:
+        """Emits all programs and loops."""
+        for group in self.part.groups:
+            if group.placement is None:
+                self.loop(group)
+            elif group.is_host_call:
+                self.host_call(group.nodes[0], group.placement)
+            else:
+                self.run(group, group.placement)
+
+    def run(self, group: Group, placement: Placement) -> None:
+        eqns = [n.eqn for n in group.nodes]
+        made = dict.fromkeys(v for e in eqns for v in e.outvars)
+        reads = dict.fromkeys(a for e in eqns for a in e.invars if isinstance(a, Var) and a not in made)
+        if not self._has_host_calls:  # else this would wait for other calls of the host
+            reads.update(dict.fromkeys(v for v, mesh in self.writes if mesh == placement.mesh and v in self._inherited))
+        entries = {a: self.entry(a, placement) for a in reads}
+        self.flush()
+        rows = tuple(i for i, e in enumerate(entries.values()) if isinstance(e, _Row))
+        inputs = tuple(e.stacked if isinstance(e, _Row) else e for e in entries.values())
+        exported = [v for v in made if self._read_from.get((v, placement), set()) - {group}]
+        outputs = tuple(self.define(v, placement) for v in exported)
+        written = [(v, pair) for v in [*made, *reads] for pair in self.writes.pop((v, placement.mesh), ())]
+        needs_index = bool(rows or written)
+        fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
+        name = "+".join(dict.fromkeys(n.title for n in group.nodes if n.title)) or "glue"
+        self.out.append(
+            Run(
+                name,
+                placement,
+                make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
+                inputs,
+                outputs,
+                rows,
+                tuple(pair for _, pair in written),
+                self.index(placement) if needs_index else None,
+                (),
+                fragments,
+                frozenset().union(*(n.roles for n in group.nodes)),
+            )
+        )
+
+    def host_call(self, node: Node, placement: Placement) -> None:
+        inputs = tuple(self.at(a, placement) for a in node.eqn.invars)
+        self.flush()
+        outputs = tuple(self.define(v, placement) for v in node.eqn.outvars)
+        self.out.append(HostCall(node.title, placement, node.eqn.params["host"], inputs, outputs))
+
+    def loop(self, group: Group) -> None:
+        (node,) = group.nodes
+        inner = self.part.loops[node]
+        region = inner.region
+        num_consts, num_carry = len(region.consts), len(region.carry)
+        consts, init, xs = (
+            node.eqn.invars[:num_consts],
+            node.eqn.invars[num_consts : num_consts + num_carry],
+            node.eqn.invars[num_consts + num_carry :],
+        )
+        stacked = self.stacked(node, inner)
+        body = _Emitter(inner, self.names, self.default, [(atom, p) for _, atom, p in stacked])
+        outer: dict[Value, None] = {}
+        for var, atom in zip([*region.consts, *region.xs], [*consts, *xs], strict=True):
+            for p in inner.needed_at[var]:
+                value = self.at(atom, p)
+                outer[value] = None
+                body.table[var, p.mesh] = _Row(value) if var in region.xs else value
+        pending: list[tuple[Value, Value, Value]] = []
+        for var, atom, homes in zip(region.carry, init, inner.homes, strict=True):
+            for p in homes:
+                result = node.eqn.outvars[region.carry.index(var)]
+                pending.append((self.at(atom, p), body.define(var, p), self.define(result, p)))
+        buffers = [self.buffer(var, atom, p, body) for var, atom, p in stacked]
+        self.flush()
+        for mesh in dict.fromkeys(init.placement.mesh for init, *_ in buffers):
+            self.out.append(Alloc(tuple(init for init, *_ in buffers if init.placement.mesh == mesh)))
+        body.groups()
+        for _, enter, leave, atom, placement, _ in buffers:
+            if not isinstance(atom, Var) or (enter, leave) in body.writes.get((atom, placement.mesh), ()):
+                body.write(atom, placement, enter, leave)
+        pairs = zip(region.next_carry, inner.homes, strict=True)
+        leaves = [body.at(a, p) for a, homes in pairs for p in homes]
+        body.flush()
+        carry = [Carry(init, enter, leave, result) for (init, enter, result), leave in zip(pending, leaves, strict=True)]
+        carry += [Carry(init, enter, leave, result) for init, enter, leave, _, _, result in buffers]
+        indices = tuple(body.indices.values())
+        self.out.append(Loop(region.length, region.reverse, tuple(carry), tuple(outer), indices, tuple(body.out)))
+
+    def stacked(self, node: Node, inner: Partition) -> list[tuple[Var, Atom, Placement]]:
+        """The stacked results of a loop that are read: (result, row in the body, placement)."""
+        pairs = zip(node.eqn.outvars[len(inner.region.carry) :], inner.region.results, strict=True)
+        return [(var, atom, p) for var, atom in pairs for p in _per_mesh(p for v, p in self._read_from if v is var)]
+
+    def buffer(self, var: Var, atom: Atom, placement: Placement, body: "_Emitter"):
+        """The buffer of a stacked result: (init, enter, leave, row, placement, result)."""
+        label = self.names.labels.get(var, "")
+        init, enter, leave = (self.names.new(aval(var), placement, label) for _ in range(3))
+        if isinstance(atom, Var):
+            body.writes.setdefault((atom, placement.mesh), []).append((enter, leave))
+        return init, enter, leave, atom, placement, self.define(var, placement)
+
+    def write(self, atom: Atom, placement: Placement, enter: Value, leave: Value) -> None:
+        """Emits a separate program that stores a row which no program of this region makes."""
+        var = Var(atom.aval)
+        entry = self.entry(atom, placement)
+        self.flush()
+        rows = (0,) if isinstance(entry, _Row) else ()
+        value = entry.stacked if isinstance(entry, _Row) else entry
+        self.out.append(
+            Run("write row", placement, make_jaxpr_of([], [var], [var], "write row"), (value,), (), rows,
+                ((enter, leave),), self.index(placement))
+        )  # fmt: skip
+
+    def read_later(self, atoms: Iterable[Atom]) -> None:
+        """Records that these are read after the region."""
+        for atom in atoms:
+            if isinstance(atom, Var):
+                self._read_from.setdefault((atom, self.source(atom, self.default)), set()).add(None)
+
+    def _find_readers(self, stacked: Iterable[tuple[Atom, Placement]]) -> dict[tuple[Var, Placement], set[Group | None]]:
+        """For each variable and the placement that supplies it, the groups that read it (None: code after the region)."""
+        part = self.part
+        found: dict[tuple[Var, Placement], set[Group | None]] = {}
+
+        def read(atom: Atom, at: Placement, reader: Group | None) -> None:
+            if isinstance(atom, Var):
+                found.setdefault((atom, self.source(atom, at)), set()).add(reader)
+
+        for group in part.groups:
+            for node in group.nodes:
+                if group.placement is not None:
+                    for atom in node.eqn.invars:
+                        read(atom, group.placement, group)
+                    continue
+                inner = part.loops[node]
+                carried = dict(zip(inner.region.carry, inner.homes, strict=True))
+                for atom, var in zip(node.eqn.invars, inner.region.inputs, strict=True):
+                    for p in carried[var] if var in carried else inner.needed_at[var]:
+                        read(atom, p, group)
+        for atom, homes in zip(part.region.next_carry, part.homes, strict=True):
+            for p in homes:
+                read(atom, p, None)
+        looped = {v for node in part.loops for v in node.eqn.outvars}
+        for atom, p in stacked:  # a program writes its rows itself, but rows that a loop makes must be results of that loop
+            if isinstance(atom, Var) and atom in looped:
+                read(atom, p, None)
+        return found
+
+
+def _per_mesh(placements: Iterable[Placement]) -> list[Placement]:
+    """The first placement of each mesh."""
+    return list({p.mesh: p for p in reversed(list(placements))}.values())[::-1]

@@ -1,0 +1,96 @@
+"""Staleness: delays values from the learner with registers, so that actors and buffers do not wait for it."""
+
+from msrl_jax._compat import Atom, Var, fresh
+from msrl_jax.fragments.graph.nodes import Graph, Node, upstream
+from msrl_jax.fragments.placement import Layout, Placement
+
+_UPSTREAM = {"actor", "buffer"}
+_DOWNSTREAM = {"learner", "server"}
+
+
+def delay(graph: Graph, depth: int, layout: Layout) -> None:
+    """Changes the graph in place: a `depth`-deep register on every edge from the learner back to actors and buffers.
+
+    Let p[i] be the value of a leaf at the start of iteration i. Actors in iteration i read p[i - depth], or the initial value
+    if i < depth. Buffers on another placement than the learner's do too: parameters and priorities are late by the same number
+    of iterations. The registers follow the state in the carry: `depth` for each delayed leaf, oldest first. Glue between the
+    leaf and its reader is evaluated on the delayed value.
+
+    Args:
+      graph: the iteration.
+      depth: the staleness, in iterations; at least 1.
+      layout: where each role runs.
+
+    Raises:
+      ValueError: if no actor or buffer on a separate placement reads values of a learner, or if code with effects is between
+        a learner and an actor.
+    """
+    region = graph.region
+    producers = region.producers
+    next_value = dict(zip(region.carry, region.next_carry, strict=True))
+    registers = {var: fresh(var) for var in region.carry}
+    readers: dict[Var, list[Placement]] = {}
+    cloned: dict[Node, list[Node]] = {}
+    # For each placement: what a learner at another one makes; the glue looked at so far; what is read in place of its results.
+    learned: dict[Placement, set[Atom]] = {}
+    known: dict[Placement, set[Node]] = {}
+    instead: dict[Placement, dict[Var, Var]] = {}
+
+    def learned_at(at: Placement) -> set[Atom]:
+        if at not in learned:
+            found = learned[at] = set[Atom]()
+            for node in region.nodes:
+                is_learner = bool(node.kinds & _DOWNSTREAM) and node.placement != at
+                if is_learner or (node.is_glue and any(isinstance(a, Var) and a in found for a in node.eqn.invars)):
+                    found.update(node.eqn.outvars)
+        return learned[at]
+
+    def delayed(atom: Atom, at: Placement) -> Atom:
+        """The atom that is read at placement `at` instead of an atom."""
+        if not isinstance(atom, Var):
+            return atom
+        if atom in next_value and isinstance(out := next_value[atom], Var) and out in learned_at(at):
+            if at not in readers.setdefault(atom, []):
+                readers[atom].append(at)
+            return registers[atom]
+        return instead.setdefault(at, {}).get(atom, atom)
+
+    def delay_glue(reader: Node, at: Placement) -> None:
+        """Clones the glue between delayed leaves and a reader."""
+        seen = known.setdefault(at, set())
+        for node in upstream(producers, reader.eqn.invars, lambda _, node: node.is_glue and node not in seen):
+            seen.add(node)
+            ins = [delayed(a, at) for a in node.eqn.invars]
+            if all(a is b for a, b in zip(ins, node.eqn.invars, strict=True)):
+                continue
+            if node.has_effects:
+                raise ValueError(
+                    f"`{node.eqn.primitive.name}` has effects and is between a learner and {reader}, which reads values from "
+                    f"{depth} iterations ago: it would run twice, on old and on new values. Move it into a fragment"
+                )
+            outs = [fresh(v) for v in node.eqn.outvars]
+            instead.setdefault(at, {}).update(zip(node.eqn.outvars, outs, strict=True))
+            cloned.setdefault(reader, []).append(Node(node.eqn.replace(invars=ins, outvars=outs), at))
+            graph.labels.update({o: graph.labels.get(v, "") for o, v in zip(outs, node.eqn.outvars, strict=True)})
+
+    for node in region.nodes:
+        if node.kinds & _UPSTREAM and not node.kinds & _DOWNSTREAM:
+            at = node.placement or layout.placement("actor", "actor")
+            delay_glue(node, at)
+            node.eqn = node.eqn.replace(invars=[delayed(a, at) for a in node.eqn.invars])
+    if not readers:
+        raise ValueError(
+            f"staleness={depth} has nothing to delay: no actor and no buffer on a separate placement reads values of a "
+            "learner. Choose a policy with separate actors and learners, such as SingleLearnerCoarse, or staleness=0"
+        )
+    region.nodes[:] = [n for node in region.nodes for n in [*cloned.get(node, []), node]]
+    for position, leaf in enumerate(list(region.carry)):
+        if leaf not in readers:
+            continue
+        row = [registers[leaf], *[fresh(leaf) for _ in range(depth - 1)]]
+        graph.labels.update({v: f"{graph.labels[leaf]} (delayed {depth - i})" for i, v in enumerate(row)})
+        graph.delayed.append(position)
+        graph.axes += [graph.axes[position]] * depth
+        graph.registers.update(dict.fromkeys(row, readers[leaf]))
+        region.carry += row
+        region.next_carry += [*row[1:], leaf]

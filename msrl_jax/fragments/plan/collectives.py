@@ -1,0 +1,126 @@
+"""Finds the collectives of a compiled program in its text."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msrl_jax.fragments.plan.trip_counts import trip_count
+
+_KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\(")
+_MENTION = re.compile(rf"(?<![\w\-])(?:{'|'.join(_KINDS)})(?:-start)?\(")
+_WHILE = re.compile(r" while\(.*?condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_CALL = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_SHAPE = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_BRACKETS = re.compile(r"[()\[\]{},]")
+_QUOTED = re.compile(r'"[^"]*"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program.
+
+    Attributes:
+      kind: such as "all-reduce".
+      nbytes: bytes of its result on each device.
+      times: executions per run of the program. A loop of unknown length counts once; a conditional counts all branches.
+      source: JAX's name for the operation that caused it.
+    """
+
+    kind: str
+    nbytes: int
+    times: int
+    source: str
+
+
+class Found(NamedTuple):
+    """The collectives of a program.
+
+    Attributes:
+      collectives: the collectives.
+      lengths_known: whether every loop around them has a known length.
+      understood: whether the list is complete; if not, part of the text was not understood.
+    """
+
+    collectives: list[Collective]
+    lengths_known: bool
+    understood: bool
+
+
+def collectives(text: str) -> Found:
+    """Finds the collectives of a compiled program.
+
+    Args:
+      text: the optimized HLO (`compiled.as_text()`).
+
+    Returns:
+      The collectives, and whether they are complete.
+    """
+    bodies: dict[str, list[str]] = {}
+    entry, current = "", ""
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = match[2]
+            bodies[current] = []
+            entry = current if match[1] else entry
+        elif current:
+            bodies[current].append(line)
+    known, read = True, set[str]()
+
+    def visit(name: str, times: int, sure: bool) -> Iterator[Collective]:
+        nonlocal known
+        for line in bodies.get(name, ()):
+            if match := _COLLECTIVE.search(line):
+                op = _OP_NAME.search(line)
+                known &= sure
+                read.add(line)
+                shape = _result(match[1]) if match[3] and match[2] != "all-reduce" else match[1]
+                yield Collective(match[2], _nbytes(shape), times, op[1] if op else "")
+            if match := _WHILE.search(line):
+                trips = trip_count(line, bodies[name], bodies.get(match[1], ()), bodies.get(match[2], ()))
+                length, sure_inside = 1 if trips is None else trips, sure and trips is not None
+                yield from visit(match[1], times * (1 if trips is None else length + 1), sure_inside)
+                yield from visit(match[2], times * length, sure_inside)
+                continue
+            if " async-update(" in line or " async-done(" in line:
+                continue  # repeats the computation that async-start calls
+            branches = _BRANCHES.search(line)
+            inner = [b.strip().lstrip("%") for b in branches[1].split(",")] if branches else _CALL.findall(line)
+            for called in inner:
+                yield from visit(called, times, sure)
+
+    found = list(visit(entry, 1, True))
+    mentioned = {line for line in text.splitlines() if _MENTION.search(_QUOTED.sub("", line))}
+    return Found(found, known, bool(bodies.get(entry)) and mentioned <= read)
+
+
+def _result(shape: str) -> str:
+    """The result's shape within that of an asynchronous start, a tuple of operands, results and possibly contexts."""
+    if not shape.startswith("("):
+        return shape
+    depth, commas = 0, []
+    for bracket in _BRACKETS.finditer(shape):
+        if bracket[0] == ",":
+            commas += [bracket.start()] if depth == 1 else []
+        else:
+            depth += 1 if bracket[0] in "([{" else -1
+    return shape[commas[0] : commas[1] if len(commas) > 1 else None]
+
+
+def _nbytes(shape: str) -> int:
+    return sum(math.prod(map(int, re.findall(r"\d+", dims))) * _width(dtype) for dtype, dims in _SHAPE.findall(shape))
+
+
+def _width(dtype: str) -> int:
+    if dtype == "pred":
+        return 1
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 0

@@ -1,0 +1,1 @@
+"""What runs: programs, instructions, functions of the host, memory, several processes."""

@@ -1,0 +1,372 @@
+"""Moves between placements on different processes: collectives over the devices of both, so that no host handles the data.
+
+A move is planned as hops. A hop sends one part of an array from a device that holds it to one that needs it. Hops that share
+no sender and no receiver form a round, one `ppermute`. A device that has received a part may pass it on, so a value that
+everybody needs reaches `n` devices in about `log2(n)` rounds. Nothing is added up: the bits arrive as they were.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE
+
+Block = tuple[tuple[int, int], ...]
+"""A part of an array: the first index and the end along each dimension."""
+
+# Arrays of at most this many bytes per device travel together with others.
+_SMALL = 2**20
+
+_AXIS = "devices"
+
+
+def blocks(sharding: NamedSharding, shape: Sequence[int]) -> dict[Device, Block]:
+    """The block of an array that each device of a sharding holds."""
+    indices = sharding.devices_indices_map(tuple(shape))
+    return {d: tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)) for d, index in indices.items()}
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One part on its way between two devices, or within one.
+
+    Attributes:
+      sender: the device that holds the part.
+      receiver: the device that needs it.
+      part: the part.
+      passed_on: whether the sender received the part before, rather than holding it at the start.
+    """
+
+    sender: Device
+    receiver: Device
+    part: Block
+    passed_on: bool = False
+
+
+def plan(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
+    """Plans how an array changes its sharding.
+
+    Args:
+      source: the block of each device at the start. Together the blocks are the whole array; equal ones are copies.
+      target: the block of each device at the end.
+
+    Returns:
+      Rounds. The first holds what every device copies from its own block. In each other round, all parts have equal sizes,
+      and every device sends at most one and receives at most one. A part enters a process once.
+    """
+    distinct = list(dict.fromkeys(source.values()))
+    own: list[Hop] = []
+    wanted: list[tuple[Device, Block]] = []
+    holders: dict[Block, dict[Device, bool]] = {}  # whether the device received the part
+    for receiver, block in target.items():
+        parts = [part for held in distinct if (part := _common(held, block)) is not None]
+        for part in parts:
+            if part not in holders:
+                holders[part] = {d: False for d, held in source.items() if _common(held, part) == part}
+            if receiver in holders[part]:
+                own.append(Hop(receiver, receiver, part))
+            else:
+                wanted.append((receiver, part))
+    rounds = [own]
+    while wanted:
+        size = _size(wanted[0][1])
+        senders: set[Device] = set()
+        receivers: set[Device] = set()
+        entering: set[tuple[int, Block]] = set()
+        hops: list[Hop] = []
+        for receiver, part in wanted:
+            process = receiver.process_index
+            near = [d for d in holders[part] if d.process_index == process]
+            free = next((d for d in near or holders[part] if d not in senders), None)
+            if free is None or receiver in receivers or _size(part) != size or (not near and (process, part) in entering):
+                continue
+            hops.append(Hop(free, receiver, part, holders[part][free]))
+            senders.add(free)
+            receivers.add(receiver)
+            entering.add((process, part))
+        for hop in hops:
+            holders[hop.part][hop.receiver] = True
+            wanted.remove((hop.receiver, hop.part))
+        rounds.append(hops)
+    return rounds
+
+
+def _common(a: Block, b: Block) -> Block | None:
+    """What two blocks have in common; None if nothing."""
+    part = tuple((max(low, low_b), min(high, high_b)) for (low, high), (low_b, high_b) in zip(a, b, strict=True))
+    return part if all(low < high for low, high in part) else None
+
+
+def _size(block: Block) -> tuple[int, ...]:
+    return tuple(high - low for low, high in block)
+
+
+def groups(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
+    """Devices that exchange data, directly or through others; every group needs a program of its own.
+
+    Args:
+      plans: the rounds of every array.
+
+    Returns:
+      The groups, each in the order of the devices' processes and numbers.
+    """
+    found: dict[Device, set[Device]] = {}
+    for hop in itertools.chain.from_iterable(itertools.chain.from_iterable(plans)):
+        joined = found.get(hop.sender, {hop.sender}) | found.get(hop.receiver, {hop.receiver})
+        found |= dict.fromkeys(joined, joined)
+    distinct = {id(group): group for group in found.values()}
+    return [sorted(group, key=lambda d: (d.process_index, d.id)) for group in distinct.values()]
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """A round of one array as every device of a group carries it out; the tables have one row for each device.
+
+    Attributes:
+      pairs: the positions of senders and receivers.
+      size: the shape of the parts.
+      take: where the sender's part starts in its block. `[N, D]`
+      passed_on: whether the sender takes it from what it received. `[N]`
+      put: where the receiver's part starts in its block. `[N, D]`
+      receives: whether the device receives a part. `[N]`
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    size: tuple[int, ...]
+    take: tuple[tuple[int, ...], ...]
+    passed_on: tuple[bool, ...]
+    put: tuple[tuple[int, ...], ...]
+    receives: tuple[bool, ...]
+
+
+def _legs(
+    rounds: Sequence[Sequence[Hop]], group: Sequence[Device], source: Mapping[Device, Block], target: Mapping[Device, Block]
+) -> list[_Leg]:
+    position = {d: k for k, d in enumerate(group)}
+    start = lambda part, block: tuple(low - first for (low, _), (first, _) in zip(part, block, strict=True))  # noqa: E731
+    # A device may copy several parts of its own, of several sizes; a leg takes one part of every device.
+    own: list[list[Hop]] = []
+    for hop in rounds[0]:
+        fits = lambda leg, hop=hop: (  # noqa: E731
+            _size(leg[0].part) == _size(hop.part) and all(hop.receiver != other.receiver for other in leg)
+        )
+        leg = next(filter(fits, own), None)
+        own.append([hop]) if leg is None else leg.append(hop)
+    legs = []
+    for hops in (*own, *rounds[1:]):
+        hops = [hop for hop in hops if hop.receiver in position]
+        if not hops:
+            continue
+        size = _size(hops[0].part)
+        zero = (0,) * len(size)
+        take, put = [zero] * len(group), [zero] * len(group)
+        passed_on, receives = [False] * len(group), [False] * len(group)
+        for hop in hops:
+            sender, receiver = position[hop.sender], position[hop.receiver]
+            take[sender] = start(hop.part, (target if hop.passed_on else source)[hop.sender])
+            put[receiver] = start(hop.part, target[hop.receiver])
+            passed_on[sender], receives[receiver] = hop.passed_on, True
+        pairs = tuple((position[hop.sender], position[hop.receiver]) for hop in hops)
+        legs.append(_Leg(pairs, size, tuple(take), tuple(passed_on), tuple(put), tuple(receives)))
+    return legs
+
+
+def _at(table: Sequence[Any], me: jax.Array) -> Any:
+    """The device's entry of a table; a constant if all entries are equal."""
+    return table[0] if len(set(table)) == 1 else jnp.asarray(table)[me]
+
+
+def _send(legs: Sequence[_Leg], held: Sequence[jax.Array], made: Sequence[jax.Array]) -> list[jax.Array]:
+    """Carries out one leg of arrays that travel together: returns the next `made`."""
+    me = jax.lax.axis_index(_AXIS)
+    parts = []
+    for leg, source, result in zip(legs, held, made, strict=True):
+        at = list(_at(leg.take, me))
+        source, result = (x if x.shape == leg.size else jax.lax.dynamic_slice(x, at, leg.size) for x in (source, result))
+        passed_on = _at(leg.passed_on, me)
+        parts.append(jnp.where(passed_on, result, source) if len(set(leg.passed_on)) > 1 else (source, result)[passed_on])
+    if any(sender != receiver for sender, receiver in legs[0].pairs):
+        flat = parts[0] if len(parts) == 1 else jnp.concatenate([part.reshape(-1) for part in parts])
+        flat = jax.lax.ppermute(flat, _AXIS, legs[0].pairs)
+        ends = itertools.accumulate(part.size for part in parts)
+        if len(parts) == 1:
+            parts = [flat]
+        else:
+            parts = [flat[end - part.size : end].reshape(part.shape) for end, part in zip(ends, parts, strict=True)]
+    results = []
+    for leg, part, result in zip(legs, parts, made, strict=True):
+        put = part if result.shape == leg.size else jax.lax.dynamic_update_slice(result, part, list(_at(leg.put, me)))
+        results.append(put if all(leg.receives) else jnp.where(_at(leg.receives, me), put, result))
+    return results
+
+
+class _Program:
+    """The collective program of one group of devices, for all arrays of a crossing."""
+
+    def __init__(
+        self,
+        group: Sequence[Device],
+        plans: Sequence[Sequence[Sequence[Hop]]],
+        dtypes: Sequence[Any],
+        sources: Sequence[Mapping[Device, Block]],
+        targets: Sequence[Mapping[Device, Block]],
+    ):
+        self._group = group
+        self._sharding = _split(group)
+        before, after = ([_size(next(iter(blocks.values()))) for blocks in side] for side in (sources, targets))
+        legs = [_legs(rounds, group, s, t) for rounds, s, t in zip(plans, sources, targets, strict=True)]
+        together: dict[Any, list[int]] = {}
+        for i, (line, size, dtype) in enumerate(zip(legs, before, dtypes, strict=True)):
+            small = math.prod(size) * dtype.itemsize <= _SMALL
+            together.setdefault((tuple(leg.pairs for leg in line), dtype) if small else i, []).append(i)
+
+        def cross(*held: jax.Array) -> tuple[jax.Array, ...]:
+            made = [jnp.zeros(size, dtype) for size, dtype in zip(after, dtypes, strict=True)]
+            for numbers in together.values():
+                for line in zip(*(legs[i] for i in numbers), strict=True):
+                    results = _send(line, [held[i] for i in numbers], [made[i] for i in numbers])
+                    for i, x in zip(numbers, results, strict=True):
+                        made[i] = x
+            return tuple(made)
+
+        spec = self._sharding.spec
+        mapped = jax.shard_map(cross, mesh=self._sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        self._shapes = [_joined(size, len(group)) for size in before]
+        args = [jax.ShapeDtypeStruct(*kind, sharding=self._sharding) for kind in zip(self._shapes, dtypes, strict=True)]
+        self._run = jax.jit(mapped).lower(*args).compile()
+        # Devices that hold nothing at the start take part with memory that nobody reads.
+        idle = [d for d in group if d not in sources[0] and d.process_index == jax.process_index()]
+        self._fill: Callable[[], Sequence[jax.Array]] = lambda: ()
+        if idle:
+            kinds = [(_joined(size, len(idle)), dtype) for size, dtype in zip(before, dtypes, strict=True)]
+            empty = functools.partial(_empty, kinds)
+            self._fill = jax.jit(empty, out_shardings=[_split(idle)] * len(kinds)).lower().compile()
+
+    def __call__(self, held: Sequence[Mapping[Device, jax.Array]]) -> list[dict[Device, jax.Array]]:
+        """Maps the blocks of the devices of this process before the crossing to those after it."""
+        fill = [_shards(x) for x in self._fill()] or [{}] * len(held)
+        args = []
+        for shape, mine, more in zip(self._shapes, held, fill, strict=True):
+            parts = [x for d in self._group if (x := mine.get(d, more.get(d))) is not None]
+            args.append(jax.make_array_from_single_device_arrays(shape, self._sharding, parts))
+        results = self._run(*args)
+        if self._group[0].platform == "cpu":
+            jax.block_until_ready(results)
+        return [_shards(x) for x in results]
+
+
+def _empty(kinds: Sequence[tuple[tuple[int, ...], Any]]) -> list[jax.Array]:
+    return [jax.lax.empty(*kind) for kind in kinds]
+
+
+def _split(devices: Sequence[Device]) -> NamedSharding:
+    return NamedSharding(Mesh(np.asarray(devices, dtype=object), (_AXIS,)), PartitionSpec(_AXIS))
+
+
+def _joined(size: Sequence[int], count: int) -> tuple[int, ...]:
+    """The shape of an array whose blocks on `count` devices have the shape `size`."""
+    return count * size[0], *size[1:]
+
+
+def _shards(x: jax.Array) -> dict[Device, jax.Array]:
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+class Crossing:
+    """Copies arrays from one mesh to another; the meshes may be on any processes.
+
+    All processes make it and call it. The programs are compiled when it is made, those of the groups of devices in which this
+    process takes part.
+    """
+
+    def __init__(
+        self, avals: Sequence[jax.ShapeDtypeStruct], sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]
+    ):
+        """Plans and compiles.
+
+        Args:
+          avals: shape and dtype of each array.
+          sources: their shardings, all on one mesh.
+          targets: the shardings of the results, all on one mesh.
+        """
+        self._full = [i for i, a in enumerate(avals) if math.prod(a.shape)]
+        empty = [i for i in range(len(avals)) if i not in self._full]
+        make = functools.partial(_empty, [(avals[i].shape, avals[i].dtype) for i in empty])
+        self._empty = jax.jit(make, out_shardings=[targets[i] for i in empty]) if empty else list
+        sources, targets = [sources[i] for i in self._full], [targets[i] for i in self._full]
+        avals = [avals[i] for i in self._full]
+        wires = jax.eval_shape(lambda xs: [_to_wire(x) for x in xs], avals)
+        self._wires = [(a.shape, a.dtype) for a in wires]
+        self._targets = targets
+        odd = self._odd = [i for i, a in enumerate(avals) if (a.shape, a.dtype) != self._wires[i]]
+        kinds = [(avals[i].shape, avals[i].dtype, _key_impl(avals[i])) for i in odd]
+        unpack = lambda xs: [_from_wire(x, *kind) for x, kind in zip(xs, kinds, strict=True)]  # noqa: E731
+        self._pack = jax.jit(lambda xs: [_to_wire(x) for x in xs], out_shardings=[sources[i] for i in odd])
+        self._unpack = jax.jit(unpack, out_shardings=[targets[i] for i in odd])
+        held = [blocks(at, wire.shape) for at, wire in zip(sources, wires, strict=True)]
+        made = [blocks(at, wire.shape) for at, wire in zip(targets, wires, strict=True)]
+        plans = [plan(source, target) for source, target in zip(held, made, strict=True)]
+        me = jax.process_index()
+        self._programs = [
+            _Program(group, plans, [wire.dtype for wire in wires], held, made)
+            for group in groups(plans)
+            if any(d.process_index == me for d in group)
+        ]
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Copies arrays.
+
+        Args:
+          arrays: arrays with the shapes, dtypes and shardings that the crossing was made for.
+
+        Returns:
+          The copies, in new memory.
+        """
+        full = [arrays[i] for i in self._full]
+        if self._odd:
+            for i, x in zip(self._odd, self._pack([full[i] for i in self._odd]), strict=True):
+                full[i] = x
+        held = [_shards(x) for x in full]
+        made: list[dict[Device, jax.Array]] = [{} for _ in held]
+        for program in self._programs:
+            for shards, more in zip(made, program(held), strict=True):
+                shards |= more
+        for i, ((shape, dtype), to, shards) in enumerate(zip(self._wires, self._targets, made, strict=True)):
+            parts = [shards[d] for d in sorted(to.device_set, key=lambda d: d.id) if d in shards]
+            full[i] = jax.make_array_from_single_device_arrays(shape, to, parts, dtype=dtype)
+        if self._odd:
+            for i, x in zip(self._odd, self._unpack([full[i] for i in self._odd]), strict=True):
+                full[i] = x
+        found, empty = dict(zip(self._full, full, strict=True)), iter(self._empty())
+        return [found[i] if i in found else next(empty) for i in range(len(arrays))]
+
+
+def _to_wire(x: Any) -> Any:
+    """An array as it travels: with a dimension to join along, of elements of whole bytes."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    elif x.dtype.name in SMALLER_THAN_A_BYTE:
+        x = x.astype(jnp.int8 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.float16)
+    return x if x.shape else x.reshape(1)
+
+
+def _from_wire(x: jax.Array, shape: Sequence[int], dtype: Any, impl: str | None) -> jax.Array:
+    return (x.astype(dtype) if impl is None else jax.random.wrap_key_data(x, impl=impl)).reshape(shape)
+
+
+def _key_impl(aval: jax.ShapeDtypeStruct) -> Any:
+    """The generator of typed keys; None for other arrays."""
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return None
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), aval)
+    return found[0]

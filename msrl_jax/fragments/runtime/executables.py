@@ -1,0 +1,184 @@
+"""Executables: compiles the programs of a schedule, shares equal ones, and records the shardings of their values."""
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax._background import in_background
+from msrl_jax._device_memory import is_planned
+from msrl_jax._threefry import lower
+from msrl_jax.fragments.passes.instructions import Instruction, Value
+from msrl_jax.fragments.placement import Device
+
+# JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
+# accepts them.
+SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+
+
+@dataclass(frozen=True, eq=False)
+class Bundles:
+    """How the values of a Move travel.
+
+    Attributes:
+      alone: values that travel as they are: their positions in the Move.
+      joined: values that travel in vectors: their positions, in the order of the arguments of `join`.
+      join: the program that makes the vectors where the values are.
+      split: the program that takes them apart where they arrive.
+      shardings: the shardings of what arrives: the values that travel alone, then the vectors.
+    """
+
+    alone: tuple[int, ...]
+    joined: tuple[int, ...]
+    join: jax.stages.Compiled
+    split: jax.stages.Compiled
+    shardings: tuple[NamedSharding, ...]
+
+
+@dataclass(eq=False)
+class Executables:
+    """Compiled programs and the shardings between them.
+
+    Attributes:
+      compiled: the executable of every Run, of every copy and of every Alloc.
+      bundles: how the values of a Move travel, if not each by itself.
+      shardings: the sharding of each value.
+      seconds: time spent tracing and lowering, and waiting for XLA.
+      count: number of XLA compilations.
+    """
+
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
+    bundles: dict[Instruction, Bundles] = field(default_factory=dict)
+    shardings: dict[Value, NamedSharding] = field(default_factory=dict)
+    seconds: float = 0.0
+    count: int = 0
+    _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
+    _begun: dict[Hashable, Callable[[], jax.stages.Compiled]] = field(default_factory=dict)
+    _by_jit: dict[jax.stages.Compiled, Callable[..., Any]] = field(default_factory=dict)
+
+    def call(self, compiled: jax.stages.Compiled) -> Callable[..., Any]:
+        """The function to call for running an executable."""
+        return self._by_jit.get(compiled, compiled)
+
+    def compile(
+        self,
+        key: Hashable,
+        fn: Callable[..., Any],
+        args: Sequence[jax.ShapeDtypeStruct],
+        donate: Sequence[int],
+        out: Sequence[NamedSharding | None] | None,
+    ) -> jax.stages.Compiled:
+        """Compiles a function ahead of time, unless an equal one with equal shardings has been compiled before.
+
+        Args:
+          key: equal for equal functions only.
+          fn: the function, which returns a tuple of arrays.
+          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses a sharding that is None.
+          donate: positions of arguments whose memory the results may reuse.
+          out: shardings of the results; XLA chooses those that are None, and all of them if `out` is None.
+
+        Returns:
+          The executable.
+        """
+        whole = _key(key, args, donate, out)
+        if whole not in self._cache:
+            with self._compiling(fn, args):
+                jitted = _jitted(fn, donate, out)
+                begun = self._begun.pop(whole, None)
+                compiled = self._cache[whole] = begun() if begun else lower(jitted, *args).compile()
+            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
+                self._by_jit[compiled] = jitted
+            self.count += 1
+        return self._cache[whole]
+
+    def begin(
+        self,
+        key: Hashable,
+        fn: Callable[..., Any],
+        args: Sequence[jax.ShapeDtypeStruct],
+        donate: Sequence[int],
+        out: Sequence[NamedSharding | None] | None,
+    ) -> None:
+        """Traces a function, and has another thread compile it; `compile` with equal arguments waits for that."""
+        whole = _key(key, args, donate, out)
+        if whole not in self._cache and whole not in self._begun:
+            with self._compiling(fn, args):
+                jitted = _jitted(fn, donate, out)
+                self._begun[whole] = in_background(lower(jitted, *args).compile)
+
+    @contextlib.contextmanager
+    def _compiling(self, fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct]) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            devices = {d for a in args if a.sharding is not None for d in a.sharding.device_set}
+            raise _explained(error, fn.__name__, devices) from error
+        self.seconds += time.perf_counter() - start
+
+
+def _jitted(fn: Callable[..., Any], donate: Sequence[int], out: Sequence[NamedSharding | None] | None) -> jax.stages.Wrapped:
+    return jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
+
+
+def _key(
+    key: Hashable,
+    args: Sequence[jax.ShapeDtypeStruct],
+    donate: Sequence[int],
+    out: Sequence[NamedSharding | None] | None,
+) -> Hashable:
+    shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in args)
+    return key, shapes, tuple(donate), out if out is None else tuple(out)
+
+
+def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
+    """The compiler's error with a remedy, if one is known; else the error itself."""
+    if "ordered effects are not supported" in str(error):
+        return ValueError(
+            f"{name} has ordered effects that JAX keeps in order on one device only, but runs on {len(devices)} devices: "
+            f"{error}. Use jax.experimental.io_callback(..., ordered=True), or ordered=False, or a placement of one device"
+        )
+    if "limited ICI routing" in str(error):
+        return ValueError(
+            f"{name} runs on {len(devices)} chips, but on a TPU slice of this kind and size XLA compiles programs for one chip "
+            "or for all chips only. Use a policy that puts everything on all devices (GPUOnly, MultiLearner), a smaller slice, "
+            "or chips with full routing, such as v6e or v5p"
+        )
+    if isinstance(error, RuntimeError) and any(map(is_planned, devices)):
+        return ValueError(
+            f"XLA does not compile {name} ahead of time for {len(devices)} devices of this slice: "
+            f"{str(error).splitlines()[0]}. Plan for a slice of another size, or a policy that uses all of its devices"
+        )
+    return error
+
+
+def understood(sharding: object, value: Value) -> NamedSharding | None:
+    """Expresses a sharding that XLA chose on the placement's own mesh.
+
+    Args:
+      sharding: the sharding; None for an argument that the program does not read.
+      value: the value that has it.
+
+    Returns:
+      An equal sharding, or None if there is none. The result of a host callback, for example, is on one device only; its
+      program must be compiled again with a prescribed sharding.
+    """
+    mesh, rank = value.placement.mesh, len(value.aval.shape)
+    if sharding is None or mesh.size == 1:
+        return whole(value)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    if sharding.mesh == mesh:
+        return NamedSharding(mesh, sharding.spec)
+    specs = [PartitionSpec(*[None] * d, axis) for d in range(rank) for axis in mesh.axis_names]
+    candidates = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), *specs))
+    return next((c for c in candidates if c.is_equivalent_to(sharding, rank)), None)
+
+
+def whole(value: Value) -> NamedSharding:
+    """The sharding that replicates a value over its placement."""
+    return NamedSharding(value.placement.mesh, PartitionSpec())

@@ -1,0 +1,272 @@
+"""The runtime: executes an instruction list by asynchronous dispatches.
+
+If several processes run the program, each executes the whole list. Programs on devices of other processes give it arrays
+without parts of its own.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.runtime.executables import Bundles, Executables
+from msrl_jax.fragments.runtime.host_calls import HostQueue, there
+from msrl_jax.fragments.runtime.processes import absent, crossing, must_wait, transfer
+
+Slots = list[Any]
+Step = Callable[[Slots], None]
+Call = Callable[..., Sequence[jax.Array]]
+
+# A CPU device admits 32 programs at a time, and threads launch them in any order. Later programs could fill the queue while
+# an earlier one that they depend on waits for a place: a deadlock.
+_CPU_PROGRAMS_AHEAD = 12
+
+
+class Executor:
+    """Runs iterations of a compiled schedule.
+
+    The state is a list with one entry for each leaf (and register): the tuple of its copies, the canonical one first.
+    """
+
+    def __init__(self, schedule: Schedule, executables: Executables, around: Callable[[Call], Call] = lambda call: call):
+        """Makes the steps of an iteration.
+
+        Args:
+          schedule: the instructions, compiled.
+          executables: the programs.
+          around: replaces every function of JAX that dispatches, such as by one that measures its time.
+        """
+        self._schedule, self._executables, self._around = schedule, executables, around
+        self._size = 1 + max(
+            [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
+            + [v.index for v in executables.shardings],
+            default=0,
+        )
+        self._rows: dict[jax.sharding.Sharding, list[jax.Array]] = {}
+        self._launched: dict[Mesh, list[int]] = {}
+        self._queue = HostQueue() if any(isinstance(i, HostCall) for i, _ in walk(schedule.body)) else None
+        constants = transfer(list(schedule.constants.values()), [executables.shardings[v] for v in schedule.constants])
+        self._constants = [(v.index, array) for v, array in zip(schedule.constants, constants, strict=True)]
+        self._steps = [self._step(i) for i in schedule.body]
+
+    def __call__(
+        self, state: Sequence[tuple[jax.Array, ...]]
+    ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array], list[tuple[jax.Array, ...]]]:
+        """Dispatches one iteration.
+
+        Args:
+          state: the copies of every leaf. Their memory is consumed.
+
+        Returns:
+          The next state, the metrics' leaves and the scalars of each check, without waiting for them.
+        """
+        slots: Slots = [None] * self._size
+        for index, array in self._constants:
+            slots[index] = array
+        for values, copies in zip(self._schedule.inputs, state, strict=True):
+            for v, x in zip(values, copies, strict=True):
+                slots[v.index] = x
+        if self._queue is None:
+            for step in self._steps:
+                step(slots)
+        else:
+            slots = self._with_host(self._queue, slots)
+        after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
+        measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
+        return after, [slots[v.index] for v in self._schedule.metrics], measured
+
+    def _with_host(self, queue: HostQueue, slots: Slots) -> Slots:
+        try:
+            for step in self._steps:
+                step(slots)
+            queue.drain()
+        finally:
+            queue.clear()  # after an error in a call of the host, or an interrupt
+        return [there(x) for x in slots]
+
+    def _step(self, i: Instruction) -> Step:
+        match i:
+            case HostCall():
+                return self._host_call(i)
+            case Run():
+                return self._run(i)
+            case Move():
+                return self._move(i)
+            case Alloc():
+                return self._call(i, [], i.results)
+            case Free():
+                return _free([v.index for v in i.values])
+            case Loop():
+                return self._loop(i)
+
+    def _run(self, i: Run) -> Step:
+        first, count = int(i.index is not None), len(i.inputs)
+        consumed = [first + k for k in (*i.donated, *range(count, count + len(i.writes)))]
+        return self._call(i, [*([i.index] if i.index else []), *i.reads()], i.makes(), consumed)
+
+    def _call(self, i: Instruction, reads: Sequence[Value], makes: Sequence[Value], consumed: Sequence[int] = ()) -> Step:
+        return self._assigned(self._program(self._executables.compiled[i], makes), _slots(reads), _slots(makes), consumed)
+
+    def _assigned(self, call: Call, ins: Sequence[int], outs: Sequence[int], consumed: Sequence[int] = ()) -> Step:
+        """Calls a function with slots, and puts its results in others; if arguments wait for the host, it waits too."""
+        queue, count = self._queue, len(outs)
+        if queue is None:
+            return _step(call, ins, outs)
+        return _step(lambda *args: queue.call(call, args, consumed, count), ins, outs)
+
+    def _host_call(self, i: HostCall) -> Step:
+        queue, count = self._queue, len(i.outputs)
+        assert queue is not None
+        shardings = [self._executables.shardings[v] for v in i.outputs]
+        put = self._around(_put)
+        ins, outs = _slots(i.inputs), _slots(i.outputs)
+        return _step(lambda *args: queue.start(i.function, lambda made: put(made, shardings), args, count), ins, outs)
+
+    def _program(self, compiled: jax.stages.Compiled, makes: Sequence[Value]) -> Call:
+        """The function that runs a program, at the pace of its devices."""
+        call = self._around(self._executables.call(compiled))
+        mesh = makes[0].placement.mesh if makes else None
+        if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
+            return call
+        launched = self._launched.setdefault(mesh, [0])
+        ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
+        wait = self._around(_wait)
+
+        def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
+            results = call(*arrays)
+            launched[0] += 1
+            if launched[0] % ahead == 0:
+                wait(results)
+            return results
+
+        return paced
+
+    def _move(self, i: Move) -> Step:
+        if i.is_copy:
+            return self._call(i, i.sources, i.results)
+        ins, outs = _slots(i.sources), _slots(i.results)
+        if len(i.processes) > 1:
+            return self._assigned(self._cross(i), ins, outs)
+        shardings = [self._executables.shardings[v] for v in i.results]
+        if jax.process_index() not in i.processes:
+            elsewhere = [absent(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
+            return _set(outs, elsewhere)
+        if bundles := self._executables.bundles.get(i):
+            order = (*bundles.alone, *bundles.joined)
+            return self._assigned(self._send_bundles(i, bundles), [ins[k] for k in order], [outs[k] for k in order])
+        put, copied = self._transfer(i), self._executables.compiled.get(i)
+        copy = self._program(copied, i.results) if copied else None
+
+        def send(*arrays: jax.Array) -> Sequence[jax.Array]:
+            arrived = put(arrays, shardings)
+            return copy(*arrived) if copy else arrived
+
+        return self._assigned(send, ins, outs)
+
+    def _transfer(self, i: Move) -> Callable[..., Sequence[jax.Array]]:
+        to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
+        return self._around(_put_one_copy if to_one else _put)
+
+    def _send_bundles(self, i: Move, bundles: Bundles) -> Call:
+        put, num_alone = self._transfer(i), len(bundles.alone)
+        join, split = self._program(bundles.join, i.sources), self._program(bundles.split, i.results)
+
+        def send(*arrays: jax.Array) -> Sequence[jax.Array]:
+            arrived = put([*arrays[:num_alone], *join(*arrays[num_alone:])], bundles.shardings)
+            return [*arrived[:num_alone], *split(*arrived[num_alone:])]
+
+        return send
+
+    def _cross(self, i: Move) -> Call:
+        kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.sources)
+        ends = [tuple(self._executables.shardings[v] for v in values) for values in (i.sources, i.results)]
+        start = time.perf_counter()
+        cross = self._around(crossing(kinds, *ends))
+        self._executables.seconds += time.perf_counter() - start
+        return lambda *arrays: cross(arrays)
+
+    def _loop(self, i: Loop) -> Step:
+        steps = [self._step(b) for b in i.body]
+        rows = [(v.index, self._row_numbers(v, i.length)) for v in i.indices]
+        enters = [c.enter.index for c in i.carry]
+        leaves = [c.leave.index for c in i.carry]
+        start = [(c.init.index, c.enter.index) for c in i.carry]
+        end = [(c.enter.index, c.result.index) for c in i.carry]
+        order = range(i.length - 1, -1, -1) if i.reverse else range(i.length)
+
+        def step(slots: Slots) -> None:
+            for init, enter in start:
+                slots[enter] = slots[init]
+            for init, _ in start:
+                slots[init] = None
+            for t in order:
+                for slot, numbers in rows:
+                    slots[slot] = numbers[t]
+                for b in steps:
+                    b(slots)
+                left = [slots[k] for k in leaves]
+                for k in leaves:
+                    slots[k] = None
+                for k, x in zip(enters, left, strict=True):
+                    slots[k] = x
+            for enter, result in end:
+                slots[result] = slots[enter]
+                slots[enter] = None
+
+        return step
+
+    def _row_numbers(self, index: Value, length: int) -> list[jax.Array]:
+        """Row numbers as arrays that are already on the devices, so that a loop does not wait for transfers from the host."""
+        sharding = self._executables.shardings[index]
+        known = self._rows.setdefault(sharding, [])
+        if len(known) < length:
+            more = [np.int32(t) for t in range(len(known), length)]
+            known += transfer(more, [sharding] * len(more))
+        return known
+
+
+def _slots(values: Sequence[Value]) -> list[int]:
+    return [v.index for v in values]
+
+
+def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
+    """Calls a function with slots, and puts its results in others."""
+
+    def step(slots: Slots) -> None:
+        for o, x in zip(outs, call(*[slots[k] for k in ins]), strict=True):
+            slots[o] = x
+
+    return step
+
+
+def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+    return jax.device_put(list(arrays), list(shardings))
+
+
+def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+    """Puts arrays of several devices on one device, for which JAX would look through all copies."""
+    return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
+
+
+def _wait(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    return jax.block_until_ready(arrays)
+
+
+def _set(indices: Sequence[int], arrays: Sequence[jax.Array]) -> Step:
+    def step(slots: Slots) -> None:
+        for k, x in zip(indices, arrays, strict=True):
+            slots[k] = x
+
+    return step
+
+
+def _free(indices: Sequence[int]) -> Step:
+    def step(slots: Slots) -> None:
+        for k in indices:
+            slots[k] = None
+
+    return step

@@ -1,0 +1,152 @@
+"""Calls of the host in a running program: while a simulator works, programs and calls that do not need its results go on.
+
+The order is a function of the instructions alone, not of time. A call of the host is started when its turn comes, and
+instructions that read its results wait. When a second call needs what waits, the oldest call is finished first, and then all
+that waited for it alone runs. So with two groups of environments one group is simulated while the other is acted for.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from msrl_jax.fragments.graph.host import HostFunction
+from msrl_jax.fragments.placement import Layout
+
+
+def check_host_calls(names: Sequence[str], layout: Layout) -> None:
+    """Checks that a layout leaves room between programs for calls of the host.
+
+    Args:
+      names: the names of the functions.
+      layout: where each role runs.
+
+    Raises:
+      ValueError: if it makes one program of everything, or several processes run.
+    """
+    if not names:
+        return
+    listed = ", ".join(map(repr, names))
+    if len(layout.placements) == 1:
+        raise ValueError(
+            f"{layout.policy or 'the policy'} makes one program of the whole training loop, but the host has to call {listed} "
+            "between programs; use MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments or Central"
+        )
+    if jax.process_count() > 1:
+        raise ValueError(f"the host calls {listed}, which works in one process only, and there are {jax.process_count()}")
+
+
+@dataclass(eq=False)
+class _Task:
+    """Something that waits: a call of the host that was started, or a function with arguments that are not there yet."""
+
+    fn: Callable[..., Sequence[jax.Array]]
+    args: Sequence[Any] = ()
+    donated: Sequence[int] = ()
+    is_host_call: bool = False
+    results: Sequence[jax.Array] | None = None
+
+    def run(self) -> None:
+        self.results = self.fn(*map(there, self.args))
+        self.args = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A result that is not there yet."""
+
+    task: _Task
+    index: int
+
+    @property
+    def value(self) -> Any:
+        """The result, or itself while it is not there."""
+        return self if self.task.results is None else self.task.results[self.index]
+
+
+def there(x: Any) -> Any:
+    """An array, or the result that it stands for if that is there."""
+    return x.value if type(x) is Pending else x
+
+
+@dataclass(eq=False)
+class HostQueue:
+    """What waits for calls of the host, in program order."""
+
+    _waiting: deque[_Task] = field(default_factory=deque)
+
+    def call(
+        self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
+    ) -> Sequence[Any]:
+        """Calls a function, at once if its arguments are there.
+
+        Args:
+          fn: the function of arrays.
+          args: arrays, or results that are not there yet.
+          donated: positions of the arguments whose memory it consumes.
+          count: number of its results.
+
+        Returns:
+          The results, or `Pending`s for them.
+        """
+        task = _Task(fn, [there(x) for x in args], donated)
+        if self._is_ready(task, self._waiting):
+            return fn(*task.args)
+        return self._wait(task, count)
+
+    def start(
+        self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
+    ) -> Sequence[Any]:
+        """Starts a call of the host, after what it needs.
+
+        Args:
+          function: the function.
+          place: puts its results on the device for results of the host.
+          args: its arguments.
+          count: number of its results.
+
+        Returns:
+          `Pending`s for its results; the results themselves if it cannot be started without waiting for them.
+        """
+        while any(type(there(x)) is Pending for x in args):
+            self._finish_oldest()
+        finish = function.start(*map(there, args))
+        if not function.can_start:
+            return place(finish())
+        return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
+
+    def drain(self) -> None:
+        """Finishes all that waits."""
+        while self._waiting:
+            self._finish_oldest()
+
+    def clear(self) -> None:
+        """Forgets all that waits, after an error."""
+        self._waiting.clear()
+
+    def _wait(self, task: _Task, count: int) -> list[Pending]:
+        self._waiting.append(task)
+        return [Pending(task, k) for k in range(count)]
+
+    def _finish_oldest(self) -> None:
+        """Finishes the oldest call of the host, and runs what then need not wait."""
+        oldest = next(task for task in self._waiting if task.is_host_call)
+        oldest.run()
+        before, self._waiting = self._waiting, deque()
+        for task in before:
+            if task is oldest:
+                continue
+            if not task.is_host_call and self._is_ready(task, self._waiting):
+                task.run()
+            else:
+                self._waiting.append(task)
+
+    def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
+        """Whether a task's arguments are there, and none that it consumes has still to be read by tasks before it."""
+        args = [there(x) for x in task.args]
+        if any(type(x) is Pending for x in args):
+            return False
+        consumed = {id(args[k]) for k in task.donated}
+        return not consumed or all(id(there(x)) not in consumed for other in before for x in other.args)
