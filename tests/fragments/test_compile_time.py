@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
+from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes import partition
 from msrl_jax.fragments.plan.cost import flops
 from msrl_jax.fragments.runtime.memory import largest_array, temporary_bytes
-from msrl_jax.fragments.runtime.program_key import program_key
 
 STATE = {"params": jnp.full(8, 0.5), "x": jnp.ones(8), "key": jax.random.key(0)}
 AXES = {"params": P(), "x": P("env"), "key": P()}

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.fragments.passes import divisibility
+from msrl_jax.fragments.passes.checks import check_effects
 from msrl_jax.fragments.runtime import crossing, processes
 
 MESHES = {
@@ -51,7 +52,7 @@ def test_all_pairs_of_shardings(source, target):
     values = [np.arange(72, dtype=np.float32).reshape(SHAPE) + 100 * i for i in range(len(pairs))]
     arrays = [jax.device_put(x, at) for x, (at, _) in zip(values, pairs, strict=True)]
     kinds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    moved = crossing.Crossing(kinds, *zip(*pairs, strict=True))(arrays)
+    moved = crossing.MeshCrossing(kinds, *zip(*pairs, strict=True))(arrays)
     for x, y, (_, to) in zip(moved, values, pairs, strict=True):
         assert_same(x, y, to)
 
@@ -80,7 +81,7 @@ def test_all_kinds_of_elements():
     at = [NamedSharding(source, split(x)) for x in values]
     to = [NamedSharding(target, split(x)) for x in values]
     arrays = [jax.device_put(x, s) for x, s in zip(values, at, strict=True)]
-    cross = crossing.Crossing([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays], at, to)
+    cross = crossing.MeshCrossing([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays], at, to)
     for x, y, sharding in zip(cross(arrays), values, to, strict=True):
         assert_same(x, y, sharding)
 
@@ -88,7 +89,7 @@ def test_all_kinds_of_elements():
 def test_results_have_memory_of_their_own():
     at, to = (NamedSharding(mesh(range(n)), P()) for n in (1, 2))
     x = jax.device_put(np.arange(4.0, dtype=np.float32), at)
-    (y,) = crossing.Crossing([jax.ShapeDtypeStruct(x.shape, x.dtype)], [at], [to])([x])
+    (y,) = crossing.MeshCrossing([jax.ShapeDtypeStruct(x.shape, x.dtype)], [at], [to])([x])
     x.delete()
     np.testing.assert_array_equal(y, np.arange(4.0))
 
@@ -106,7 +107,7 @@ def test_a_broadcast_takes_few_rounds_and_enters_each_process_once():
     """Each round doubles the number of devices that hold the value; a process sends it on among its own devices."""
     devices = [FakeDevice(i, i // 4) for i in range(16)]
     whole = ((0, 8),)
-    own, *rounds = crossing.plan({devices[0]: whole}, dict.fromkeys(devices, whole))
+    own, *rounds = crossing.plan_hops({devices[0]: whole}, dict.fromkeys(devices, whole))
     assert [(hop.sender, hop.receiver) for hop in own] == [(devices[0], devices[0])]
     hops = [hop for round in rounds for hop in round]
     assert len(hops) == 15 and {hop.receiver for hop in hops} == {*devices[1:]}
@@ -118,20 +119,20 @@ def test_moves_within_processes_are_programs_of_each_process():
     """If every process has actors and learners, nothing crosses between processes, and each has a program of its own."""
     actors, learners = ([FakeDevice(4 * p + k, p) for p in range(3) for k in ks] for ks in ((0, 1, 2), (3,)))
     whole = ((0, 4),)
-    down = crossing.plan(dict.fromkeys(learners, whole), dict.fromkeys(actors, whole))
-    up = crossing.plan(
+    down = crossing.plan_hops(dict.fromkeys(learners, whole), dict.fromkeys(actors, whole))
+    up = crossing.plan_hops(
         {d: ((4 * k, 4 * k + 4),) for k, d in enumerate(actors)}, {d: ((12 * k, 12 * k + 12),) for k, d in enumerate(learners)}
     )
     for plans in ([down], [up], [down, up]):
-        groups = crossing.groups(plans)
+        groups = crossing.connected_devices(plans)
         assert [{d.process_index for d in group} for group in groups] == [{0}, {1}, {2}]
 
 
 def test_devices_are_dealt_by_turns():
     devices = [FakeDevice(0, 0), FakeDevice(1, 0), FakeDevice(2, 0), FakeDevice(7, 1), FakeDevice(5, 1)]
-    assert [d.id for d in divisibility.dealt(devices)] == [0, 7, 1, 5, 2]
+    assert [d.id for d in divisibility.interleaved(devices)] == [0, 7, 1, 5, 2]
     alone = jax.devices()[::-1]
-    assert divisibility.dealt(alone) == tuple(alone)
+    assert divisibility.interleaved(alone) == tuple(alone)
 
 
 def test_gathered_blocks_have_one_sender():
@@ -147,8 +148,8 @@ def test_ordered_callbacks_are_for_a_single_process(monkeypatch):
         show = lambda x: jax.experimental.io_callback(print, None, x, ordered=ordered)  # noqa: E731
         return jax.make_jaxpr(show)(1.0).effects
 
-    processes.check_effects(effects(ordered=True))
+    check_effects(effects(ordered=True))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    processes.check_effects(effects(ordered=False))
+    check_effects(effects(ordered=False))
     with pytest.raises(ValueError, match=r"OrderedIO.*2 processes; use ordered=False"):
-        processes.check_effects(effects(ordered=True))
+        check_effects(effects(ordered=True))

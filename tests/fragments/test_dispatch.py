@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.bundles import SMALL
 from msrl_jax.fragments.passes.instructions import Alloc, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime import execute as runtime
 from msrl_jax.fragments.runtime import processes
+from msrl_jax.fragments.runtime.lower import SMALL
 from msrl_jax.policies import Central
 
 from . import toy

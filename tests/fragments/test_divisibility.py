@@ -9,7 +9,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.divisibility import Fit
-from msrl_jax.fragments.plan.idle_devices import warn_of_idle
+from msrl_jax.fragments.plan.advice import warn_of_idle
 from msrl_jax.policies import Central, Environments, GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine
 from msrl_jax.training.setup import resolve_policy
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Free, Loop, Run, Schedule, Value
-from msrl_jax.fragments.passes.lifetimes import settle
+from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 
 from . import random_loops, toy
 from .conftest import POLICIES
@@ -127,6 +127,6 @@ def test_what_a_program_reads_twice_is_not_given_away():
     x, once, y, z = (Value(i, kind, place, "") for i in range(4))
     program = jax.make_jaxpr(lambda a, b, c: (a + b, c))(*[jnp.zeros(4)] * 3)
     run = Run("add", place, program, (x, x, once), (y, z))
-    settled = settle(Schedule(((x,), (once,)), (run,), ((y,), (z,)), ()))
+    settled = add_lifetimes(Schedule(((x,), (once,)), (run,), ((y,), (z,)), ()))
     assert [i.donated for i in settled.body if isinstance(i, Run)] == [(2,)]
     follow(settled.body, [x, once], set(), [y, z], [])

@@ -123,7 +123,7 @@ class _Builder:
                     "placements cannot share; carry its value through the loop instead"
                 )
             if eqn.primitive is scan_p and scan_parts(eqn).length == 0:
-                env.update(zip(eqn.outvars, self.never(eqn, ins, home, out), strict=True))
+                env.update(zip(eqn.outvars, self.scan_of_no_steps(eqn, ins, home, out), strict=True))
                 continue
             opened = not is_host_call(eqn) and (len(found) > 1 or any(p.name == HOST for p in found))
             if opened:
@@ -165,7 +165,7 @@ class _Builder:
         carry, xs = args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
         return Region(args[:num_consts], carry, xs, nodes, outputs[:num_carry], outputs[num_carry:], length, reverse)
 
-    def never(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
+    def scan_of_no_steps(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
         """The results of a scan of length 0: the carry as it was, and stacks without rows."""
         _, num_consts, num_carry, _, _ = scan_parts(eqn)
         kinds = [aval(v) for v in eqn.outvars[num_carry:]]

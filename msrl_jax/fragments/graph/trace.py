@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.fragments.runtime.program_key import computation_key
+from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
+from msrl_jax.fragments.graph.program_key import computation_key
 
 PyTree = Any
 
@@ -265,3 +265,62 @@ def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tup
             for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
                 found.setdefault(axis, []).append((path, int(size)))
     return found
+
+
+class ExpectedState:
+    """Checks states against the one that a program was compiled for."""
+
+    def __init__(self, tree: Any, paths: Sequence[str], traced: Traced):
+        self._tree, self._paths, self._traced = tree, paths, traced
+        self._avals = traced.jaxpr.in_avals
+        self._weak_types = {_weak(self._avals)}
+
+    def check_tree(self, tree: Any) -> None:
+        """Raises ValueError if a state has another structure."""
+        if tree != self._tree:
+            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+
+    def check_leaves(self, flat: Sequence[Any]) -> None:
+        """Checks the leaves of a state.
+
+        Args:
+          flat: the leaves.
+
+        Raises:
+          TypeError: if one is not an array or a number, or is traced.
+          ValueError: if one has another shape or dtype, or a weak type with which `jax.jit` would compute something else.
+          RuntimeError: if one was donated or deleted.
+        """
+        if any(isinstance(x, Tracer) for x in flat):
+            raise TypeError(
+                "a program is no function of traced arrays: it sends compiled code to devices itself, so jax.jit, jax.grad and "
+                "jax.vmap do not apply to it. Call it on arrays, outside of them; apply them to what the iteration calls"
+            )
+        avals = [leaf_aval(x, path) for x, path in zip(flat, self._paths, strict=True)]
+        for x, found, want, path in zip(flat, avals, self._avals, self._paths, strict=True):
+            if found.shape != want.shape or found.dtype != want.dtype:
+                raise ValueError(
+                    f"{path} is {found.dtype}{list(found.shape)}, but the program was compiled for "
+                    f"{want.dtype}{list(want.shape)}"
+                )
+            check_not_given_away(x, path)
+        weak = _weak(avals)
+        if weak not in self._weak_types:
+            if not self._traced.computes_the_same(weak):
+                i = next(i for i, a in enumerate(self._avals) if weak[i] != a.weak_type)
+                kinds = [f"{'weak' if w else 'strong'} {avals[i].dtype}" for w in (weak[i], not weak[i])]
+                raise ValueError(
+                    f"{self._paths[i]} is a {kinds[0]}, but the program was compiled for a {kinds[1]}, and jax.jit "
+                    "would promote dtypes differently for the two. Convert it, or compile the program for it (a Python number "
+                    "has a weak type, also after jnp.asarray; an array with an explicit dtype has a strong one)"
+                )
+            self._weak_types.add(weak)
+
+
+def check_not_given_away(x: Any, name: str) -> None:
+    """Raises RuntimeError if an array was donated or deleted; says how to avoid that."""
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise RuntimeError(
+            f"{name} has no memory any more: an earlier run(..., donate=True), a function with donate_argnums or delete() took "
+            "it, perhaps in a callback. Use the state that the run returned, run with donate=False, or give away a copy"
+        )

@@ -35,7 +35,7 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(devices)
 
 
-def dealt(devices: Sequence[Device]) -> tuple[Device, ...]:
+def interleaved(devices: Sequence[Device]) -> tuple[Device, ...]:
     """Orders the devices of several processes by turns: the first of each process, then the second of each, and so on.
 
     A policy that gives a part of them one number of devices for each process then takes equally many from each process, so

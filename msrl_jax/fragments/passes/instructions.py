@@ -4,63 +4,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.codecs import Codec
 from msrl_jax.fragments.graph.host import HostFunction
-from msrl_jax.fragments.placement import Edge, Placement
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A value that a codec packs into one or more arrays while it crosses.
-
-    Attributes:
-      label: the value's name.
-      aval: its shape and dtype, unpacked.
-      codec: the name of the codec.
-      edge: the layout's entry that declares the codec.
-    """
-
-    label: str
-    aval: ShapedArray
-    codec: str
-    edge: Edge
-
-
-@dataclass(frozen=True, eq=False)
-class Check:
-    """Stops a run if a codec cannot hold a value.
-
-    Attributes:
-      label: the value's name.
-      codec: the codec that packs it.
-      edge: names of the placements that send and receive it, for the message.
-    """
-
-    label: str
-    codec: Codec
-    edge: str
-
-    def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-        """Raises if a value was lost.
-
-        Args:
-          ok: whether the codec held the values of each iteration. `[N]`
-          low: their minimum. `[N]`
-          high: their maximum. `[N]`
-
-        Raises:
-          ValueError: naming the value, its range and the codec's promise.
-        """
-        if not ok.all():
-            lost = ~ok
-            raise ValueError(
-                f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
-                f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
-                "Pack it with another codec, or pack only other values by name: {'state.obs': 'uint8'} instead of 'uint8'"
-            )
+from msrl_jax.fragments.graph.nodes import Check, Packed
+from msrl_jax.fragments.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)

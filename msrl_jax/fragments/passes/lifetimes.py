@@ -8,7 +8,7 @@ from dataclasses import replace
 from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value, walk
 
 
-def settle(schedule: Schedule) -> Schedule:
+def add_lifetimes(schedule: Schedule) -> Schedule:
     """Adds donations, copies and frees.
 
     A buffer belongs to one carried value at a time, so that a program may overwrite it. A copy is added where two carried

@@ -72,7 +72,7 @@ class Origin:
     operands: tuple[Any, ...] = field(repr=False)
 
 
-class Dyed(NamedTuple):
+class Tainted(NamedTuple):
     """A value, and the number of the computation that its nan or infinity comes from; None if it is finite."""
 
     value: Any
@@ -107,10 +107,10 @@ def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Seque
       The origin; or the number of an entry of `env`, if that entry is not finite and no equation is to blame; or None if all
       results are finite.
     """
-    given = {var: Dyed(value, None if is_finite(value) else _GIVEN + i) for i, (var, value) in enumerate(env.items())}
+    given = {var: Tainted(value, None if is_finite(value) else _GIVEN + i) for i, (var, value) in enumerate(env.items())}
     walk = _Walk()
-    dyed = walk.block(eqns, given, None)
-    origin = _earliest(dyed.get(a) for a in results if isinstance(a, Var))
+    tainted = walk.block(eqns, given, None)
+    origin = _earliest(tainted.get(a) for a in results if isinstance(a, Var))
     if origin is None:
         return None
     if origin >= _GIVEN:
@@ -130,7 +130,7 @@ def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[Ja
       The origin; None if all results are finite.
     """
     walk = _Walk()
-    outs = walk.whole(eqn, [Dyed(x, None) for x in operands], None)
+    outs = walk.whole(eqn, [Tainted(x, None) for x in operands], None)
     return _descend(walk, walk.events[0], all_eqns) if _earliest(outs) is not None else None
 
 
@@ -175,8 +175,8 @@ class _Walk:
         self._compiled: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
 
     def block(
-        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Dyed], step: tuple[int, int] | None
-    ) -> dict[Var, Dyed]:
+        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Tainted], step: tuple[int, int] | None
+    ) -> dict[Var, Tainted]:
         """Evaluates equations in order; returns the values of all variables."""
         env = dict(env)
         for eqn in eqns:
@@ -184,7 +184,7 @@ class _Walk:
             env.update((v, d) for v, d in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
         return env
 
-    def whole(self, eqn: JaxprEqn, ins: Sequence[Dyed], step: tuple[int, int] | None) -> list[Dyed]:
+    def whole(self, eqn: JaxprEqn, ins: Sequence[Tainted], step: tuple[int, int] | None) -> list[Tainted]:
         """Evaluates one equation."""
         operands = tuple(d.value for d in ins)
         outs = self.function(eqn)(*operands)
@@ -193,7 +193,7 @@ class _Walk:
         if inherited is None and not all(finite):
             inherited = float(len(self.events))
             self.events.append(_Event(eqn, operands, step))
-        return [Dyed(x, None if fine else inherited) for x, fine in zip(outs, finite, strict=True)]
+        return [Tainted(x, None if fine else inherited) for x, fine in zip(outs, finite, strict=True)]
 
     def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
         """Evaluates an equation as a whole: compiled if it holds code, such as a fragment or a loop."""
@@ -206,18 +206,18 @@ class _Walk:
         return self._compiled[id(eqn)][1]
 
 
-def _read(env: Mapping[Var, Dyed], atom: Atom) -> Dyed:
-    return Dyed(jnp.asarray(atom.val, aval(atom).dtype), None) if isinstance(atom, Literal) else env[atom]
+def _read(env: Mapping[Var, Tainted], atom: Atom) -> Tainted:
+    return Tainted(jnp.asarray(atom.val, aval(atom).dtype), None) if isinstance(atom, Literal) else env[atom]
 
 
-def _bound(jaxpr: Jaxpr, consts: Consts, ins: Sequence[Dyed]) -> dict[Var, Dyed]:
-    fixed = {v: Dyed(x, None if is_finite(x) else _GIVEN) for v, x in zip(jaxpr.constvars, consts, strict=True)}
+def _bound(jaxpr: Jaxpr, consts: Consts, ins: Sequence[Tainted]) -> dict[Var, Tainted]:
+    fixed = {v: Tainted(x, None if is_finite(x) else _GIVEN) for v, x in zip(jaxpr.constvars, consts, strict=True)}
     return fixed | dict(zip(jaxpr.invars, ins, strict=True))
 
 
 def _parts(walk: _Walk, event: _Event) -> _Event | None:
     """The event inside of an event; None if the computation has no parts, or none of them is non-finite by itself."""
-    eqn, ins = event.eqn, [Dyed(x, None) for x in event.operands]
+    eqn, ins = event.eqn, [Tainted(x, None) for x in event.operands]
     if eqn.primitive is scan_p:
         return _steps(walk, eqn, ins)
     body = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
@@ -232,13 +232,13 @@ def _parts(walk: _Walk, event: _Event) -> _Event | None:
     return walk.events[int(origin)] if origin is not None and start <= origin < _GIVEN else None
 
 
-def _steps(walk: _Walk, eqn: JaxprEqn, ins: Sequence[Dyed]) -> _Event | None:
+def _steps(walk: _Walk, eqn: JaxprEqn, ins: Sequence[Tainted]) -> _Event | None:
     """The event in the first step of a scan whose carry or row is not finite."""
     scan = scan_parts(eqn)
     jaxpr, split = scan.body.jaxpr, scan.num_consts + scan.num_carry
     consts, carry, xs = ins[: scan.num_consts], ins[scan.num_consts : split], ins[split:]
     for step in reversed(range(scan.length)) if scan.reverse else range(scan.length):
-        rows = [Dyed(x.value[step], None) for x in xs]
+        rows = [Tainted(x.value[step], None) for x in xs]
         start = len(walk.events)
         env = walk.block(jaxpr.eqns, _bound(jaxpr, scan.body.consts, [*consts, *carry, *rows]), (step, scan.length))
         outs = [_read(env, a) for a in jaxpr.outvars]

@@ -52,7 +52,7 @@ class Hop:
     passed_on: bool = False
 
 
-def plan(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
+def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
     """Plans how an array changes its sharding.
 
     Args:
@@ -110,7 +110,7 @@ def _size(block: Block) -> tuple[int, ...]:
     return tuple(high - low for low, high in block)
 
 
-def groups(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
+def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
     """Devices that exchange data, directly or through others; every group needs a program of its own.
 
     Args:
@@ -281,7 +281,7 @@ def _shards(x: jax.Array) -> dict[Device, jax.Array]:
     return {shard.device: shard.data for shard in x.addressable_shards}
 
 
-class Crossing:
+class MeshCrossing:
     """Copies arrays from one mesh to another; the meshes may be on any processes.
 
     All processes make it and call it. The programs are compiled when it is made, those of the groups of devices in which this
@@ -314,11 +314,11 @@ class Crossing:
         self._unpack = jax.jit(unpack, out_shardings=[targets[i] for i in odd])
         held = [blocks(at, wire.shape) for at, wire in zip(sources, wires, strict=True)]
         made = [blocks(at, wire.shape) for at, wire in zip(targets, wires, strict=True)]
-        plans = [plan(source, target) for source, target in zip(held, made, strict=True)]
+        plans = [plan_hops(source, target) for source, target in zip(held, made, strict=True)]
         me = jax.process_index()
         self._programs = [
             _Program(group, plans, [wire.dtype for wire in wires], held, made)
-            for group in groups(plans)
+            for group in connected_devices(plans)
             if any(d.process_index == me for d in group)
         ]
 

@@ -66,7 +66,7 @@ def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[
     return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
 
 
-def constants(init: ClosedJaxpr) -> dict[int, Any]:
+def constant_leaves(init: ClosedJaxpr) -> dict[int, Any]:
     """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns unchanged.
 
     Args:
@@ -79,7 +79,7 @@ def constants(init: ClosedJaxpr) -> dict[int, Any]:
     return {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
 
 
-def select(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+def evaluate_leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
     """Evaluates some leaves of a state; XLA drops computations that only the others need.
 
     Args:
@@ -94,7 +94,7 @@ def select(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> li
     return [flat[i] for i in numbers]
 
 
-def compute(
+def compute_leaves(
     init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
 ) -> dict[int, tuple[jax.Array, ...]]:
     """Computes leaves of a state where they are kept, so that no device holds more than its part.
@@ -116,7 +116,7 @@ def compute(
         arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers = [i for i, _ in targets]
         out = [sharding for _, sharding in targets]
-        arrays = jax.jit(lambda *xs, numbers=numbers: select(init, xs, numbers), out_shardings=out)(*arguments)
+        arrays = jax.jit(lambda *xs, numbers=numbers: evaluate_leaves(init, xs, numbers), out_shardings=out)(*arguments)
         for i, array in zip(numbers, arrays, strict=True):
             found[i] += (array,)
     return found

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax._compat import Literal
-from msrl_jax.fragments.runtime.program_key import program_key, value_key
+from msrl_jax.fragments.graph.program_key import program_key, value_key
 
 from .same_run import Case, assert_same_run, several
 

@@ -6,19 +6,24 @@ it, as a parameter of the program that reads it.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax.fragments.passes.bundles import bundle
+from msrl_jax._device_memory import is_planned
+from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.repairs import repaired
-from msrl_jax.fragments.runtime.executables import Executables, understood, whole
-from msrl_jax.fragments.runtime.program_key import program_key
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, on_own_mesh, replicated
+
+SMALL = 2**16
+"""Arrays of a Move of at most this many bytes are joined; more are better sent than copied twice."""
 
 
 def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
@@ -36,7 +41,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
     known: dict[Value, NamedSharding | None] = dict(inputs)
     for value in schedule.constants:
-        known[value] = whole(value)
+        known[value] = replicated(value)
     back = list(zip(schedule.inputs, schedule.outputs, strict=True))
     fixed = {leave: inputs[enter] for enters, leaves in back for enter, leave in zip(enters, leaves, strict=True)}
     lowering = _Lowering(executables, known, logical)
@@ -45,10 +50,10 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
     for enters, leaves in back:
         pairs = [(leave, inputs[enter]) for enter, leave in zip(enters, leaves, strict=True)]
         outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
-    executables.shardings.update({v: s or whole(v) for v, s in known.items()})
+    executables.shardings.update({v: s or replicated(v) for v, s in known.items()})
     for i, _ in walk(body):
         if isinstance(i, Move):
-            bundle(i, executables)
+            coalesce(i, executables)
     return replace(schedule, body=tuple(body), outputs=tuple(outputs))
 
 
@@ -78,7 +83,7 @@ class _Lowering:
             elif isinstance(i, Move):
                 self.move(i, fixed, returns_to)
             elif isinstance(i, HostCall):
-                self.known.update({v: whole(v) for v in (*i.inputs, *i.outputs)})
+                self.known.update({v: replicated(v) for v in (*i.inputs, *i.outputs)})
             elif isinstance(i, Alloc):
                 self.known.update(dict.fromkeys(i.results))
             elif isinstance(i, Loop):
@@ -117,7 +122,7 @@ class _Lowering:
             self.logical[result] = self.logical[source]
             return result.placement.sharding(self.logical[source], result.aval.shape)
         if result.placement.mesh.size == 1:
-            return whole(result)
+            return replicated(result)
         at = self.known[source]
         if at is None or source.placement.mesh.size == 1:
             return None
@@ -133,12 +138,12 @@ class _Lowering:
             if c.init in self.logical:
                 self.logical[c.enter] = self.logical[c.init]
         for v in i.indices:
-            self.known[v] = whole(v)
+            self.known[v] = replicated(v)
         body = self.line(i.body, {}, {c.leave: c.enter for c in i.carry})
         carry = []
         wanted: dict[Value, NamedSharding] = {}
         for c in i.carry:
-            at = self.known[c.enter] or self.known[c.leave] or whole(c.enter)
+            at = self.known[c.enter] or self.known[c.leave] or replicated(c.enter)
             self.known[c.enter] = self.known[c.result] = at
             leave = self.resharded(c.leave, at, body)
             init = c.init
@@ -158,12 +163,12 @@ class _Lowering:
         single = i.placement.mesh.size == 1
         if single or not any(self.known[v] for v in values):
             for v in values:
-                self.known[v] = self.known[v] or whole(v)
+                self.known[v] = self.known[v] or replicated(v)
         pairs = {**returns_to, **{leave: enter for enter, leave in i.writes}}
         prescribed: dict[Value, NamedSharding] = {}
         for v in results:
             enter = self.known[pairs[v]] if v in pairs else None
-            if at := fixed.get(v) or enter or (whole(v) if single or not values else None):
+            if at := fixed.get(v) or enter or (replicated(v) if single or not values else None):
                 prescribed[v] = at
         key = (program_key(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
         first = 1 if i.index else 0
@@ -181,7 +186,7 @@ class _Lowering:
         else:
             raise RuntimeError(f"XLA's shardings for {i.name!r} @ {i.placement} change with every compilation")
         for v, s in zip(results, compiled.output_shardings, strict=True):
-            self.known[v] = prescribed.get(v) or understood(s, v)
+            self.known[v] = prescribed.get(v) or on_own_mesh(s, v)
             if v in pairs and self.known[pairs[v]] is None:
                 self.known[pairs[v]] = self.known[v]
         self.executables.compiled[i] = compiled
@@ -194,9 +199,9 @@ class _Lowering:
         settled = True
         for v, s in zip(values, compiled.input_shardings[0], strict=True):
             if self.known[v] is None:
-                chosen = understood(s, v)
+                chosen = on_own_mesh(s, v)
                 settled &= chosen is not None
-                self.known[v] = chosen or whole(v)
+                self.known[v] = chosen or replicated(v)
         return settled
 
     def demands(
@@ -211,12 +216,12 @@ class _Lowering:
         for v, s in zip(results, compiled.output_shardings, strict=True):
             if v in prescribed:
                 continue
-            made, enter = understood(s, v), self.known[pairs[v]] if v in pairs else None
+            made, enter = on_own_mesh(s, v), self.known[pairs[v]] if v in pairs else None
             if enter is not None:
                 if made is None or not _same(enter, made, v):
                     more[v] = enter
             elif made is None:
-                more[v] = whole(v)
+                more[v] = replicated(v)
             elif v in self.to_shards and v not in pairs and not any(made.spec) and any((split := _scattered(v)).spec):
                 # Only shards of another placement read this value, so no device needs it whole: a sum is reduce-scattered.
                 more[v] = split
@@ -238,12 +243,12 @@ class _Lowering:
         """Compiles a Move's copy: within its placement, or after a transfer that may have shared memory."""
         taken = i.sources if i.is_copy else i.results
         for v in taken:
-            self.known[v] = self.known[v] or whole(v)
-        out = tuple(self.known[v] or whole(v) for v in i.results)
+            self.known[v] = self.known[v] or replicated(v)
+        out = tuple(self.known[v] or replicated(v) for v in i.results)
         self.executables.compiled[i] = self.executables.compile("copy", _copy, [self.spec(v) for v in taken], (), out)
 
     def alloc(self, i: Alloc) -> None:
-        out = tuple(self.known[v] or whole(v) for v in i.results)
+        out = tuple(self.known[v] or replicated(v) for v in i.results)
         kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.results)
 
         def empty() -> tuple[jax.Array, ...]:
@@ -301,3 +306,65 @@ def body(run: Run) -> Callable[..., Any]:
 
     fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles
     return fn
+
+
+def coalesce(i: Move, executables: Executables) -> None:
+    """Compiles the programs that join and split the small values of a Move, if some have the same dtype.
+
+    As many bytes arrive. Only values that arrive whole on each device are joined. Values that cross between processes, or
+    between placements with a common device, travel as they are.
+
+    Args:
+      i: the instruction.
+      executables: the shardings of its values; receives how they travel.
+    """
+    devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
+    if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):
+        return
+    at = executables.shardings
+    groups: dict[str, list[int]] = {}
+    for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):
+        if _is_plain(source) and source.nbytes <= SMALL and at[result].is_fully_replicated:
+            groups.setdefault(source.aval.dtype.name, []).append(k)
+    several = [ks for ks in groups.values() if len(ks) > 1]
+    if not several:
+        return
+    joined = tuple(k for ks in several for k in ks)
+    alone = tuple(k for k in range(len(i.sources)) if k not in joined)
+    shapes = tuple(tuple(i.sources[k].aval.shape for k in ks) for ks in several)
+
+    def join(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        rest = iter(arrays)
+        return tuple(jnp.concatenate([next(rest).reshape(-1) for _ in group]) for group in shapes)
+
+    def split(*vectors: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x for vector, group in zip(vectors, shapes, strict=True) for x in _parts(vector, group))
+
+    sent, arriving = [replicated(i.sources[0])] * len(several), [replicated(i.results[0])] * len(several)
+    arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
+    vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
+    executables.coalesced[i] = Coalesced(
+        alone, joined,
+        executables.compile(("join", shapes), join, arrays, (), sent),
+        executables.compile(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined]),
+        (*(at[i.results[k]] for k in alone), *arriving),
+    )  # fmt: skip
+
+
+def _is_plain(value: Value) -> bool:
+    aval = value.aval
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return aval.size > 0 and not is_key and not aval.weak_type and aval.dtype.name not in SMALLER_THAN_A_BYTE
+
+
+def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+
+
+def _parts(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    parts, start = [], 0
+    for shape in shapes:
+        stop = start + math.prod(shape)
+        parts.append(vector[start:stop].reshape(shape))
+        start = stop
+    return parts
