@@ -319,11 +319,7 @@ class Program(Generic[State]):
         return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
-        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing.
-
-        Returns:
-          The plan; print it, or take `to_dict()`.
-        """
+        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
         if self.is_fused:
             compiled = {r: self._one_iteration(donate=True) for r in self.instructions}
         else:

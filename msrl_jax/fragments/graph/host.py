@@ -159,15 +159,7 @@ def host_fragment(fn: Callable[..., Any] | Starting, results: Any, *, name: str 
 
 
 def received(results: Any, role: str) -> Any:
-    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there.
-
-    Args:
-      results: a pytree of arrays.
-      role: the role.
-
-    Returns:
-      The same arrays.
-    """
+    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there."""
     return fragment(role=role, name="receive")(lambda x: x)(results)
 
 
@@ -182,14 +174,10 @@ def calls_host(jaxpr: Jaxpr) -> bool:
 
 
 def evaluate_with_host(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluates code; calls of the host in loops and branches stay parts of programs.
+    """Evaluates code with calls of the host piece by piece: programs, and between them the functions, called directly.
 
-    Args:
-      closed: the code.
-      args: its arguments.
-
-    Returns:
-      Its results.
+    So an exception or an interrupt in a function is the caller's own, and not an error of a program. Calls of the host in loops
+    and branches stay parts of programs.
     """
     values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= zip(closed.jaxpr.invars, args, strict=True)

@@ -347,13 +347,7 @@ def _paths(result: Any) -> tuple[str, ...]:
 def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
     """Turns the captured values of a fragment's body (arrays and tracers of an outer trace) into leading inputs.
 
-    Args:
-      closed: the body.
-      name: the fragment's name.
-      paths: the pytree paths of its results, if they are known.
-
-    Returns:
-      The body without captured values.
+    `paths` are the pytree paths of the fragment's results, if they are known.
     """
     jaxpr = closed.jaxpr
     names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
@@ -366,16 +360,7 @@ _PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
 def check_platforms(implementations: Mapping[str, Callable[..., Any]], name: str) -> None:
-    """Refuses implementations for unknown platforms, and ones that cannot be called.
-
-    Args:
-      implementations: functions by platform.
-      name: the fragment's name, for errors.
-
-    Raises:
-      ValueError: on an unknown platform; the message suggests the nearest one.
-      TypeError: if an implementation is not callable.
-    """
+    """Refuses implementations for unknown platforms, and ones that cannot be called."""
     for platform, body in implementations.items():
         if platform not in _PLATFORMS:
             raise ValueError(
@@ -395,19 +380,9 @@ def evaluate_for_platform(
     implementations: Mapping[str, Callable[..., Any]],
     name: str,
 ) -> Any:
-    """Evaluates the implementation for the platform that the program is compiled for.
+    """Evaluates the implementation for the platform that the program is compiled for, `default` if it has none.
 
-    Args:
-      evaluate: applies a body to the arguments of the fragment.
-      default: the body for platforms without an implementation.
-      implementations: bodies by platform.
-      name: the fragment's name, for errors.
-
-    Returns:
-      The results of that implementation.
-
-    Raises:
-      TypeError: if the results of a body have another structure, shape or dtype than those of `default`.
+    `evaluate` applies a body to the arguments of the fragment. All bodies must have results of the same structure and types.
     """
     if not implementations:
         return evaluate(default)

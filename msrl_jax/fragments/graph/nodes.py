@@ -149,16 +149,7 @@ class Check:
     edge: str
 
     def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-        """Raises if a value was lost.
-
-        Args:
-          ok: whether the codec held the values of each iteration. `[N]`
-          low: their minimum. `[N]`
-          high: their maximum. `[N]`
-
-        Raises:
-          ValueError: naming the value, its range and the codec's promise.
-        """
+        """Raises ValueError if a value was lost, by the scalars `[N]` of each iteration: held, minimum, maximum."""
         if not ok.all():
             lost = ~ok
             raise ValueError(
@@ -222,16 +213,7 @@ class Graph:
 
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
-    """Finds the nodes that lead to some atoms.
-
-    Args:
-      producers: the node that makes each variable.
-      atoms: the atoms.
-      follow: whether to go on from a variable to the node that makes it.
-
-    Returns:
-      The nodes, each after those that it reads.
-    """
+    """The nodes that lead to some atoms, each after those that it reads; `follow` says from which results to go on."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[Atom | Node] = list(atoms)
@@ -246,15 +228,7 @@ def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Calla
 
 
 def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The fragments in an equation.
-
-    Args:
-      eqn: the equation.
-      nested: whether to include fragments inside other fragments.
-
-    Returns:
-      Their names, in order of appearance, and their roles.
-    """
+    """The names, in order of appearance, and the roles of the fragments in an equation."""
     names: dict[str, None] = {}
     roles: set[str] = set()
     seen: set[int] = set()

@@ -51,14 +51,7 @@ class _Same:
 
 
 def program_key(closed: ClosedJaxpr) -> Hashable:
-    """The key of a jaxpr: two keys are equal if and only if the programs are equal up to the names of variables.
-
-    Args:
-      closed: a closed jaxpr.
-
-    Returns:
-      A hashable value.
-    """
+    """The key of a jaxpr: two keys are equal if and only if the programs are equal up to the names of variables."""
     return _closed_key(closed, value_key)
 
 
@@ -68,12 +61,6 @@ def computation_key(closed: ClosedJaxpr) -> Hashable:
     Weak types affect dtypes only during tracing. So the key omits them, and conversions that change nothing else. All
     functions count as equal, and all integer literals of one dtype, because each trace makes new functions and may number
     its parts, as checkify numbers its errors.
-
-    Args:
-      closed: a trace of the function.
-
-    Returns:
-      A hashable value.
     """
     return _closed_key(closed, _traced_key, resolved=True)
 
@@ -160,14 +147,10 @@ def _literal_key(literal: Literal) -> Hashable:
 
 
 def value_key(value: Any) -> Hashable:
-    """The key of a value: two keys are equal if and only if a program cannot tell the values apart.
+    """The key of a constant or parameter: equal keys if and only if a program cannot tell the values apart.
 
-    Args:
-      value: a constant or a parameter of an equation, without jaxprs in it.
-
-    Returns:
-      A hashable value: type (dtype, shape, weak type) and bytes of a number or array; type and contents of a container or
-      dataclass; any other object itself, callables by identity.
+    It is the type (dtype, shape, weak type) and the bytes of a number or array; type and contents of a container or dataclass;
+    any other object itself, callables by identity.
     """
     if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
         return type(value), value

@@ -18,18 +18,9 @@ _MOST_CHANGES = 8
 
 
 def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state.
+    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state, whose path is `name`.
 
-    Args:
-      leaf: an array, a number, or a `jax.ShapeDtypeStruct`.
-      name: its path, for errors.
-
-    Returns:
-      The struct. Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
-
-    Raises:
-      TypeError: if the leaf is not an array, or is a mutable reference.
-      OverflowError: if it is a Python integer that does not fit.
+    Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -53,17 +44,7 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
 
 
 def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
-    """Shapes, dtypes, weak types and readable paths of a state's leaves.
-
-    Args:
-      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
-
-    Returns:
-      One struct and one path for each leaf.
-
-    Raises:
-      TypeError: if a leaf is not an array, or is a mutable reference; names its path.
-    """
+    """Shapes, dtypes and weak types of a state's leaves, and their readable paths."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     paths = ["state" + jax.tree_util.keystr(path) for path, _ in leaves]
     return [leaf_aval(leaf, name) for (_, leaf), name in zip(leaves, paths, strict=True)], paths
@@ -87,12 +68,6 @@ class Traced:
         """Whether iterations from leaves of these weak types compute the same values as the traced one.
 
         `jax.jit` traces again for other weak types, and may then compute something else.
-
-        Args:
-          weak: whether each leaf of a state has a weak type.
-
-        Returns:
-          Whether the values are the same.
         """
         wanted, seen = computation_key(self.jaxpr), {_weak(self.jaxpr.in_avals)}
         while tuple(weak) not in seen:
@@ -108,17 +83,6 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
     """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
 
     The trace is for the weak types on which the state's leaves settle. `jax.jit` ends up with the same trace.
-
-    Args:
-      iteration: pure function `state -> (state, metrics)`.
-      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
-
-    Returns:
-      The trace.
-
-    Raises:
-      TypeError: if the result is not a pair; if the next state differs in structure, shape or dtype; or if it differs in
-        weak types so that later iterations would compute something else than the first. Names the leaf.
     """
     avals, paths = state_avals(state)
     tree = jax.tree.structure(state)
@@ -199,18 +163,7 @@ def _list(paths: list[str]) -> str:
 
 
 def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
-    """The logical axes of every leaf of a state.
-
-    Args:
-      state: the state.
-      axes: a prefix of its tree with PartitionSpecs of logical axis names; None means `PartitionSpec()`.
-
-    Returns:
-      One PartitionSpec for each leaf.
-
-    Raises:
-      ValueError: if `axes` is not a prefix of the state, names more dimensions than a leaf has, or holds other than names.
-    """
+    """The logical axes of every leaf of a state; `axes` is a prefix of its tree with PartitionSpecs of axis names, or None."""
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
@@ -250,15 +203,7 @@ def _names_axis(entry: Any) -> bool:
 
 
 def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:
-    """The leaves that carry each logical axis.
-
-    Args:
-      state: the state.
-      specs: logical axes of its leaves.
-
-    Returns:
-      Axis -> pairs of a leaf's path and its size along that axis.
-    """
+    """Logical axis -> the leaves that carry it: path, and size along the axis."""
     found: dict[str, list[tuple[str, int]]] = {}
     for spec, aval, path in zip(specs, *state_avals(state), strict=True):
         for entry, size in zip(spec, aval.shape, strict=False):
@@ -281,15 +226,9 @@ class ExpectedState:
             raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
 
     def check_leaves(self, flat: Sequence[Any]) -> None:
-        """Checks the leaves of a state.
+        """Refuses leaves that are no arrays, are traced or deleted, or have another type than the program was compiled for.
 
-        Args:
-          flat: the leaves.
-
-        Raises:
-          TypeError: if one is not an array or a number, or is traced.
-          ValueError: if one has another shape or dtype, or a weak type with which `jax.jit` would compute something else.
-          RuntimeError: if one was donated or deleted.
+        Another weak type is refused if `jax.jit` would compute something else with it.
         """
         if any(isinstance(x, Tracer) for x in flat):
             raise TypeError(

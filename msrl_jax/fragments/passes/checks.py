@@ -36,11 +36,7 @@ def check_no_mesh_is_set() -> None:
 
 
 def check_effects(effects: Iterable[Any]) -> None:
-    """Raises ValueError if several processes would have to keep callbacks to the host in order; JAX cannot do that.
-
-    Args:
-      effects: the effects of the traced iteration.
-    """
+    """Refuses callbacks to the host that several processes would have to keep in order; JAX cannot do that."""
     ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
     if ordered and jax.process_count() > 1:
         names = ", ".join(sorted(map(str, ordered)))
@@ -51,15 +47,7 @@ def check_effects(effects: Iterable[Any]) -> None:
 
 
 def check_host_calls(names: Sequence[str], layout: Layout) -> None:
-    """Checks that a layout leaves room between programs for calls of the host.
-
-    Args:
-      names: the names of the functions.
-      layout: where each role runs.
-
-    Raises:
-      ValueError: if it makes one program of everything, or several processes run.
-    """
+    """Refuses calls of the host if a layout makes one program of everything, or several processes run."""
     if not names:
         return
     listed = ", ".join(map(repr, names))
@@ -73,16 +61,10 @@ def check_host_calls(names: Sequence[str], layout: Layout) -> None:
 
 
 def check_owners(graph: Graph) -> None:
-    """Checks that no two learners update the same leaf of the state.
+    """Refuses two learners that update the same leaf of the state.
 
     The suffix of the role distinguishes learners, as in `"learner:critic"`. If a leaf passed through fragments of two learners
     within an iteration, each would undo the other's update. (Bodies of loops are not checked.)
-
-    Args:
-      graph: the iteration.
-
-    Raises:
-      ValueError: naming the leaf and both fragments.
     """
     region = graph.region
     producers = region.producers
@@ -112,14 +94,7 @@ def _owners(producers: Mapping[Var, Node], out: Atom, leaf: Var) -> dict[str, st
 
 
 def check_codecs(layout: Layout) -> None:
-    """Checks the codecs of a layout.
-
-    Args:
-      layout: the placements, with the codecs of the edges between them.
-
-    Raises:
-      ValueError: if a codec is unknown, or declared between placements that do not exist.
-    """
+    """Refuses codecs that are unknown, or declared between placements that do not exist."""
     names = [p.name for p in layout.placements]
     for edge in layout.codecs:
         get(edge.codec)
@@ -132,15 +107,7 @@ def check_codecs(layout: Layout) -> None:
 
 
 def check_codec_names(graph: Graph, layout: Layout) -> None:
-    """Checks that every codec for values with a text in their names matches a value.
-
-    Args:
-      graph: the iteration.
-      layout: the placements, with the codecs of the edges between them.
-
-    Raises:
-      ValueError: if no value of the iteration has the text in its name.
-    """
+    """Refuses codecs for values with a text in their names that no value has."""
     names = sorted({label for label in graph.labels.values() if label})
     for edge in layout.codecs:
         if not any(edge.only in name for name in names):
@@ -152,14 +119,7 @@ def check_codec_names(graph: Graph, layout: Layout) -> None:
 
 
 def check_meshes(instructions: Sequence[Instruction]) -> None:
-    """Refuses programs with a mesh whose devices are not the devices of their placement, in order.
-
-    Args:
-      instructions: the instructions.
-
-    Raises:
-      ValueError: if there is one; names the fragment, the operation and the devices.
-    """
+    """Refuses meshes inside of fragments whose devices are not those of the fragment's placement, in order."""
     for run in (i for i, _ in walk(instructions) if isinstance(i, Run)):
         own = run.placement.devices
         for name, mesh in _meshes(run.jaxpr.jaxpr):

@@ -270,15 +270,7 @@ class Schedule:
 
 
 def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """Lists every instruction, also in loops, with its number of executions per iteration.
-
-    Args:
-      instructions: the instructions.
-      times: number of executions of these.
-
-    Yields:
-      Pairs (instruction, times), in program order.
-    """
+    """Every instruction in program order, also in loops, with its number of executions per iteration."""
     for i in instructions:
         yield i, times
         if isinstance(i, Loop):

@@ -28,18 +28,10 @@ def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
 
 
 def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
-    """Packs values that cross placements and are not packed yet; changes the graph in place.
+    """Packs values that cross placements and are not packed yet; changes the graph in place, returns whether it did.
 
     If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. So call this again, on a
     new partition, until it changes nothing. That ends, because each change packs one more of finitely many values.
-
-    Args:
-      part: the graph's partition.
-      graph: the iteration.
-      layout: the placements, with the codecs of the edges between them.
-
-    Returns:
-      Whether anything changed.
     """
     if not layout.codecs:
         return False

@@ -62,15 +62,7 @@ class Partition:
 
 
 def partition(graph: Graph, default: Placement) -> Partition:
-    """Decides where everything runs.
-
-    Args:
-      graph: the iteration.
-      default: the placement of values that no fragment uses.
-
-    Returns:
-      The partition.
-    """
+    """Decides where everything runs; values that no fragment uses are at the placement `default`."""
     return _partition(graph.region, graph.registers, default)
 
 

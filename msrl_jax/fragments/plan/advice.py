@@ -28,18 +28,7 @@ def advise(
     shardings: Mapping[Value, NamedSharding],
     unused: Sequence[Edge],
 ) -> list[str]:
-    """Warns about expensive or fragile parts of a plan.
-
-    Args:
-      layout: the placements.
-      instructions: the instructions of one iteration.
-      programs: the program of each Run, in program order.
-      shardings: the sharding of each value that crosses placements.
-      unused: codecs that packed no value.
-
-    Returns:
-      Warnings, each with a remedy.
-    """
+    """Warns about expensive or fragile parts of a plan, with remedies; `programs` are those of the Runs, in order."""
     steps = list(walk(instructions))
     return [
         *_collective_warnings(steps, programs),
@@ -164,15 +153,9 @@ def _calls_host(jaxpr: Jaxpr) -> bool:
 
 
 def warn_of_idle(fit: Fit) -> str | None:
-    """Says which devices stay idle, and how to use them.
+    """Says which devices stay idle, and how to use them; None if none is.
 
     It finds suggestions by trying other numbers on the policy, because only the policy knows how it divides devices.
-
-    Args:
-      fit: the policy, its devices and the sizes of the logical axes.
-
-    Returns:
-      A warning; None if no device is idle.
     """
     if not fit.idle:
         return None

@@ -54,14 +54,7 @@ class Found(NamedTuple):
 
 
 def collectives(text: str) -> Found:
-    """Finds the collectives of a compiled program.
-
-    Args:
-      text: the optimized HLO (`compiled.as_text()`).
-
-    Returns:
-      The collectives, and whether they are complete.
-    """
+    """Finds the collectives of a compiled program in its optimized HLO (`compiled.as_text()`)."""
     bodies: dict[str, list[str]] = {}
     entry, current = "", ""
     for line in text.splitlines():
@@ -131,16 +124,9 @@ _COPIES = ("copy", "copy-start", "copy-done", "bitcast")
 
 
 def trip_count(loop: str, around: Sequence[str], condition: Sequence[str], body: Sequence[str]) -> int | None:
-    """Finds how often a loop runs.
+    """How often a loop runs: as XLA says, or as its counter says if that goes from 0 to a bound by 1; None if unknown.
 
-    Args:
-      loop: the line of the `while`.
-      around: the lines of the computation that holds it.
-      condition: the lines of its condition.
-      body: the lines of its body.
-
-    Returns:
-      The number; None if it is not known.
+    `loop` is the line of the `while`, the others are the lines of the computation around it, of its condition and of its body.
     """
     if known := _KNOWN.search(loop):
         return int(known[1])

@@ -44,12 +44,7 @@ class FragmentCost:
 def flops(jaxpr: Jaxpr) -> int:
     """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
 
-    Args:
-      jaxpr: the jaxpr. A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, a
-        `shard_map` on all of its devices.
-
-    Returns:
-      The number.
+    A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, a `shard_map` on all devices.
     """
     return _Counter().flops(jaxpr)
 
@@ -136,12 +131,5 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 
 def fragment_costs(jaxpr: Jaxpr) -> list[FragmentCost]:
-    """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them.
-
-    Args:
-      jaxpr: the jaxpr of an iteration.
-
-    Returns:
-      One cost for each call of a fragment in the program.
-    """
+    """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
     return _Counter().costs(jaxpr)

@@ -26,21 +26,7 @@ def explain(
     fit: Fit,
     unused: Sequence[Edge],
 ) -> Plan:
-    """Describes a compiled training iteration.
-
-    Args:
-      layout: the placements.
-      costs: the fragments.
-      instructions: the instructions of one iteration.
-      compiled: the executable of each Run.
-      shardings: the sharding of each value that crosses placements.
-      fused: whether whole runs of iterations are one program.
-      fit: the policy and the devices that it was given.
-      unused: codecs that packed no value.
-
-    Returns:
-      The plan.
-    """
+    """Describes a compiled training iteration, from its instructions and the executable of each Run."""
     steps = list(walk(instructions))
     fragments = tuple(_fragment(layout, c) for c in costs)
     found = {i: collectives(compiled[i].as_text() or "") for i, _ in steps if isinstance(i, Run)}
@@ -124,16 +110,7 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
 
 
 def bytes_received(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes that all devices of a sharding hold together.
-
-    Args:
-      sharding: the sharding.
-      shape: the array's shape.
-      itemsize: bytes of one element.
-
-    Returns:
-      The bytes; a replicated array counts once for each device.
-    """
+    """Bytes that all devices of a sharding hold together; a replicated array counts once for each."""
     shard = sharding.shard_shape(shape)
     size = itemsize
     for n in shard:

@@ -96,16 +96,10 @@ def is_finite(x: Any) -> bool:
 
 
 def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom]) -> Origin | int | None:
-    """Evaluates an iteration and finds where the non-finite elements of its results come from.
+    """Evaluates an iteration, without effects, and finds where the non-finite elements of its results come from.
 
-    Args:
-      eqns: the equations of the iteration, without effects.
-      env: values of the variables that the equations do not make, on one device.
-      results: the results that should be finite.
-
-    Returns:
-      The origin; or the number of an entry of `env`, if that entry is not finite and no equation is to blame; or None if all
-      results are finite.
+    `env` holds the values of variables that the equations do not make, on one device. If one of them is not finite and no
+    equation is to blame, its number is returned; None if all results are finite.
     """
     given = {var: Tainted(value, None if is_finite(value) else _GIVEN + i) for i, (var, value) in enumerate(env.items())}
     walk = _Walk()
@@ -119,16 +113,7 @@ def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Seque
 
 
 def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
-    """Evaluates a fragment again, operation by operation, and finds the first non-finite result in it.
-
-    Args:
-      eqn: the equation of the fragment.
-      operands: its operands, all finite.
-      all_eqns: the equations of the iteration.
-
-    Returns:
-      The origin; None if all results are finite.
-    """
+    """Evaluates a fragment again, operation by operation, on finite operands; the origin, or None if all is finite."""
     walk = _Walk()
     outs = walk.whole(eqn, [Tainted(x, None) for x in operands], None)
     return _descend(walk, walk.events[0], all_eqns) if _earliest(outs) is not None else None
@@ -144,16 +129,7 @@ def fragments_of(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
 
 
 def find_fragment(closed: ClosedJaxpr, name: str, number: int) -> tuple[JaxprEqn | None, Sequence[JaxprEqn]]:
-    """Looks up a fragment of a traced iteration.
-
-    Args:
-      closed: the jaxpr of the iteration.
-      name: name of the fragment.
-      number: counts the fragments of that name, from 0.
-
-    Returns:
-      Its equation, or None; and the equations of the iteration.
-    """
+    """The equation of the `number`-th fragment of a name, or None; and the equations of the iteration."""
     eqns = drop_unused(closed.jaxpr).eqns
     same = [eqn for eqn in fragments_of(eqns) if eqn.params["name"] == name]
     return (same[number] if number < len(same) else None), eqns

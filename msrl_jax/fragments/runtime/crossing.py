@@ -53,15 +53,11 @@ class Hop:
 
 
 def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
-    """Plans how an array changes its sharding.
+    """Plans how an array changes its sharding, from the block of each device at the start to that at the end.
 
-    Args:
-      source: the block of each device at the start. Together the blocks are the whole array; equal ones are copies.
-      target: the block of each device at the end.
-
-    Returns:
-      Rounds. The first holds what every device copies from its own block. In each other round, all parts have equal sizes,
-      and every device sends at most one and receives at most one. A part enters a process once.
+    Together the blocks at the start are the whole array; equal ones are copies. The first round holds what every device copies
+    from its own block. In each other round, all parts have equal sizes, and every device sends at most one and receives at most
+    one. A part enters a process once.
     """
     distinct = list(dict.fromkeys(source.values()))
     own: list[Hop] = []
@@ -111,13 +107,9 @@ def _size(block: Block) -> tuple[int, ...]:
 
 
 def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
-    """Devices that exchange data, directly or through others; every group needs a program of its own.
+    """Devices that exchange data, directly or through others, by the rounds of every array.
 
-    Args:
-      plans: the rounds of every array.
-
-    Returns:
-      The groups, each in the order of the devices' processes and numbers.
+    Every group needs a program of its own. Its devices are in the order of their processes and numbers.
     """
     found: dict[Device, set[Device]] = {}
     for hop in itertools.chain.from_iterable(itertools.chain.from_iterable(plans)):
@@ -291,13 +283,7 @@ class MeshCrossing:
     def __init__(
         self, avals: Sequence[jax.ShapeDtypeStruct], sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]
     ):
-        """Plans and compiles.
-
-        Args:
-          avals: shape and dtype of each array.
-          sources: their shardings, all on one mesh.
-          targets: the shardings of the results, all on one mesh.
-        """
+        """Plans and compiles; the sources are all on one mesh, and the targets on another."""
         self._full = [i for i, a in enumerate(avals) if math.prod(a.shape)]
         empty = [i for i in range(len(avals)) if i not in self._full]
         make = functools.partial(_empty, [(avals[i].shape, avals[i].dtype) for i in empty])
@@ -323,14 +309,7 @@ class MeshCrossing:
         ]
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Copies arrays.
-
-        Args:
-          arrays: arrays with the shapes, dtypes and shardings that the crossing was made for.
-
-        Returns:
-          The copies, in new memory.
-        """
+        """Copies arrays into new memory."""
         full = [arrays[i] for i in self._full]
         if self._odd:
             for i, x in zip(self._odd, self._pack([full[i] for i in self._odd]), strict=True):

@@ -76,15 +76,8 @@ class Executables:
     ) -> jax.stages.Compiled:
         """Compiles a function ahead of time, unless an equal one with equal shardings has been compiled before.
 
-        Args:
-          key: equal for equal functions only.
-          fn: the function, which returns a tuple of arrays.
-          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses a sharding that is None.
-          donate: positions of arguments whose memory the results may reuse.
-          out: shardings of the results; XLA chooses those that are None, and all of them if `out` is None.
-
-        Returns:
-          The executable.
+        Keys are equal for equal functions only. XLA chooses a sharding of an argument or a result that is None, and all of
+        the results if `out` is None.
         """
         whole = _key(key, args, donate, out)
         if whole not in self._cache:
@@ -159,15 +152,10 @@ def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]
 
 
 def on_own_mesh(sharding: object, value: Value) -> NamedSharding | None:
-    """Expresses a sharding that XLA chose on the placement's own mesh.
+    """Expresses a sharding that XLA chose (None: of an unread argument) on the placement's own mesh; None if it cannot be.
 
-    Args:
-      sharding: the sharding; None for an argument that the program does not read.
-      value: the value that has it.
-
-    Returns:
-      An equal sharding, or None if there is none. The result of a host callback, for example, is on one device only; its
-      program must be compiled again with a prescribed sharding.
+    The result of a host callback, for example, is on one device only; its program must be compiled again with a prescribed
+    sharding.
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
     if sharding is None or mesh.size == 1:
@@ -217,14 +205,7 @@ class Fused:
         executables.begin(*self._request([None] * len(self.metrics)))
 
     def compile(self, executables: Executables) -> jax.stages.Compiled:
-        """Compiles the program.
-
-        Args:
-          executables: the compiled programs so far; receives this one.
-
-        Returns:
-          The program.
-        """
+        """Compiles the program."""
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
             compiled = executables.compile(*self._request(prescribed))
             made = compiled.output_shardings[len(self.leaves) :]
@@ -248,20 +229,11 @@ def fused_loop(
     shardings: Sequence[NamedSharding],
     metrics: Sequence[Value],
 ) -> Fused:
-    """A run of iterations as one program; their number is an argument.
+    """A run of up to `most` iterations as one program; their number is an argument.
 
-    So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program.
-
-    Args:
-      iteration: maps the leaves of the state to those of the next state and of the metrics.
-      most: the largest number of iterations.
-      leaves: the state's leaves. Their memory is reused.
-      shardings: shardings of the leaves.
-      metrics: the metrics' leaves.
-
-    Returns:
-      The program: it maps the number of iterations (int32) and leaves to leaves, then metrics with a leading axis of length
-      `most`, of which only the rows of iterations that ran have a meaning.
+    So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. It maps the
+    number of iterations (int32) and leaves, whose memory it reuses, to leaves, then metrics with a leading axis of length
+    `most`, of which only the rows of iterations that ran have a meaning.
     """
 
     put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
@@ -291,18 +263,7 @@ def fused_once(
     *,
     donate: bool = False,
 ) -> Fused:
-    """One iteration as one program.
-
-    Args:
-      iteration: maps the leaves of the state to those of the next state and of the metrics.
-      leaves: the state's leaves.
-      shardings: shardings of the leaves.
-      metrics: the metrics' leaves.
-      donate: whether the program may reuse the memory of the leaves.
-
-    Returns:
-      The program: it maps leaves to leaves, then metrics.
-    """
+    """One iteration as one program, which maps leaves to leaves, then metrics."""
 
     def once(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(iteration(*leaves))

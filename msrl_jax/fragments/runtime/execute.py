@@ -36,13 +36,7 @@ class Executor:
     """
 
     def __init__(self, schedule: Schedule, executables: Executables, around: Callable[[Call], Call] = lambda call: call):
-        """Makes the steps of an iteration.
-
-        Args:
-          schedule: the instructions, compiled.
-          executables: the programs.
-          around: replaces every function of JAX that dispatches, such as by one that measures its time.
-        """
+        """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time."""
         self._schedule, self._executables, self._around = schedule, executables, around
         self._size = 1 + max(
             [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
@@ -59,13 +53,9 @@ class Executor:
     def __call__(
         self, state: Sequence[tuple[jax.Array, ...]]
     ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array], list[tuple[jax.Array, ...]]]:
-        """Dispatches one iteration.
+        """Dispatches one iteration on the copies of every leaf, whose memory is consumed.
 
-        Args:
-          state: the copies of every leaf. Their memory is consumed.
-
-        Returns:
-          The next state, the metrics' leaves and the scalars of each check, without waiting for them.
+        Returns the next state, the metrics' leaves and the scalars of each check, without waiting for them.
         """
         slots: Slots = [None] * self._size
         for index, array in self._constants:
@@ -323,16 +313,7 @@ class _Clock:
 
 
 def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dispatch:
-    """Measures the dispatch of a few iterations.
-
-    Args:
-      schedule: the instructions, compiled.
-      executables: the programs.
-      leaves: the copies of every leaf of a state. Their memory is consumed.
-
-    Returns:
-      The medians.
-    """
+    """Measures the dispatch of a few iterations, which consume the memory of `leaves`; returns the medians."""
     clock = _Clock()
     execute = Executor(schedule, executables, clock.around)
     instructions = sum(times for i, times in walk(schedule.body) if not isinstance(i, Free | Loop))

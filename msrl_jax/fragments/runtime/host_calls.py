@@ -57,17 +57,7 @@ class HostQueue:
     def call(
         self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
     ) -> Sequence[Any]:
-        """Calls a function, at once if its arguments are there.
-
-        Args:
-          fn: the function of arrays.
-          args: arrays, or results that are not there yet.
-          donated: positions of the arguments whose memory it consumes.
-          count: number of its results.
-
-        Returns:
-          The results, or `Pending`s for them.
-        """
+        """Calls a function, at once if its arguments are there; else returns `Pending`s for its `count` results."""
         task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
@@ -76,16 +66,9 @@ class HostQueue:
     def start(
         self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
     ) -> Sequence[Any]:
-        """Starts a call of the host, after what it needs.
+        """Starts a call of the host, after what it needs; `place` puts its results on their device.
 
-        Args:
-          function: the function.
-          place: puts its results on the device for results of the host.
-          args: its arguments.
-          count: number of its results.
-
-        Returns:
-          `Pending`s for its results; the results themselves if it cannot be started without waiting for them.
+        Returns `Pending`s for its `count` results; the results themselves if it cannot be started without waiting for them.
         """
         while any(type(resolved(x)) is Pending for x in args):
             self._finish_oldest()

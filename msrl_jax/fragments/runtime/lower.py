@@ -27,15 +27,9 @@ SMALL = 2**16
 
 
 def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
-    """Compiles a schedule.
+    """Compiles a schedule; `executables` receives the programs and the shardings of all values.
 
-    Args:
-      schedule: the instructions.
-      axes: logical axes of each state leaf (and register).
-      executables: receives the compiled programs and the shardings of all values.
-
-    Returns:
-      The schedule, with copies of carried values that would otherwise change their sharding.
+    Carried values that would otherwise change their sharding are copied.
     """
     logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
     inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
@@ -282,14 +276,7 @@ def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
 
 
 def body(run: Run) -> Callable[..., Any]:
-    """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows.
-
-    Args:
-      run: the instruction.
-
-    Returns:
-      A function of the row number (if the Run has one), its inputs and its buffers.
-    """
+    """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows."""
     evaluate = jaxpr_as_fun(repaired(run.jaxpr, run.placement.mesh))
 
     def fn(*args: Any) -> tuple[Any, ...]:
@@ -311,12 +298,9 @@ def body(run: Run) -> Callable[..., Any]:
 def coalesce(i: Move, executables: Executables) -> None:
     """Compiles the programs that join and split the small values of a Move, if some have the same dtype.
 
-    As many bytes arrive. Only values that arrive whole on each device are joined. Values that cross between processes, or
-    between placements with a common device, travel as they are.
-
-    Args:
-      i: the instruction.
-      executables: the shardings of its values; receives how they travel.
+    The host pays for every array that it transfers. As many bytes arrive. Only values that arrive whole on each device are
+    joined, and where they are: JAX would read an array that is split over devices to the host if the other placement does not
+    split it so. Values that cross between processes, or between placements with a common device, travel as they are.
     """
     devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
     if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):

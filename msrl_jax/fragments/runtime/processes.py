@@ -48,14 +48,8 @@ def must_wait(devices: Iterable[Device]) -> bool:
 def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Copies arrays to shardings: `jax.device_put`, also for devices of other processes.
 
-    All processes call it with equal arguments. Data crosses between processes by collectives.
-
-    Args:
-      arrays: local or global arrays.
-      shardings: the shardings of the results.
-
-    Returns:
-      The copies, which may share memory with the arrays.
+    All processes call it with equal arguments. Data crosses between processes by collectives. The copies may share memory with
+    the arrays.
     """
     if jax.process_count() == 1:
         return jax.device_put(list(arrays), list(shardings))
@@ -95,13 +89,8 @@ def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
 def read(arrays: Sequence[jax.Array]) -> list[Any]:
     """Reads arrays to the host of every process: `jax.device_get`, also for devices of other processes.
 
-    All processes call it with arrays of equal shardings. What a process does not hold comes in one collective.
-
-    Args:
-      arrays: local or global arrays, typed keys included.
-
-    Returns:
-      NumPy arrays; typed keys stay JAX arrays.
+    All processes call it with arrays of equal shardings. What a process does not hold comes in one collective. Typed keys stay
+    JAX arrays.
     """
     # JAX cannot assemble split arrays without elements: they are made on the host.
     full: list[Any] = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
