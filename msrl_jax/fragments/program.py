@@ -14,13 +14,13 @@ from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
 from msrl_jax.fragments.passes.checks import check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.passes.divisibility import Fit
-from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device, Layout
 from msrl_jax.fragments.plan.cost import FragmentCost
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
-from msrl_jax.fragments.runtime.executables import Executables, Fused, fused_loop, fused_once
+from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import (
@@ -79,7 +79,7 @@ class Program(Generic[State]):
         self.layout, self.graph, self.schedule = layout, graph, schedule
         self._costs, self._fit = costs, fit
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        self._fused, self._tree, self._traced = fused, tree, traced
+        self._tree, self._traced = tree, traced
         self._executables = Executables(seconds=seconds)
         self._expected = ExpectedState(tree, [copies[0].label for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
@@ -90,6 +90,8 @@ class Program(Generic[State]):
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
             for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
         ]
+        leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self._shardings]
+        self._fused = FusedLoop(fused, leaves, at, schedule.metrics) if fused else None
 
     def _check_setting(self) -> None:
         check_jit_is_on()
@@ -240,7 +242,7 @@ class Program(Generic[State]):
             self._check_measured(jax.tree.unflatten(tree, read(scalars)))
         else:
             if self._once is None:
-                once = self._one_iteration(donate=False)
+                once = self._fused.compile(self._executables, None, donate=False)
                 self._check_fits(once, "of one iteration")
                 self._once = self._executables.call(once)
             flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
@@ -288,8 +290,8 @@ class Program(Generic[State]):
         Args:
           chunk: iterations between two readings of the metrics.
         """
-        if self.is_fused:
-            self._fused_loop(chunk).compile(self._executables)
+        if self._fused:
+            self._fused.compile(self._executables, chunk)
         else:
             self._lower()
 
@@ -299,8 +301,8 @@ class Program(Generic[State]):
         Args:
           chunk: iterations between two readings of the metrics.
         """
-        if self.is_fused and jax.process_count() == 1:
-            self._fused_loop(chunk).begin(self._executables)
+        if self._fused and jax.process_count() == 1:
+            self._fused.begin(self._executables, chunk)
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
         """The XLA programs, for cost analysis and inspection.
@@ -313,15 +315,15 @@ class Program(Generic[State]):
           else the programs of one iteration.
         """
         self.warm_up(chunk)
-        if self.is_fused:
-            return [self._fused_loop(chunk).compile(self._executables)]
+        if self._fused:
+            return [self._fused.compile(self._executables, chunk)]
         runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
         return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
         """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
-        if self.is_fused:
-            compiled = {r: self._one_iteration(donate=True) for r in self.instructions}
+        if self._fused:
+            compiled = {r: self._fused.compile(self._executables, None) for r in self.instructions}
         else:
             self.warm_up()
             compiled = self._executables.compiled
@@ -346,8 +348,8 @@ class Program(Generic[State]):
         return measure_dispatch(self.schedule, self._executables, self._fill(state, copy=True))
 
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
-        if self.is_fused:
-            loop = self._fused_loop(most).compile(self._executables)
+        if self._fused:
+            loop = self._fused.compile(self._executables, most)
             self._check_fits(loop, f"of up to {most} iterations")
             flat = self._executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
             return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
@@ -369,23 +371,6 @@ class Program(Generic[State]):
         """Raises if a codec lost values, according to the scalars of its check in each iteration, on the host."""
         for (check, _), scalars in zip(self.schedule.checks, zip(*measured, strict=True), strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
-
-    def _fused_loop(self, most: int) -> Fused:
-        """Up to `most` iterations as one program."""
-        assert self._fused is not None
-        leaves, shardings = self._first_copies()
-        return fused_loop(self._fused, most, leaves, shardings, self.schedule.metrics)
-
-    def _one_iteration(self, *, donate: bool) -> jax.stages.Compiled:
-        """One iteration as one program."""
-        assert self._fused is not None
-        leaves, shardings = self._first_copies()
-        once = fused_once(self._fused, leaves, shardings, self.schedule.metrics, donate=donate)
-        return once.compile(self._executables)
-
-    def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
-        """The canonical copy of each leaf of the state, and its sharding."""
-        return [copies[0] for copies in self.schedule.inputs], [copies[0] for copies in self._shardings]
 
     def _lower(self) -> None:
         if not self._is_lowered:

@@ -32,8 +32,8 @@ def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequ
     """Builds the graph of a traced training iteration, the jaxpr of `state -> (state, metrics)`.
 
     Calls that span placements (a fragment that holds fragments of another placement, a `jit`) are inlined; scans that
-    span placements are opened; a `cond`, a `while` or another primitive that spans them is refused. `labels` and `axes` are the names
-    and the logical axes of the state's leaves.
+    span placements are opened; a `cond`, a `while` or another primitive that spans them is refused. `labels` and `axes` are
+    the names and the logical axes of the state's leaves.
     """
     builder = _Builder(layout)
     jaxpr = drop_unused(closed.jaxpr)

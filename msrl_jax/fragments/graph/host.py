@@ -63,21 +63,13 @@ def host_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """A Python function of flat arguments with results of known types.
-
-    Attributes:
-      name: the name of the fragment.
-      fn: the function.
-      arguments: the tree of its arguments.
-      results: the tree of its results.
-      kinds: shapes and dtypes of the results.
-    """
+    """A Python function of flat arguments with results of known types."""
 
     name: str
     fn: Callable[..., Any]
-    arguments: Any
-    results: Any
-    kinds: tuple[jax.ShapeDtypeStruct, ...]
+    arguments: Any  # the tree of its arguments
+    results: Any  # the tree of its results
+    kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
 
     def __call__(self, *leaves: Any) -> list[np.ndarray]:
         """Calls the function, and checks its results."""

@@ -52,16 +52,11 @@ def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced iteration.
+    """A traced iteration."""
 
-    Attributes:
-      jaxpr: its inputs are the state's leaves, its outputs the next state's and the metrics'.
-      metrics: the metrics' structure.
-      trace_again: traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure.
-    """
-
-    jaxpr: ClosedJaxpr
-    metrics: Any
+    jaxpr: ClosedJaxpr  # its inputs are the state's leaves, its outputs the next state's and the metrics'
+    metrics: Any  # the metrics' structure
+    # traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure
     trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:

@@ -40,17 +40,11 @@ class Collective:
 
 
 class Found(NamedTuple):
-    """The collectives of a program.
-
-    Attributes:
-      collectives: the collectives.
-      lengths_known: whether every loop around them has a known length.
-      understood: whether the list is complete; if not, part of the text was not understood.
-    """
+    """The collectives of a program."""
 
     collectives: list[Collective]
-    lengths_known: bool
-    understood: bool
+    lengths_known: bool  # whether every loop around them has a known length
+    understood: bool  # whether the list is complete; if not, part of the text was not understood
 
 
 def collectives(text: str) -> Found:

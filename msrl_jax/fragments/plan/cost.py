@@ -24,21 +24,13 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax"
 
 @dataclass(frozen=True)
 class FragmentCost:
-    """The cost of a fragment in a training iteration.
-
-    Attributes:
-      name: its name.
-      role: its role.
-      depth: how many fragments it is nested in.
-      flops: operations of one call.
-      calls: calls per iteration; inside a `shard_map`, on all of its devices together.
-    """
+    """The cost of a fragment in a training iteration."""
 
     name: str
     role: str
-    depth: int
-    flops: int
-    calls: int
+    depth: int  # how many fragments it is nested in
+    flops: int  # operations of one call
+    calls: int  # calls per iteration; inside a `shard_map`, on all of its devices together
 
 
 def flops(jaxpr: Jaxpr) -> int:

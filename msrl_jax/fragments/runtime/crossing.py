@@ -37,19 +37,12 @@ def blocks(sharding: NamedSharding, shape: Sequence[int]) -> dict[Device, Block]
 
 @dataclass(frozen=True)
 class Hop:
-    """One part on its way between two devices, or within one.
+    """One part on its way between two devices, or within one."""
 
-    Attributes:
-      sender: the device that holds the part.
-      receiver: the device that needs it.
-      part: the part.
-      passed_on: whether the sender received the part before, rather than holding it at the start.
-    """
-
-    sender: Device
-    receiver: Device
+    sender: Device  # the device that holds the part
+    receiver: Device  # the device that needs it
     part: Block
-    passed_on: bool = False
+    passed_on: bool = False  # whether the sender received the part before, rather than holding it at the start
 
 
 def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
@@ -121,23 +114,14 @@ def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Dev
 
 @dataclass(frozen=True)
 class _Leg:
-    """A round of one array as every device of a group carries it out; the tables have one row for each device.
+    """A round of one array as every device of a group carries it out; the tables have one row for each device."""
 
-    Attributes:
-      pairs: the positions of senders and receivers.
-      size: the shape of the parts.
-      take: where the sender's part starts in its block. `[N, D]`
-      passed_on: whether the sender takes it from what it received. `[N]`
-      put: where the receiver's part starts in its block. `[N, D]`
-      receives: whether the device receives a part. `[N]`
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    size: tuple[int, ...]
-    take: tuple[tuple[int, ...], ...]
-    passed_on: tuple[bool, ...]
-    put: tuple[tuple[int, ...], ...]
-    receives: tuple[bool, ...]
+    pairs: tuple[tuple[int, int], ...]  # the positions of senders and receivers
+    size: tuple[int, ...]  # the shape of the parts
+    take: tuple[tuple[int, ...], ...]  # where the sender's part starts in its block. `[N, D]`
+    passed_on: tuple[bool, ...]  # whether the sender takes it from what it received. `[N]`
+    put: tuple[tuple[int, ...], ...]  # where the receiver's part starts in its block. `[N, D]`
+    receives: tuple[bool, ...]  # whether the device receives a part. `[N]`
 
 
 def _legs(

@@ -24,21 +24,13 @@ SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1f
 
 @dataclass(frozen=True, eq=False)
 class Coalesced:
-    """How the values of a Move travel.
+    """How the values of a Move travel."""
 
-    Attributes:
-      alone: values that travel as they are: their positions in the Move.
-      joined: values that travel in vectors: their positions, in the order of the arguments of `join`.
-      join: the program that makes the vectors where the values are.
-      split: the program that takes them apart where they arrive.
-      shardings: the shardings of what arrives: the values that travel alone, then the vectors.
-    """
-
-    alone: tuple[int, ...]
-    joined: tuple[int, ...]
-    join: jax.stages.Compiled
-    split: jax.stages.Compiled
-    shardings: tuple[NamedSharding, ...]
+    alone: tuple[int, ...]  # values that travel as they are: their positions in the Move
+    joined: tuple[int, ...]  # values that travel in vectors: their positions, in the order of the arguments of `join`
+    join: jax.stages.Compiled  # the program that makes the vectors where the values are
+    split: jax.stages.Compiled  # the program that takes them apart where they arrive
+    shardings: tuple[NamedSharding, ...]  # the shardings of what arrives: the values that travel alone, then the vectors
 
 
 @dataclass(eq=False)
@@ -79,16 +71,16 @@ class Executables:
         Keys are equal for equal functions only. XLA chooses a sharding of an argument or a result that is None, and all of
         the results if `out` is None.
         """
-        whole = _key(key, args, donate, out)
-        if whole not in self._cache:
+        full = _key(key, args, donate, out)
+        if full not in self._cache:
             with self._compiling(fn, args):
                 jitted = _jitted(fn, donate, out)
-                begun = self._begun.pop(whole, None)
-                compiled = self._cache[whole] = begun() if begun else lower(jitted, *args).compile()
+                begun = self._begun.pop(full, None)
+                compiled = self._cache[full] = begun() if begun else lower(jitted, *args).compile()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.count += 1
-        return self._cache[whole]
+        return self._cache[full]
 
     def begin(
         self,
@@ -99,11 +91,11 @@ class Executables:
         out: Sequence[NamedSharding | None] | None,
     ) -> None:
         """Traces a function, and has another thread compile it; `compile` with equal arguments waits for that."""
-        whole = _key(key, args, donate, out)
-        if whole not in self._cache and whole not in self._begun:
+        full = _key(key, args, donate, out)
+        if full not in self._cache and full not in self._begun:
             with self._compiling(fn, args):
                 jitted = _jitted(fn, donate, out)
-                self._begun[whole] = in_background(lower(jitted, *args).compile)
+                self._begun[full] = in_background(lower(jitted, *args).compile)
 
     @contextlib.contextmanager
     def _compiling(self, fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct]) -> Iterator[None]:
@@ -179,93 +171,62 @@ _Loop: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
 
 
 @dataclass(frozen=True)
-class Fused:
-    """One or more iterations as one program, before XLA compiles it.
+class FusedLoop:
+    """Iterations as one program, if one placement holds every fragment."""
 
-    Attributes:
-      key: equal for equal functions of one training program only.
-      fn: the function, of the arguments `before` and of the leaves.
-      before: its first arguments.
-      leaves: the state's leaves.
-      shardings: shardings of the leaves.
-      metrics: the metrics' leaves.
-      donate: whether the program may reuse the memory of the leaves.
-    """
-
-    key: Hashable
-    fn: Callable[..., tuple[jax.Array, ...]]
-    before: Sequence[jax.ShapeDtypeStruct]
+    iteration: Callable[..., Sequence[jax.Array]]  # maps the state's leaves to those of the next state and of the metrics
     leaves: Sequence[Value]
     shardings: Sequence[NamedSharding]
     metrics: Sequence[Value]
-    donate: bool
 
-    def begin(self, executables: Executables) -> None:
+    def begin(self, executables: Executables, most: int) -> None:
         """Has another thread compile the program; `compile` then waits for that."""
-        executables.begin(*self._request([None] * len(self.metrics)))
+        executables.begin(*self._request(most, True, [None] * len(self.metrics)))
 
-    def compile(self, executables: Executables) -> jax.stages.Compiled:
-        """Compiles the program."""
+    def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
+        """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
+
+        So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. The
+        program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, these have a leading
+        axis of length `most`, of which only the rows of iterations that ran have a meaning.
+        """
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
-            compiled = executables.compile(*self._request(prescribed))
+            compiled = executables.compile(*self._request(most, donate, prescribed))
             made = compiled.output_shardings[len(self.leaves) :]
             if all(on_own_mesh(s, v) for s, v in zip(made, self.metrics, strict=True)):
                 return compiled
         raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
 
-    def _request(self, prescribed: Sequence[NamedSharding | None]) -> tuple[Hashable, Callable[..., Any], Any, Any, Any]:
+    def _request(
+        self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]
+    ) -> tuple[Hashable, Callable[..., Any], Any, Any, Any]:
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
+        before = [] if most is None else [count]
         args = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
             for v, s in zip(self.leaves, self.shardings, strict=True)
         ]
-        donated = range(len(self.before), len(self.before) + len(args)) if self.donate else ()
-        return self.key, self.fn, [*self.before, *args], donated, [*self.shardings, *prescribed]
+        donated = range(len(before), len(before) + len(args)) if donate else ()
+        fn = self._once if most is None else self._iterations(most)
+        return ("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed]
 
+    def _once(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(self.iteration(*leaves))
 
-def fused_loop(
-    iteration: Callable[..., Sequence[jax.Array]],
-    most: int,
-    leaves: Sequence[Value],
-    shardings: Sequence[NamedSharding],
-    metrics: Sequence[Value],
-) -> Fused:
-    """A run of up to `most` iterations as one program; their number is an argument.
+    def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
 
-    So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. It maps the
-    number of iterations (int32) and leaves, whose memory it reuses, to leaves, then metrics with a leading axis of length
-    `most`, of which only the rows of iterations that ran have a meaning.
-    """
-
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
-
-    def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         def step(carry: _Loop) -> _Loop:
             done, leaves, rows = carry
-            results = list(iteration(*leaves))
+            results = list(self.iteration(*leaves))
             row = results[len(leaves) :]
             rows = [put(held, x, done, 0) for held, x in zip(rows, row, strict=True)]
             return done + 1, results[: len(leaves)], rows
 
-        empty = [jax.lax.empty((most, *v.aval.shape), v.aval.dtype) for v in metrics]
-        start = (jnp.zeros_like(count), list(leaves), empty)
-        _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
-        return (*after, *rows)
+        def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+            empty = [jax.lax.empty((most, *v.aval.shape), v.aval.dtype) for v in self.metrics]
+            start = (jnp.zeros_like(count), list(leaves), empty)
+            _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
+            return (*after, *rows)
 
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(leaves[0]) if leaves else None)
-    return Fused(("iterations", most), iterations, [count], leaves, shardings, metrics, donate=True)
-
-
-def fused_once(
-    iteration: Callable[..., Sequence[jax.Array]],
-    leaves: Sequence[Value],
-    shardings: Sequence[NamedSharding],
-    metrics: Sequence[Value],
-    *,
-    donate: bool = False,
-) -> Fused:
-    """One iteration as one program, which maps leaves to leaves, then metrics."""
-
-    def once(*leaves: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(iteration(*leaves))
-
-    return Fused("one iteration", once, [], leaves, shardings, metrics, donate)
+        return iterations
