@@ -77,6 +77,13 @@ def test_no_module_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_the_floors_of_the_compiler_import_those_below():
+    floors = ["placement", "graph", "passes", "runtime", "plan", "program", "compiler", "__init__"]
+    inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.fragments.")}
+    modules = {(name, resolved(target)) for name in inside for target in IMPORTS[name]}
+    assert not {(a, b) for a, b in modules if b in inside and floors.index(inside[a]) < floors.index(inside[b])}
+
+
 def test_environments_know_of_fragments_only_how_the_host_is_called():
     used = {module for n in NAMES if n.startswith("msrl_jax.envs.") for t in IMPORTS[n] if (module := resolved(t))}
     assert {module for module in used if module.startswith("msrl_jax.fragments")} == {"msrl_jax.fragments.graph.host"}

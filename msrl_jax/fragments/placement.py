@@ -251,11 +251,7 @@ class Layout:
 
 
 def host_placement() -> Placement:
-    """Where functions that the host calls have their arguments and results: a CPU device of this process.
-
-    Raises:
-      RuntimeError: if JAX has no CPU device.
-    """
+    """Where functions that the host calls have their arguments and results: a CPU device of this process."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -8,17 +8,11 @@ from dataclasses import replace
 from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value, walk
 
 
-def settle(schedule: Schedule) -> Schedule:
-    """Adds donations, copies and frees.
+def add_lifetimes(schedule: Schedule) -> Schedule:
+    """Adds donations, copies and frees to a schedule; its outputs and metrics then refer to the copies.
 
     A buffer belongs to one carried value at a time, so that a program may overwrite it. A copy is added where two carried
     values would share a buffer, or where a loop would consume an outer buffer.
-
-    Args:
-      schedule: the instructions, without donations, copies and frees.
-
-    Returns:
-      The schedule with them. Its outputs and metrics refer to the copies of values that had to be copied.
     """
     made = [v for i, _ in walk(schedule.body) for v in i.makes()]
     loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]

@@ -41,36 +41,20 @@ class Group:
 
 @dataclass(eq=False)
 class Partition:
-    """A region with all decisions on placement.
-
-    Attributes:
-      region: the region.
-      groups: the programs and opened loops, in an order that respects every dependency.
-      made_at: for each variable, the placements that have it without a transfer, the canonical one first. (The code around a
-        loop decides where its constants and xs are; stacked results are where they are read.)
-      needed_at: for each constant, carried variable and x, the placements that use it.
-      homes: for each carried variable, the placements that keep a copy of it between repetitions.
-      loops: the partitions of opened loops.
-    """
+    """A region with all decisions on placement."""
 
     region: Region
-    groups: list[Group]
+    groups: list[Group]  # the programs and opened loops, in an order that respects every dependency
+    # for each variable, the placements that have it without a transfer, the canonical one first. (The code around a loop
+    # decides where its constants and xs are; stacked results are where they are read.)
     made_at: dict[Var, list[Placement]]
-    needed_at: dict[Var, list[Placement]]
-    homes: list[list[Placement]]
-    loops: dict[Node, "Partition"]
+    needed_at: dict[Var, list[Placement]]  # for each constant, carried variable and x, the placements that use it
+    homes: list[list[Placement]]  # for each carried variable, the placements that keep a copy of it between repetitions
+    loops: dict[Node, "Partition"]  # the partitions of opened loops
 
 
 def partition(graph: Graph, default: Placement) -> Partition:
-    """Decides where everything runs.
-
-    Args:
-      graph: the iteration.
-      default: the placement of values that no fragment uses.
-
-    Returns:
-      The partition.
-    """
+    """Decides where everything runs; values that no fragment uses are at the placement `default`."""
     return _partition(graph.region, graph.registers, default)
 
 

@@ -42,14 +42,9 @@ _OPAQUE = frozenset(("pallas_call", "shard_map"))
 
 
 def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Rewrites a program so that XLA partitions it rightly.
+    """Rewrites a program so that XLA partitions it rightly over a mesh.
 
-    Args:
-      closed: the program.
-      mesh: where it runs.
-
-    Returns:
-      A program of the same values; `closed` itself if it has none of these operations, or there is only one device.
+    It is `closed` itself if it has none of these operations, or there is only one device.
     """
     if mesh.size == 1:
         return closed
