@@ -18,7 +18,7 @@ FLOORS = [
     {"codecs"},
     {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
-        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_lazy", "_simulate", "_spelling",
+        "_background", "_compat", "_compile_cache", "_device_memory", "_lazy", "_simulate", "_spelling",
         "counters", "metrics",
     },
 ]  # fmt: skip
