@@ -116,7 +116,7 @@ def _give(
 
 
 def _donated(run: Run, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
-    """Positions of inputs that nobody reads later and whose memory a result can take."""
+    """Positions of inputs that are not read later and whose memory a result can take."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
     uses = Counter(run.reads())
     found = []
