@@ -115,7 +115,7 @@ def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Seque
 def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
     """Evaluates a fragment again, operation by operation, on finite operands; the origin, or None if all is finite."""
     walk = _Walk()
-    outs = walk.whole(eqn, [Tainted(x, None) for x in operands], None)
+    outs = walk.equation(eqn, [Tainted(x, None) for x in operands], None)
     return _descend(walk, walk.events[0], all_eqns) if _earliest(outs) is not None else None
 
 
@@ -156,11 +156,11 @@ class _Walk:
         """Evaluates equations in order; returns the values of all variables."""
         env = dict(env)
         for eqn in eqns:
-            outs = self.whole(eqn, [_read(env, a) for a in eqn.invars], step)
+            outs = self.equation(eqn, [_read(env, a) for a in eqn.invars], step)
             env.update((v, d) for v, d in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
         return env
 
-    def whole(self, eqn: JaxprEqn, ins: Sequence[Tainted], step: tuple[int, int] | None) -> list[Tainted]:
+    def equation(self, eqn: JaxprEqn, ins: Sequence[Tainted], step: tuple[int, int] | None) -> list[Tainted]:
         """Evaluates one equation."""
         operands = tuple(d.value for d in ins)
         outs = self.function(eqn)(*operands)
