@@ -249,7 +249,7 @@ class Program(Generic[State]):
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
-            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime.py
+            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime/execute.py
         return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, row)
 
     def run(

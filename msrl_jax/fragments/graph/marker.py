@@ -228,6 +228,8 @@ def _mark(
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     check_platforms(implementations, name)
     signature = inspect.signature(fn)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = {i: n for i, (n, p) in enumerate(signature.parameters.items()) if p.kind in kinds}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if (unknown := sorted(static - set(signature.parameters))) and not takes_any:
         raise TypeError(
@@ -239,14 +241,16 @@ def _mark(
     def marked(*args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
-        arrays, keywords, fixed = _split_static(signature, static, args, kwargs)
-        leaves, tree = jax.tree.flatten((arrays, keywords))
+        fixed: dict[int | str, Any] = {i: a for i, a in enumerate(args) if positional.get(i) in static}
+        fixed |= {k: v for k, v in kwargs.items() if k in static}
+        arrays = [None if i in fixed else a for i, a in enumerate(args)]
+        leaves, tree = jax.tree.flatten((arrays, {k: None if k in fixed else v for k, v in kwargs.items()}))
         if any(map(_fault, leaves)):
             raise _refusal(name, signature, static, args, kwargs)
 
         def flat(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            args, kwargs = _merge_static(args, fixed), kwargs | fixed.keywords
+            args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
             named = _named(signature, static, args, kwargs)
 
             def evaluate(body: Callable[..., Any]) -> Any:
@@ -276,32 +280,6 @@ def _mark(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return marked
-
-
-class _Fixed:
-    """The static arguments of one call: by position, and by keyword."""
-
-    def __init__(self, positions: dict[int, Any], keywords: dict[str, Any]):
-        self.positions, self.keywords = positions, keywords
-
-
-def _split_static(signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]):
-    if not static:
-        return args, kwargs, _Fixed({}, {})
-    names = [
-        n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    positions = {i: a for i, (n, a) in enumerate(zip(names, args, strict=False)) if n in static}
-    keywords = {k: v for k, v in kwargs.items() if k in static}
-    rest = tuple(a for i, a in enumerate(args) if i not in positions)
-    return rest, {k: v for k, v in kwargs.items() if k not in static}, _Fixed(positions, keywords)
-
-
-def _merge_static(args: tuple[Any, ...], fixed: _Fixed) -> list[Any]:
-    merged = list(args)
-    for i in sorted(fixed.positions):
-        merged.insert(i, fixed.positions[i])
-    return merged
 
 
 def _fault(x: Any) -> str | None:

@@ -171,7 +171,7 @@ class Graph:
 
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
-    """The nodes that lead to some atoms, each after those that it reads; `follow` says from which results to go on."""
+    """The nodes that lead to some atoms, each after those that it reads; `follow` says from which results to continue."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[Atom | Node] = list(atoms)

@@ -40,14 +40,14 @@ def interleaved(devices: Sequence[Device]) -> tuple[Device, ...]:
 def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
 
-    def whole(placement: Placement) -> Placement:
+    def only_members(placement: Placement) -> Placement:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
         if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
             return placement
         others = [rule for rule in placement.rules if rule[0] != "member"]
         return replace(placement, rules=(*rules, *others), separate=())
 
-    return replace(layout, roles={role: whole(placement) for role, placement in layout.roles.items()})
+    return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Run:
     # pairs of a buffer and the updated buffer; the program writes its last results to row `index` of these
     writes: tuple[tuple[Value, Value], ...] = ()
     index: Value | None = None  # number of the current row, if the program is part of a loop and needs it
-    donated: tuple[int, ...] = ()  # positions of inputs whose memory the results may reuse, because nobody reads them later
+    donated: tuple[int, ...] = ()  # positions of inputs whose memory the results may reuse, because they are not read later
     fragments: tuple[str, ...] = ()  # names of the fragments in it
     roles: frozenset[str] = frozenset()
 
@@ -140,7 +140,7 @@ class Alloc:
 
 @dataclass(frozen=True, eq=False)
 class Free:
-    """Frees values that nobody reads any more."""
+    """Frees values that are not read any more."""
 
     values: tuple[Value, ...]
 

@@ -8,7 +8,7 @@ Two rules keep placements from waiting for each other needlessly:
   reads some glue, and it is a later program of the same placement, the glue joins it.
 
 A third rule keeps effects as they are under `jax.jit`: a node with effects (a callback, a print) runs at one placement even
-if nobody reads its results, and programs with effects keep their order.
+if no program reads its results, and programs with effects keep their order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -321,7 +321,7 @@ def _host_calls_before(region: Region) -> dict[Var, set[Group]]:
 def _sink(groups: list[Group]) -> list[Group]:
     """Merges a glue program into a later program of its placement if no other program reads it.
 
-    A result that is carried to the next repetition delays nobody: where it is carried, it is also made.
+    A result that is carried to the next repetition delays no program: where it is carried, it is also made.
     """
     for group in list(groups):
         if group.placement is None or not group.is_pure_glue:

@@ -62,7 +62,7 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         if name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
             yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(xs), **eqn.params))
         elif name == "select_and_scatter_add":
-            yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_whole(eqn, xs, mesh)), **eqn.params))
+            yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_unsplit(eqn, xs, mesh)), **eqn.params))
         elif name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
             yield from inlined_at(eqn, _bitwise(eqn))
         elif name == "reduce" and len(eqn.invars) == 2:
@@ -89,7 +89,7 @@ def _fenced(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return [next(arrays) if x.ndim else x for x in xs]
 
 
-def _whole(eqn: JaxprEqn, xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _unsplit(eqn: JaxprEqn, xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     """The operands, not split along dimensions in which windows are longer than one element."""
     dims = [None if size > 1 else PartitionSpec.UNCONSTRAINED for size in eqn.params["window_dimensions"]]
     at = NamedSharding(mesh, PartitionSpec(*dims))

@@ -1,5 +1,6 @@
 """Describes a compiled training loop as a plan, from its instructions and compiled programs."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -99,7 +100,7 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
         values.setdefault(result.packed or result, []).append(result)
     source, destination = move.sources[0].placement.name, move.results[0].placement.name
     for whole, parts in values.items():
-        arriving = [bytes_received(shardings[v], v.aval.shape, v.aval.dtype.itemsize) for v in parts]
+        arriving = [_bytes_received(v, shardings[v]) for v in parts]
         label, aval = parts[0].label, parts[0].aval
         codec, unpacked = "", sum(arriving)
         if isinstance(whole, Packed):
@@ -109,13 +110,9 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
         yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(arriving), times, codec, unpacked)
 
 
-def bytes_received(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> int:
+def _bytes_received(value: Value, at: NamedSharding) -> int:
     """Bytes that all devices of a sharding hold together; a replicated array counts once for each."""
-    shard = sharding.shard_shape(shape)
-    size = itemsize
-    for n in shard:
-        size *= n
-    return size * len(sharding.device_set)
+    return math.prod(at.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(at.device_set)
 
 
 def _loop(loop: Loop, times: int) -> LoopPlan:

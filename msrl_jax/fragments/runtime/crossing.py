@@ -219,7 +219,7 @@ class _Program:
         self._shapes = [_joined(size, len(group)) for size in before]
         args = [jax.ShapeDtypeStruct(*kind, sharding=self._sharding) for kind in zip(self._shapes, dtypes, strict=True)]
         self._run = jax.jit(mapped).lower(*args).compile()
-        # Devices that hold nothing at the start take part with memory that nobody reads.
+        # Devices that hold nothing at the start take part with memory that no device reads.
         idle = [d for d in group if d not in sources[0] and d.process_index == jax.process_index()]
         self._fill: Callable[[], Sequence[jax.Array]] = lambda: ()
         if idle:

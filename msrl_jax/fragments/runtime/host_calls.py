@@ -1,8 +1,8 @@
-"""Calls of the host in a running program: while a simulator works, programs and calls that do not need its results go on.
+"""Calls of the host in a running program: while a simulator works, what does not need its results runs.
 
 The order is a function of the instructions alone, not of time. A call of the host is started when its turn comes, and
-instructions that read its results wait. When a second call needs what waits, the oldest call is finished first, and then all
-that waited for it alone runs. So with two groups of environments one group is simulated while the other is acted for.
+instructions that read its results wait. If a call needs a pending result, the oldest pending call is completed first, then its
+dependents. So with two groups of environments one group is simulated while the other is acted for.
 """
 
 from collections import deque

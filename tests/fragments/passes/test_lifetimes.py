@@ -1,4 +1,4 @@
-"""Every value of an instruction list has one owner: read while it is alive, given away once, freed if nobody reads it."""
+"""Every value of an instruction list has one owner: read while it is alive, given away once, freed after its last reader."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def follow(instructions, held, shared, leaves, later):
     assert len({*leaves}) == len(leaves) and {*leaves} <= alive, "two carried values share memory, or one is gone"
     assert not {*leaves} & {*later} and {*later} <= alive | shared
     forgotten = alive - {*leaves} - {*later} - ({*held} - used)
-    assert not forgotten, f"nobody frees {sorted(map(str, forgotten))}"
+    assert not forgotten, f"never freed: {sorted(map(str, forgotten))}"
 
 
 def assert_owned(iteration, state, policy, axes, devices=None):
