@@ -18,7 +18,7 @@ FLOORS = [
     {"codecs"},
     {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
     {
-        "_background", "_compat", "_compile_cache", "_deprecated", "_device_memory", "_lazy", "_simulate", "_spelling",
+        "_background", "_compat", "_compile_cache", "_device_memory", "_lazy", "_simulate", "_spelling",
         "counters", "metrics",
     },
 ]  # fmt: skip
@@ -75,6 +75,13 @@ def test_imports_point_down():
 def test_no_module_imports_itself_by_way_of_others():
     graph = {name: {m for target in IMPORTS[name] if (m := resolved(target)) and m != name} for name in NAMES}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_the_floors_of_the_compiler_import_those_below():
+    floors = ["placement", "graph", "passes", "runtime", "plan", "program", "compiler", "__init__"]
+    inside = {name: name.split(".")[2] for name in NAMES if name.startswith("msrl_jax.fragments.")}
+    modules = {(name, resolved(target)) for name in inside for target in IMPORTS[name]}
+    assert not {(a, b) for a, b in modules if b in inside and floors.index(inside[a]) < floors.index(inside[b])}
 
 
 def test_environments_know_of_fragments_only_how_the_host_is_called():

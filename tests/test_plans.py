@@ -71,9 +71,9 @@ def test_local_multi_gpu_standardizes_the_batch_once_and_makes_epochs_of_it_wher
     start = jax.jit(agent.init)(jax.random.key(0))
     program = msrl.compile(agent.iteration, start, policy=policy, axes=agent.axes)
     state = jax.device_put(program.run(start, 1)[0], jax.devices()[0])
-    _, rollout = ppo.plain_rollout(agent, state)
-    want, _ = ppo.plain_update(agent, config, state, rollout)
-    after, _ = program.run(state, 1)
+    _, rollout = ppo.plain_rollout(agent, state.inner)
+    want, _ = ppo.plain_update(agent, config, state.inner, rollout)
+    after = program.run(state, 1)[0].inner
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6), after.params, want)
     gradients, others = sums(program, start)
     assert gradients == [config.num_epochs * config.num_minibatches]

@@ -1,32 +1,22 @@
 """Fragments: marking the parts of a training loop, and compiling the loop for a distribution policy.
 
-`compile` (compiler.py) calls the passes in this order:
+Each floor imports only those before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
+program.py (`Program`), compiler.py. `compile` calls the passes in this order:
 
-    pass              file                 takes -> gives
-    trace             trace.py             iteration, state -> jaxpr, whose equations include the marked fragments
-    build             build.py             jaxpr, layout -> Graph: nodes at placements, glue, opened loops
-    check_owners      parameter_owners.py  Graph -> an error if two learners update one leaf
-    delay             staleness.py         Graph, changed in place: registers between learner and actors
-    check_codecs      packing.py           Layout -> an error if a codec or its edge does not exist
-    check_codec_names packing.py           Graph, Layout -> an error if a codec is for a name that no value has
-    partition         partition.py         Graph -> Partition: homes of glue and carry, nodes grouped into programs
-    pack              packing.py           Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
-    schedule          schedule.py          Partition -> Schedule: Run, Move, Alloc and Loop instructions
-    settle            lifetimes.py         Schedule -> Schedule with donations, copies and Free instructions
-    check_meshes      own_meshes.py        Schedule -> an error if a fragment uses a mesh of other devices
-    lower             lower.py             Schedule -> compiled programs and shardings (on first use)
+    pass          file                     takes -> gives
+    trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
+    build         graph/build.py           jaxpr, layout -> Graph: nodes at placements, glue, opened loops
+    delay         passes/staleness.py      Graph, changed in place: registers between learner and actors
+    partition     passes/partition.py      Graph -> Partition: homes of glue and carry, nodes grouped into programs
+    pack          passes/packing.py        Partition, Graph, changed in place: codecs on edges; repeated until nothing changes
+    schedule      passes/schedule.py       Partition -> Schedule: Run, Move, Alloc and Loop instructions
+    add_lifetimes passes/lifetimes.py      Schedule -> Schedule with donations, copies and Free instructions
+    repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
+    lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-`Executor` (runtime.py) then runs the instructions. If one placement holds the whole loop, the loop is one program instead
-(fused.py). `explain` (explain.py) describes the result as a `Plan` (plan.py), using cost.py (operations), collectives.py
-(XLA's collectives), advice.py and idle_devices.py (warnings).
-
-Other modules: program.py (`Program`), marker.py and implementations.py (`fragment`), graph.py and instructions.py (data of
-the passes), placement.py (sub-meshes and layouts), divisibility.py (whether a policy fits devices and sizes), executables.py
-and program_key.py (compiled programs, sharing of equal ones), given_state.py (checks of a state), memory.py (placing a
-state, and whether states and programs fit), host.py and host_calls.py (functions that the host calls), staged.py (states that
-such functions make), crossing.py and processes.py (moves and arrays of several processes),
-trip_counts.py (lengths of XLA's loops), topologies.py (devices that are not there), readings.py (metrics on the host) and
-origin.py (the first operation whose result is nan).
+passes/checks.py refuses bad input between them; passes/divisibility.py applies the policy to devices and sizes before them.
+`Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
+(`fused_loop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 """
 
 from msrl_jax.fragments.compiler import compile as compile

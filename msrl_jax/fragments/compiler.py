@@ -9,20 +9,26 @@ import jax
 from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
-from msrl_jax.fragments.passes.divisibility import Fit, check_devices, dealt
-from msrl_jax.fragments.passes.lifetimes import settle
-from msrl_jax.fragments.passes.own_meshes import check_meshes
-from msrl_jax.fragments.passes.packing import check_codec_names, check_codecs, pack
-from msrl_jax.fragments.passes.parameter_owners import check_owners
+from msrl_jax.fragments.passes.checks import (
+    check_codec_names,
+    check_codecs,
+    check_effects,
+    check_host_calls,
+    check_jit_is_on,
+    check_meshes,
+    check_no_mesh_is_set,
+    check_owners,
+)
+from msrl_jax.fragments.passes.divisibility import Fit, check_devices, interleaved
+from msrl_jax.fragments.passes.lifetimes import add_lifetimes
+from msrl_jax.fragments.passes.packing import pack
 from msrl_jax.fragments.passes.partition import partition
 from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.passes.schedule import schedule
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.cost import fragment_costs
-from msrl_jax.fragments.program import Program, check_jit_is_on, check_no_mesh_is_set
-from msrl_jax.fragments.runtime.host_calls import check_host_calls
-from msrl_jax.fragments.runtime.processes import check_effects
+from msrl_jax.fragments.program import Program
 
 State = TypeVar("State")
 
@@ -62,7 +68,7 @@ def compile(
     check_no_mesh_is_set()
     start = time.perf_counter()
     specs = leaf_axes(state, axes)
-    usable = dealt(check_devices(jax.devices() if devices is None else devices))
+    usable = interleaved(check_devices(jax.devices() if devices is None else devices))
     fit = Fit(policy, usable, axis_leaves(state, specs), groups or {})
     layout = fit.layout
     traced = trace(iteration, state)
@@ -81,7 +87,7 @@ def compile(
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)
-    instructions = settle(schedule(parts, graph, default))
+    instructions = add_lifetimes(schedule(parts, graph, default))
     check_meshes(instructions.body)
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls

@@ -37,8 +37,7 @@ AXES = ("env", "worker", "shard", "agent", "member")
 """The logical axes that the algorithms use: environments, asynchronous workers, shards of replay buffers, agents, seeds."""
 
 SEPARATE = ("worker", "shard")
-"""Those that stand in separate arrays: every worker has its networks, every shard its rows, whatever else is split."""
-
+"""Axes whose arrays are always split: every worker has its networks, every shard its rows."""
 
 HOST = "host"
 """The role of Python functions that the host calls between programs. A policy need not list it."""
@@ -63,7 +62,7 @@ class Placement:
       rules: pairs (logical axis, mesh axis); the first rule that fits a dimension wins. Axes without a rule stay whole.
       scatter: a mesh axis for arrays that no rule splits: they are split over it along their largest dimension that divides.
         None replicates them. With it a parameter server keeps one shard of every tensor on each device.
-      separate: logical axes of separate arrays, which are split beside any other axis; see `must_divide`.
+      separate: logical axes of separate arrays, which are split in addition to any other axis; see `must_divide`.
     """
 
     name: str
@@ -89,7 +88,7 @@ class Placement:
           devices: the devices, in order; those of one process are put side by side.
           split: the logical axes to split over the devices; an array that has several is split along the first of them.
           scatter: whether arrays without any of these axes are split along their largest dimension, not replicated.
-          separate: logical axes of separate arrays, which have to divide beside any other axis.
+          separate: logical axes of separate arrays, which have to divide in addition to any other axis.
 
         Returns:
           The placement.
@@ -251,11 +250,7 @@ class Layout:
 
 
 def host_placement() -> Placement:
-    """Where functions that the host calls have their arguments and results: a CPU device of this process.
-
-    Raises:
-      RuntimeError: if JAX has no CPU device.
-    """
+    """Where functions that the host calls have their arguments and results: a CPU device of this process."""
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

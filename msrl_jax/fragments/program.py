@@ -4,39 +4,38 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from msrl_jax._device_memory import array_bytes, is_planned
+from msrl_jax.fragments.graph.host import calls_host, evaluate_with_host
 from msrl_jax.fragments.graph.nodes import Graph
-from msrl_jax.fragments.graph.trace import Traced
+from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
+from msrl_jax.fragments.passes.checks import check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.passes.divisibility import Fit
-from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, Value, walk
-from msrl_jax.fragments.passes.lower import lower
+from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device, Layout
 from msrl_jax.fragments.plan.cost import FragmentCost
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
-from msrl_jax.fragments.runtime.dispatch import Dispatch, measure
-from msrl_jax.fragments.runtime.executables import Executables
-from msrl_jax.fragments.runtime.execute import Executor
-from msrl_jax.fragments.runtime.fused import Fused, fused_loop, fused_once
-from msrl_jax.fragments.runtime.given_state import GivenState, check_not_given_away
+from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
+from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch
+from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import (
     LARGE,
     Leaves,
     check_program_fits,
     check_state_fits,
-    compute,
-    constants,
+    compute_leaves,
+    constant_leaves,
+    evaluate_leaves,
     largest_array,
     put,
-    select,
     state_bytes,
 )
-from msrl_jax.fragments.runtime.readings import join, read, stack
-from msrl_jax.fragments.runtime.staged import calls_host, evaluate
+from msrl_jax.fragments.runtime.processes import read
 
 State = TypeVar("State")
 
@@ -54,24 +53,6 @@ class Delayed(NamedTuple):
 
     state: Any
     registers: tuple[jax.Array, ...]
-
-
-def check_jit_is_on() -> None:
-    """Raises RuntimeError under `jax.disable_jit`."""
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        raise RuntimeError(
-            "jax.disable_jit is on, but a program consists of compiled code. Leave the context, or call the iteration itself "
-            "to debug it line by line"
-        )
-
-
-def check_no_mesh_is_set() -> None:
-    """Raises RuntimeError inside of `jax.set_mesh`."""
-    if not (mesh := jax.sharding.get_abstract_mesh()).empty:
-        raise RuntimeError(
-            f"jax.set_mesh has set {mesh}, but training and its programs have meshes of their own, those of the policy. "
-            "Leave the context; the policy and the devices that it is given say where a program runs"
-        )
 
 
 class Program(Generic[State]):
@@ -98,9 +79,9 @@ class Program(Generic[State]):
         self.layout, self.graph, self.schedule = layout, graph, schedule
         self._costs, self._fit = costs, fit
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        self._fused, self._tree, self._traced = fused, tree, traced
+        self._tree, self._traced = tree, traced
         self._executables = Executables(seconds=seconds)
-        self._given = GivenState(tree, [copies[0] for copies in schedule.inputs[: tree.num_leaves]], traced)
+        self._expected = ExpectedState(tree, [copies[0].label for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
         self._is_lowered = False
         self._fitting: set[jax.stages.Compiled] = set()
@@ -109,6 +90,8 @@ class Program(Generic[State]):
             tuple(v.placement.sharding(spec, v.aval.shape) for v in copies)
             for copies, spec in zip(schedule.inputs, graph.axes, strict=True)
         ]
+        leaves, at = [copies[0] for copies in schedule.inputs], [copies[0] for copies in self._shardings]
+        self._fused = FusedLoop(fused, leaves, at, schedule.metrics) if fused else None
 
     def _check_setting(self) -> None:
         check_jit_is_on()
@@ -214,22 +197,22 @@ class Program(Generic[State]):
         self._check_present()
         num_leaves = self._tree.num_leaves
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
-        self._given.check_tree(jax.tree.structure(shapes))
+        self._expected.check_tree(jax.tree.structure(shapes))
         state, registers = self._shardings[:num_leaves], self._shardings[num_leaves:]
         sizes = [array_bytes(copies[0].aval) for copies in self.schedule.inputs]
-        given = constants(closed)
-        leaves, staged = jax.tree.leaves(args), calls_host(closed.jaxpr)
+        given = constant_leaves(closed)
+        leaves, with_host = jax.tree.leaves(args), calls_host(closed.jaxpr)
         large = {i for i in range(num_leaves) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
-        large = set() if staged else large
+        large = set() if with_host else large
         small = [i for i in range(num_leaves) if i not in large and i not in given]
-        if staged:
-            made = evaluate(closed, leaves)
+        if with_host:
+            made = evaluate_with_host(closed, leaves)
             flat = given | {i: made[i] for i in small}
         else:
-            flat = given | dict(zip(small, jax.jit(lambda *xs: select(closed, xs, small))(*leaves), strict=True))
+            flat = given | dict(zip(small, jax.jit(lambda *xs: evaluate_leaves(closed, xs, small))(*leaves), strict=True))
         newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
         placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
-        found = compute(closed, leaves, {i: state[i] for i in large}) | dict(zip(flat, placed, strict=False))
+        found = compute_leaves(closed, leaves, {i: state[i] for i in large}) | dict(zip(flat, placed, strict=False))
         return self._wrap([*(found[i] for i in range(num_leaves)), *placed[len(flat) :]])
 
     def unwrap(self, state: State | Delayed) -> State:
@@ -259,14 +242,14 @@ class Program(Generic[State]):
             self._check_measured(jax.tree.unflatten(tree, read(scalars)))
         else:
             if self._once is None:
-                once = self._one_iteration(donate=False)
+                once = self._fused.compile(self._executables, None, donate=False)
                 self._check_fits(once, "of one iteration")
                 self._once = self._executables.call(once)
             flat = self._once(*[copies[0] for copies in self._fill(state, copy=False)])
             count = len(self.schedule.inputs)
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
-            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime.py
+            jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime/execute.py
         return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, row)
 
     def run(
@@ -299,7 +282,7 @@ class Program(Generic[State]):
         for start in range(0, iterations, chunk):
             leaves, metrics = self._chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
-        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, join(parts))
+        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, _joined(parts))
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk needs, without running it.
@@ -307,8 +290,8 @@ class Program(Generic[State]):
         Args:
           chunk: iterations between two readings of the metrics.
         """
-        if self.is_fused:
-            self._fused_loop(chunk).compile(self._executables)
+        if self._fused:
+            self._fused.compile(self._executables, chunk)
         else:
             self._lower()
 
@@ -318,8 +301,8 @@ class Program(Generic[State]):
         Args:
           chunk: iterations between two readings of the metrics.
         """
-        if self.is_fused and jax.process_count() == 1:
-            self._fused_loop(chunk).begin(self._executables)
+        if self._fused and jax.process_count() == 1:
+            self._fused.begin(self._executables, chunk)
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
         """The XLA programs, for cost analysis and inspection.
@@ -332,19 +315,15 @@ class Program(Generic[State]):
           else the programs of one iteration.
         """
         self.warm_up(chunk)
-        if self.is_fused:
-            return [self._fused_loop(chunk).compile(self._executables)]
+        if self._fused:
+            return [self._fused.compile(self._executables, chunk)]
         runs = [i for i, _ in walk(self.instructions) if isinstance(i, Run)]
         return list(dict.fromkeys(self._executables.compiled[i] for i in runs))
 
     def explain(self) -> Plan:
-        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing.
-
-        Returns:
-          The plan; print it, or take `to_dict()`.
-        """
-        if self.is_fused:
-            compiled = {r: self._one_iteration(donate=True) for r in self.instructions}
+        """The plan: fragments, transfers, collectives, dispatches and warnings. Compiles, but runs nothing."""
+        if self._fused:
+            compiled = {r: self._fused.compile(self._executables, None) for r in self.instructions}
         else:
             self.warm_up()
             compiled = self._executables.compiled
@@ -366,11 +345,11 @@ class Program(Generic[State]):
             return None
         self._check_setting()
         self._ready()
-        return measure(self.schedule, self._executables, self._fill(state, copy=True))
+        return measure_dispatch(self.schedule, self._executables, self._fill(state, copy=True))
 
     def _chunk(self, leaves: Leaves, length: int, most: int) -> tuple[Leaves, list[np.ndarray]]:
-        if self.is_fused:
-            loop = self._fused_loop(most).compile(self._executables)
+        if self._fused:
+            loop = self._fused.compile(self._executables, most)
             self._check_fits(loop, f"of up to {most} iterations")
             flat = self._executables.call(loop)(np.int32(length), *[copies[0] for copies in leaves])
             return [(x,) for x in flat[: len(leaves)]], [x[:length] for x in read(list(flat[len(leaves) :]))]
@@ -386,29 +365,12 @@ class Program(Generic[State]):
         flat, tree = jax.tree.flatten(made)
         rows, measured = zip(*jax.tree.unflatten(tree, read(flat)), strict=True)  # all at once, and only here
         self._check_measured(measured)
-        return leaves, stack(rows)
+        return leaves, _together(np.stack, jnp.stack, rows)
 
     def _check_measured(self, measured: Sequence[Sequence[Sequence[Any]]]) -> None:
         """Raises if a codec lost values, according to the scalars of its check in each iteration, on the host."""
         for (check, _), scalars in zip(self.schedule.checks, zip(*measured, strict=True), strict=True):
             check.raise_if_lost(*(np.stack(column) for column in zip(*scalars, strict=True)))
-
-    def _fused_loop(self, most: int) -> Fused:
-        """Up to `most` iterations as one program."""
-        assert self._fused is not None
-        leaves, shardings = self._first_copies()
-        return fused_loop(self._fused, most, leaves, shardings, self.schedule.metrics)
-
-    def _one_iteration(self, *, donate: bool) -> jax.stages.Compiled:
-        """One iteration as one program."""
-        assert self._fused is not None
-        leaves, shardings = self._first_copies()
-        once = fused_once(self._fused, leaves, shardings, self.schedule.metrics, donate=donate)
-        return once.compile(self._executables)
-
-    def _first_copies(self) -> tuple[list[Value], list[NamedSharding]]:
-        """The canonical copy of each leaf of the state, and its sharding."""
-        return [copies[0] for copies in self.schedule.inputs], [copies[0] for copies in self._shardings]
 
     def _lower(self) -> None:
         if not self._is_lowered:
@@ -438,14 +400,14 @@ class Program(Generic[State]):
         """The copies of every leaf where the program keeps them; in new memory if `copy`."""
         delayed = isinstance(state, Delayed)
         flat, tree = jax.tree.flatten(state.state if delayed else state)
-        self._given.check_tree(tree)
+        self._expected.check_tree(tree)
         depth, extra = self.layout.staleness, len(self.schedule.inputs) - len(flat)
         if delayed and len(state.registers) != extra:
             raise ValueError(
                 f"the state has {len(state.registers)} registers of stale parameters, but the program has {extra} "
                 f"(staleness={depth}); pass program.unwrap(state) to start from its newest parameters"
             )
-        self._given.check_leaves(flat)
+        self._expected.check_leaves(flat)
         for x in state.registers if delayed else ():
             check_not_given_away(x, "a register of stale parameters")
         if extra:
@@ -457,3 +419,16 @@ class Program(Generic[State]):
         count = self._tree.num_leaves
         state = jax.tree.unflatten(self._tree, flat[:count])
         return Delayed(state, tuple(flat[count:])) if self.layout.staleness else state
+
+
+def _joined(chunks: Sequence[list[Any]]) -> list[Any]:
+    """The metrics of a run from those of its chunks, as NumPy arrays that may be written to."""
+    if len(chunks) == 1:  # JAX's arrays on the host are read-only
+        return [x.copy() if isinstance(x, np.ndarray) and not x.flags.writeable else x for x in chunks[0]]
+    return _together(np.concatenate, jnp.concatenate, chunks)
+
+
+def _together(on_host: Any, on_device: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """Combines rows of leaves leaf by leaf; typed keys stay JAX arrays, because NumPy has none."""
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in rows[0]]
+    return [(on_device if key else on_host)(column) for key, column in zip(keys, zip(*rows, strict=True), strict=True)]

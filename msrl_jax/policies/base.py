@@ -21,26 +21,12 @@ text in their names (as plans show them; the first that fits is used); or None."
 
 
 def described(policy: object) -> str:
-    """Spells a policy as in Python: its name, and the parameters that differ from their defaults.
-
-    Args:
-      policy: a policy.
-
-    Returns:
-      Text such as `SingleLearnerCoarse(learners=2, staleness=1)`.
-    """
+    """A policy as in Python, such as `SingleLearnerCoarse(learners=2)`: its name, and parameters other than their defaults."""
     return f"{type(policy).__name__}({', '.join(_given(policy))})"
 
 
 def spec(policy: object) -> str:
-    """Spells a policy as on the command line: its name, and the parameters that differ from their defaults.
-
-    Args:
-      policy: a policy.
-
-    Returns:
-      Text such as `SingleLearnerCoarse:learners=2,staleness=1`.
-    """
+    """A policy as on the command line, such as `SingleLearnerCoarse:learners=2`."""
     return ":".join([type(policy).__name__, *filter(None, [",".join(_given(policy))])])
 
 
@@ -62,16 +48,7 @@ def splitting(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitting(available: int, sizes: Mapping[str, int], axes: Sequence[str] = ACTING) -> int:
-    """The largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of members.
-
-    Args:
-      available: number of devices.
-      sizes: the size of each logical axis.
-      axes: the axes to split; those without a size are ignored.
-
-    Returns:
-      A number between 1 and `available`.
-    """
+    """The largest number of devices, at most `available`, that divides the sizes of logical axes, or the number of members."""
     size = math.gcd(*(sizes[a] for a in axes if a in sizes))
     members = sizes.get("member", 1)
     return max((n for n in range(1, available + 1) if size % n == 0 or members % n == 0), default=1)
@@ -149,15 +126,7 @@ def edges(
 
 
 def check_codecs(policy: object, *fields: str) -> None:
-    """Checks the types of the codecs of a policy.
-
-    Args:
-      policy: the policy.
-      *fields: names of its fields that hold a `CodecChoice`.
-
-    Raises:
-      TypeError: if one holds anything else.
-    """
+    """Raises TypeError if a field of a policy holds something else than a `CodecChoice`."""
     for name in fields:
         choice = getattr(policy, name)
         given = choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
@@ -169,18 +138,7 @@ def check_codecs(policy: object, *fields: str) -> None:
 
 
 def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]:
-    """The devices of a platform, or the given devices if no platform is named.
-
-    Args:
-      platform: such as "cpu", which every process has; or None.
-      devices: the devices to return if no platform is named.
-
-    Returns:
-      The devices.
-
-    Raises:
-      ValueError: if the process has no such platform, or several processes run the program: each would name its own devices.
-    """
+    """The devices of a platform, which every process has, such as "cpu"; the given devices if no platform is named."""
     if platform is None:
         return list(devices)
     if jax.process_count() > 1:

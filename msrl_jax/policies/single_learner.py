@@ -117,5 +117,5 @@ def _parts(
     """The devices of each part; those of the first part may be on another platform."""
     if platform is None:
         return take(devices, {first: num_first, **others}, sizes, policy, axes)
-    there = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
-    return there | take(devices, others, sizes, policy)
+    elsewhere = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
+    return elsewhere | take(devices, others, sizes, policy)

@@ -260,16 +260,6 @@ def test_no_gradient_flows_through_the_burn_in(walk, walked):
     assert np.abs(np.asarray(of_params["core"]["input"] - through["core"]["input"])).max() > 1e-6
 
 
-def test_the_state_keeps_its_types(walk):
-    agent = walk[0]
-    agent = counted(agent, TOTAL)
-    before = jax.eval_shape(agent.init, jax.random.key(0))
-    after, metrics = jax.eval_shape(agent.iteration, before)
-    kind = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
-    assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
-    assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
-
-
 def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     build = lambda **options: counted(R2D2(**SMALL | OPTIONS["gru"] | options).build(RandomWalk()))  # noqa: E731
     agent = build()

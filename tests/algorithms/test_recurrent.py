@@ -223,16 +223,6 @@ def test_updates_stop_for_good_once_the_divergence_exceeds_its_target(walk):
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5), after.params, want)
 
 
-def test_the_state_keeps_its_types(walk):
-    _, agent, _ = walk
-    before = jax.eval_shape(agent.init, jax.random.key(0))
-    after, metrics = jax.eval_shape(agent.iteration, before)
-    kind = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
-    assert jax.tree.map(kind, after) == jax.tree.map(kind, before)
-    assert not any(x.weak_type for x in jax.tree.leaves(after))
-    assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
-
-
 @pytest.mark.parametrize("core", ["gru", *(pytest.param(core, marks=pytest.mark.slow) for core in ("lstm", "min_gru"))])
 def test_devices_exchange_one_gradient_per_minibatch_and_a_few_scalars(core):
     """Compiled on eight devices, no sequence leaves its device, and nothing is summed step by step."""
@@ -311,13 +301,3 @@ def test_acting_without_a_carry_is_refused(trained):
         trained.act(np.zeros(3, np.float32))
     with pytest.raises(ValueError, match=r"remembers earlier observations.*act_with_carry"):
         trained.behavior.act(trained.state, np.zeros((1, 3), np.float32))
-
-
-def test_many_seeds_evaluate_and_act():
-    run = msrl.train(
-        "recurrent_ppo", RandomWalk(), total_steps=2 * 128, seeds=2, eval_episodes=3, devices=jax.devices()[:1],
-        progress=False, **SMALL,
-    )  # fmt: skip
-    assert run.evaluation.returns.shape == (2, 3)
-    actions, _ = run.act_with_carry(np.zeros((5, 3), np.float32), member=1)
-    assert actions.shape == (5,)

@@ -10,9 +10,10 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import cli
+from msrl_jax.algorithms import counted
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Box, Dict, Discrete, Space, Tuple, registry, spaces
-from tests.support.agents import make_counted, still
+from tests.support.agents import make_counted
 
 ALGORITHMS = [name for name in msrl.algorithms.names() if not msrl.algorithms.get(name).many_agents]
 VECTOR, CHOICE, MOTION = Box(-1, 1, (3,)), Discrete(3), Box(-1, 2, (2, 2))
@@ -54,17 +55,19 @@ def compiled(caplog):
 
 @pytest.mark.parametrize("action_space", [CHOICE, MOTION], ids=["choice", "motion"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
+def test_the_state_keeps_its_types_and_unsupported_action_spaces_are_refused_with_an_alternative(name, action_space):
     env = Still(VECTOR, action_space)
     config = msrl.algorithms.get(name)(**arguments(name, env))
     if REFUSED.get(name) == action_space:
         with pytest.raises(TypeError, match=r"use .*ppo"):
             config.build(env)
         return
-    agent = still(config.build(env))
-    state = jax.eval_shape(agent.init, jax.random.key(0))._replace(**agent.data)
-    after, _ = jax.eval_shape(agent.iteration, state)
-    assert jax.tree.structure(after) == jax.tree.structure(state)
+    agent = counted(config.build(env), 9)
+    state = agent.with_data(jax.eval_shape(agent.init, jax.random.key(0)))
+    after, metrics = jax.eval_shape(agent.iteration, state)
+    kind = lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False))  # noqa: E731
+    assert jax.tree.map(kind, after) == jax.tree.map(kind, state)
+    assert all(x.shape == () and x.dtype == jnp.float32 for x in jax.tree.leaves(metrics))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

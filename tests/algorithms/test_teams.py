@@ -12,9 +12,9 @@ import msrl_jax as msrl
 from msrl_jax.algorithms import IPPO, MAPPO, PPO, QMIX, Teams
 from msrl_jax.algorithms.teams import members_of, random_team
 from msrl_jax.envs import Box, Discrete, MaskedObservation, VectorizedAgents
-from tests.fragments.marking import fragments_of
 from tests.support.agents import make_still
 from tests.support.many_agents import Homes
+from tests.support.marking import fragments_of
 
 TEXT = "ippo:hidden_sizes=(8,),num_epochs=2,num_minibatches=2"
 SMALL = {"num_envs": 16, "unroll_length": 8}

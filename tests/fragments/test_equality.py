@@ -7,10 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.policies import Layout, Placement
-
-from . import random_loops, toy
-from .conftest import POLICIES, assert_close, run_plain
+from tests.support import random_loops, toy
+from tests.support.compare import POLICIES, assert_close, run_plain
 
 
 @pytest.fixture(scope="module")
@@ -94,24 +92,7 @@ def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devic
     assert_close(program.run(state, 3), hierarchy_reference)
 
 
-class Scattered:
-    """Every role on its own placement; some placements share devices."""
-
-    def layout(self, devices, sizes):
-        parts = {"env": devices[:2], "actor": devices[1:5], "learner": devices[4:6], "server": devices[:1]}
-        return Layout({role: Placement.over(role, part) for role, part in parts.items()}, policy="Scattered()")
-
-
-class Apart:
-    """Every role on two separate devices."""
-
-    def layout(self, devices, sizes):
-        parts = {role: devices[2 * i : 2 * i + 2] for i, role in enumerate(random_loops.ROLES)}
-        return Layout({role: Placement.over(role, part) for role, part in parts.items()}, policy="Apart()")
-
-
-RANDOM_POLICIES = [Scattered(), Apart(), msrl.policies.Central(shards=2)]
-by_name = pytest.mark.parametrize("policy", RANDOM_POLICIES, ids=lambda p: type(p).__name__)
+by_name = pytest.mark.parametrize("policy", random_loops.POLICIES, ids=lambda p: type(p).__name__)
 
 
 def assert_same_run(seed, policy):

@@ -8,8 +8,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Run, walk
 from msrl_jax.policies import Layout, Placement
-
-from .conftest import POLICIES, assert_close, run_plain
+from tests.support.compare import POLICIES, assert_close, run_plain
 
 ENVS, STEPS = 16, 4
 

@@ -150,3 +150,12 @@ def test_a_policy_of_ones_own():
         expected, _ = step(expected)
     np.testing.assert_allclose(w, expected[1], rtol=1e-6)
     np.testing.assert_allclose(buffer, expected[2], rtol=1e-6)
+
+
+def test_unknown_policies_and_parameters_suggest_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown policy 'SingleLearnerCourse' \(did you mean 'SingleLearnerCoarse'"):
+        msrl.policies.get("SingleLearnerCourse")
+    with pytest.raises(ValueError, match=r"has no parameter 'learner' \(did you mean 'learners'"):
+        msrl.policies.get("SingleLearnerCoarse", learner=2)
+    with pytest.raises(TypeError, match="no distribution policy"):
+        msrl.policies.get(3)  # type: ignore[arg-type]

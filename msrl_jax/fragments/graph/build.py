@@ -29,21 +29,11 @@ from msrl_jax.fragments.placement import HOST, Layout, Placement
 
 
 def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequence[PartitionSpec]) -> Graph:
-    """Builds the graph of a traced training iteration.
+    """Builds the graph of a traced training iteration, the jaxpr of `state -> (state, metrics)`.
 
-    Args:
-      closed: the jaxpr of `state -> (state, metrics)`, flattened.
-      layout: where each role runs.
-      labels: readable names of the state's leaves, one for each input of the jaxpr.
-      axes: their logical axes.
-
-    Returns:
-      The graph. Calls that span placements (a fragment that holds fragments of another placement, a `jit`) are inlined;
-      scans that span placements are opened.
-
-    Raises:
-      ValueError: if a role has no placement, if a `cond`, a `while` or another primitive spans placements, or if code
-        outside of fragments makes a mutable reference.
+    Calls that span placements (a fragment that holds fragments of another placement, a `jit`) are inlined; scans that
+    span placements are opened; a `cond`, a `while` or another primitive that spans them is refused. `labels` and `axes` are
+    the names and the logical axes of the state's leaves.
     """
     builder = _Builder(layout)
     jaxpr = drop_unused(closed.jaxpr)
@@ -57,17 +47,7 @@ def build(closed: ClosedJaxpr, layout: Layout, labels: Sequence[str], axes: Sequ
 
 
 def inlined(closed: ClosedJaxpr, args: Sequence[Atom], placement: Placement, out: list[Node]) -> list[Var]:
-    """Appends code without fragments as nodes at a placement.
-
-    Args:
-      closed: the code, without captured arrays.
-      args: its arguments.
-      placement: where it runs.
-      out: receives the nodes.
-
-    Returns:
-      Variables of its results.
-    """
+    """Appends code without fragments and without captured arrays as nodes at a placement; returns its results."""
     assert not closed.consts, "the code captures arrays"
     builder = _Builder(Layout({}))
     results = builder.inline(closed.jaxpr, args, placement, out)
@@ -123,7 +103,7 @@ class _Builder:
                     "placements cannot share; carry its value through the loop instead"
                 )
             if eqn.primitive is scan_p and scan_parts(eqn).length == 0:
-                env.update(zip(eqn.outvars, self.never(eqn, ins, home, out), strict=True))
+                env.update(zip(eqn.outvars, self.scan_of_no_steps(eqn, ins, home, out), strict=True))
                 continue
             opened = not is_host_call(eqn) and (len(found) > 1 or any(p.name == HOST for p in found))
             if opened:
@@ -165,7 +145,7 @@ class _Builder:
         carry, xs = args[num_consts : num_consts + num_carry], args[num_consts + num_carry :]
         return Region(args[:num_consts], carry, xs, nodes, outputs[:num_carry], outputs[num_carry:], length, reverse)
 
-    def never(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
+    def scan_of_no_steps(self, eqn: JaxprEqn, ins: Sequence[Atom], home: Placement | None, out: list[Node]) -> list[Atom]:
         """The results of a scan of length 0: the carry as it was, and stacks without rows."""
         _, num_consts, num_carry, _, _ = scan_parts(eqn)
         kinds = [aval(v) for v in eqn.outvars[num_carry:]]

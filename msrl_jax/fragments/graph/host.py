@@ -14,7 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, scoped
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    call_body,
+    jaxpr_as_fun,
+    jaxprs_in,
+    make_jaxpr_of,
+)
+from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, scoped
 from msrl_jax.fragments.placement import HOST
 
 Finish: TypeAlias = Callable[[], Any]
@@ -51,21 +63,13 @@ def host_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class HostFunction:
-    """A Python function of flat arguments with results of known types.
-
-    Attributes:
-      name: the name of the fragment.
-      fn: the function.
-      arguments: the tree of its arguments.
-      results: the tree of its results.
-      kinds: shapes and dtypes of the results.
-    """
+    """A Python function of flat arguments with results of known types."""
 
     name: str
     fn: Callable[..., Any]
-    arguments: Any
-    results: Any
-    kinds: tuple[jax.ShapeDtypeStruct, ...]
+    arguments: Any  # the tree of its arguments
+    results: Any  # the tree of its results
+    kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
 
     def __call__(self, *leaves: Any) -> list[np.ndarray]:
         """Calls the function, and checks its results."""
@@ -147,18 +151,52 @@ def host_fragment(fn: Callable[..., Any] | Starting, results: Any, *, name: str 
 
 
 def received(results: Any, role: str) -> Any:
-    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there.
-
-    Args:
-      results: a pytree of arrays.
-      role: the role.
-
-    Returns:
-      The same arrays.
-    """
+    """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there."""
     return fragment(role=role, name="receive")(lambda x: x)(results)
 
 
 def _paths(tree: Any) -> Sequence[str]:
     numbered = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+
+
+def calls_host(jaxpr: Jaxpr) -> bool:
+    """Whether code has a fragment that the host calls, at any depth."""
+    return any(is_host_call(eqn) for inner in jaxprs_in(jaxpr) for eqn in inner.eqns)
+
+
+def evaluate_with_host(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates code with calls of the host piece by piece: programs, and between them the functions, called directly.
+
+    So an exception or an interrupt in a function is the caller's own, and not an error of a program. Calls of the host in loops
+    and branches stay parts of programs.
+    """
+    values: dict[Var, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(closed.jaxpr.invars, args, strict=True)
+    waiting: list[JaxprEqn] = []
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    def run() -> None:
+        made = dict.fromkeys(v for eqn in waiting for v in eqn.outvars)
+        ins = dict.fromkeys(a for eqn in waiting for a in eqn.invars if isinstance(a, Var) and a not in made)
+        if waiting:
+            program = jax.jit(jaxpr_as_fun(make_jaxpr_of(waiting, list(ins), list(made), "initialize")))
+            values.update(zip(made, program(*map(read, ins)), strict=True))
+        waiting.clear()
+
+    for eqn in closed.jaxpr.eqns:
+        inner = eqn.params["call_jaxpr"] if is_fragment(eqn) else call_body(eqn)
+        if is_host_call(eqn):
+            run()
+            results = map(jnp.asarray, eqn.params["host"](*map(read, eqn.invars)))
+        elif inner is not None and calls_host(inner.jaxpr):
+            run()
+            results = iter(evaluate_with_host(inner, list(map(read, eqn.invars))))
+        else:
+            waiting.append(eqn)
+            continue
+        values.update(zip(eqn.outvars, results, strict=True))
+    run()
+    return list(map(read, closed.jaxpr.outvars))

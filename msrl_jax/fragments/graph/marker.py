@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from msrl_jax._compat import (
     AbstractRef,
@@ -28,7 +29,7 @@ from msrl_jax._compat import (
     mlir,
     pe,
 )
-from msrl_jax.fragments.graph.implementations import check_platforms, evaluate_for_platform
+from msrl_jax._spelling import suggestion
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -227,6 +228,8 @@ def _mark(
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
     check_platforms(implementations, name)
     signature = inspect.signature(fn)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = {i: n for i, (n, p) in enumerate(signature.parameters.items()) if p.kind in kinds}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if (unknown := sorted(static - set(signature.parameters))) and not takes_any:
         raise TypeError(
@@ -238,14 +241,16 @@ def _mark(
     def marked(*args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return fn(*args, **kwargs)
-        arrays, keywords, fixed = _split_static(signature, static, args, kwargs)
-        leaves, tree = jax.tree.flatten((arrays, keywords))
+        fixed: dict[int | str, Any] = {i: a for i, a in enumerate(args) if positional.get(i) in static}
+        fixed |= {k: v for k, v in kwargs.items() if k in static}
+        arrays = [None if i in fixed else a for i, a in enumerate(args)]
+        leaves, tree = jax.tree.flatten((arrays, {k: None if k in fixed else v for k, v in kwargs.items()}))
         if any(map(_fault, leaves)):
             raise _refusal(name, signature, static, args, kwargs)
 
         def flat(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            args, kwargs = _merge_static(args, fixed), kwargs | fixed.keywords
+            args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
             named = _named(signature, static, args, kwargs)
 
             def evaluate(body: Callable[..., Any]) -> Any:
@@ -275,32 +280,6 @@ def _mark(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return marked
-
-
-class _Fixed:
-    """The static arguments of one call: by position, and by keyword."""
-
-    def __init__(self, positions: dict[int, Any], keywords: dict[str, Any]):
-        self.positions, self.keywords = positions, keywords
-
-
-def _split_static(signature: inspect.Signature, static: frozenset[str], args: tuple[Any, ...], kwargs: dict[str, Any]):
-    if not static:
-        return args, kwargs, _Fixed({}, {})
-    names = [
-        n for n, p in signature.parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    positions = {i: a for i, (n, a) in enumerate(zip(names, args, strict=False)) if n in static}
-    keywords = {k: v for k, v in kwargs.items() if k in static}
-    rest = tuple(a for i, a in enumerate(args) if i not in positions)
-    return rest, {k: v for k, v in kwargs.items() if k not in static}, _Fixed(positions, keywords)
-
-
-def _merge_static(args: tuple[Any, ...], fixed: _Fixed) -> list[Any]:
-    merged = list(args)
-    for i in sorted(fixed.positions):
-        merged.insert(i, fixed.positions[i])
-    return merged
 
 
 def _fault(x: Any) -> str | None:
@@ -346,16 +325,74 @@ def _paths(result: Any) -> tuple[str, ...]:
 def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
     """Turns the captured values of a fragment's body (arrays and tracers of an outer trace) into leading inputs.
 
-    Args:
-      closed: the body.
-      name: the fragment's name.
-      paths: the pytree paths of its results, if they are known.
-
-    Returns:
-      The body without captured values.
+    `paths` are the pytree paths of the fragment's results, if they are known.
     """
     jaxpr = closed.jaxpr
     names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
     info = DebugInfo("fragment", name, names, tuple(paths or ("",) * len(jaxpr.outvars)))
     inner = Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug_info=info)
     return ClosedJaxpr(inner, ())
+
+
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
+
+
+def check_platforms(implementations: Mapping[str, Callable[..., Any]], name: str) -> None:
+    """Refuses implementations for unknown platforms, and ones that cannot be called."""
+    for platform, body in implementations.items():
+        if platform not in _PLATFORMS:
+            raise ValueError(
+                f"fragment {name!r} has an implementation for the unknown platform {platform!r}"
+                f"{suggestion(str(platform), _PLATFORMS)}; choose from {list(_PLATFORMS)}"
+            )
+        if not callable(body):
+            raise TypeError(
+                f"fragment {name!r}: its implementation for {platform!r} is a {type(body).__name__}; give a function of "
+                "the same arguments as the fragment"
+            )
+
+
+def evaluate_for_platform(
+    evaluate: Callable[[Callable[..., Any]], Any],
+    default: Callable[..., Any],
+    implementations: Mapping[str, Callable[..., Any]],
+    name: str,
+) -> Any:
+    """Evaluates the implementation for the platform that the program is compiled for, `default` if it has none.
+
+    `evaluate` applies a body to the arguments of the fragment. All bodies must have results of the same structure and types.
+    """
+    if not implementations:
+        return evaluate(default)
+    want = jax.eval_shape(lambda: evaluate(default))
+    branches: dict[str, Callable[..., Any]] = {}
+    for platform, body in implementations.items():
+        _compare(jax.eval_shape(lambda body=body: evaluate(body)), want, f"fragment {name!r}: the {platform!r} implementation")
+        branches[platform] = lambda body=body: evaluate(body)
+    if general := branches.pop("gpu", None):
+        branches = {"cuda": general, "rocm": general} | branches
+    return jax.lax.platform_dependent(default=lambda: evaluate(default), **branches)
+
+
+def _compare(got: Any, want: Any, what: str) -> None:
+    gots, wants = dict(tree_leaves_with_path(got)), dict(tree_leaves_with_path(want))
+    for path in dict.fromkeys([*wants, *gots]):
+        a, b, where = gots.get(path), wants.get(path), f"result{keystr(path)}"
+        if a is None or b is None:
+            verb = "lacks" if a is None else "has"
+            other = "has it" if a is None else "does not"
+            raise TypeError(f"{what} {verb} {where}, but the fragment itself {other}; return the same pytree in both")
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise TypeError(
+                f"{what} returns {where} as {_show(a)}, but the fragment itself as {_show(b)}; return the same shapes and "
+                "dtypes in both"
+            )
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        raise TypeError(
+            f"{what} returns the pytree {jax.tree.structure(got)}, but the fragment itself {jax.tree.structure(want)}; "
+            "return the same containers in both"
+        )
+
+
+def _show(x: jax.ShapeDtypeStruct) -> str:
+    return f"{x.dtype}{list(x.shape)}"

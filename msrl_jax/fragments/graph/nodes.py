@@ -4,31 +4,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import Atom, JaxprEqn, Var, sub_jaxprs
+from msrl_jax._compat import Atom, JaxprEqn, ShapedArray, Var, sub_jaxprs
+from msrl_jax.codecs import Codec
 from msrl_jax.fragments.graph.marker import is_fragment, is_host_call
-from msrl_jax.fragments.passes.instructions import Check, Packed
-from msrl_jax.fragments.placement import Placement
+from msrl_jax.fragments.placement import Edge, Placement
 
 
 @dataclass(eq=False)
 class Node:
-    """One vertex of the graph.
+    """One vertex of the graph."""
 
-    Attributes:
-      eqn: the equation it evaluates, over the variables of its region.
-      placement: where it runs; None for an opened loop and for glue, which is placed later, by its neighbors.
-      fragments: names of the fragments in it, in order of appearance, nested ones included.
-      roles: their roles; for unmarked code in an opened fragment, that fragment's role.
-      loop: the body, if this is a scan whose fragments span placements; the host drives such a loop.
-    """
-
-    eqn: JaxprEqn
-    placement: Placement | None
-    fragments: tuple[str, ...] = ()
-    roles: frozenset[str] = frozenset()
-    loop: "Region | None" = None
+    eqn: JaxprEqn  # the equation it evaluates, over the variables of its region
+    placement: Placement | None  # where it runs; None for an opened loop and for glue, which is placed later, by its neighbors
+    fragments: tuple[str, ...] = ()  # names of the fragments in it, in order of appearance, nested ones included
+    roles: frozenset[str] = frozenset()  # their roles; for unmarked code in an opened fragment, that fragment's role
+    loop: "Region | None" = None  # the body, if this is a scan whose fragments span placements; the host drives such a loop
 
     @property
     def is_glue(self) -> bool:
@@ -71,27 +64,16 @@ class Node:
 
 @dataclass(eq=False)
 class Region:
-    """A sequence of nodes that runs `length` times: the training iteration itself, or the body of an opened loop.
+    """A sequence of nodes that runs `length` times: the training iteration itself, or the body of an opened loop."""
 
-    Attributes:
-      consts: variables with the same value in every repetition.
-      carry: variables with the values of `next_carry` in the previous repetition.
-      xs: variables with one row of a stacked array in each repetition.
-      nodes: the nodes, in program order.
-      next_carry: the carry of the next repetition, one value for each variable of `carry`.
-      results: the rows that a repetition adds to the stacked results; for the iteration itself, the metrics.
-      length: number of repetitions.
-      reverse: whether the rows of `xs` and `results` are visited from the last to the first.
-    """
-
-    consts: list[Var]
-    carry: list[Var]
-    xs: list[Var]
+    consts: list[Var]  # variables with the same value in every repetition
+    carry: list[Var]  # variables with the values of `next_carry` in the previous repetition
+    xs: list[Var]  # variables with one row of a stacked array in each repetition
     nodes: list[Node]
-    next_carry: list[Atom]
-    results: list[Atom]
-    length: int = 1
-    reverse: bool = False
+    next_carry: list[Atom]  # the carry of the next repetition, one value for each variable of `carry`
+    results: list[Atom]  # the rows that a repetition adds to the stacked results; for the iteration itself, the metrics
+    length: int = 1  # number of repetitions
+    reverse: bool = False  # whether the rows of `xs` and `results` are visited from the last to the first
 
     @property
     def inputs(self) -> list[Var]:
@@ -116,33 +98,52 @@ class Region:
         return "\n".join(lines(self, ""))
 
 
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A value that a codec packs into one or more arrays while it crosses."""
+
+    label: str
+    aval: ShapedArray  # its shape and dtype, unpacked
+    codec: str
+    edge: Edge  # the layout's entry that declares the codec
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """Stops a run if a codec cannot hold a value."""
+
+    label: str
+    codec: Codec  # the codec that packs it
+    edge: str  # names of the placements that send and receive it, for the message
+
+    def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+        """Raises ValueError if a value was lost, by the scalars `[N]` of each iteration: held, minimum, maximum."""
+        if not ok.all():
+            lost = ~ok
+            raise ValueError(
+                f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
+                f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
+                "Pack it with another codec, or pack only other values by name: {'state.obs': 'uint8'} instead of 'uint8'"
+            )
+
+
 Measured: TypeAlias = tuple[Var, Var, Var]
 """Three scalars: whether a codec holds a value, the value's smallest element, and its largest."""
 
 
 @dataclass(eq=False)
 class Graph:
-    """The fragmented dataflow graph of a training iteration.
+    """The fragmented dataflow graph of a training iteration."""
 
-    Attributes:
-      region: the iteration. Its carry is the training state, followed by the registers of delayed leaves.
-      constants: the values of `region.consts`, which the traced function captured.
-      labels: readable names of variables, also in loops; the pytree path if there is one.
-      axes: logical axes of the carry.
-      delayed: positions in the carry of the leaves that have registers.
-      registers: where the registers are kept.
-      checks: the checks of values that a codec might not hold, each with the three scalars that it reads.
-      packed: the variables that carry packed values.
-    """
-
-    region: Region
-    constants: dict[Var, object]
-    labels: dict[Var, str]
-    axes: list[PartitionSpec]
-    delayed: list[int] = field(default_factory=list)
-    registers: dict[Var, list[Placement]] = field(default_factory=dict)
+    region: Region  # the iteration. Its carry is the training state, followed by the registers of delayed leaves.
+    constants: dict[Var, object]  # the values of `region.consts`, which the traced function captured
+    labels: dict[Var, str]  # readable names of variables, also in loops; the pytree path if there is one
+    axes: list[PartitionSpec]  # logical axes of the carry
+    delayed: list[int] = field(default_factory=list)  # positions in the carry of the leaves that have registers
+    registers: dict[Var, list[Placement]] = field(default_factory=dict)  # where the registers are kept
+    # the checks of values that a codec might not hold, each with the three scalars that it reads
     checks: list[tuple[Check, Measured]] = field(default_factory=list)
-    packed: dict[Var, Packed] = field(default_factory=dict)
+    packed: dict[Var, Packed] = field(default_factory=dict)  # the variables that carry packed values
 
     @property
     def placements(self) -> set[Placement]:
@@ -170,16 +171,7 @@ class Graph:
 
 
 def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Callable[[Var, Node], bool]) -> list[Node]:
-    """Finds the nodes that lead to some atoms.
-
-    Args:
-      producers: the node that makes each variable.
-      atoms: the atoms.
-      follow: whether to go on from a variable to the node that makes it.
-
-    Returns:
-      The nodes, each after those that it reads.
-    """
+    """The nodes that lead to some atoms, each after those that it reads; `follow` says from which results to continue."""
     found: list[Node] = []
     seen: set[Node] = set()
     stack: list[Atom | Node] = list(atoms)
@@ -194,15 +186,7 @@ def upstream(producers: Mapping[Var, Node], atoms: Iterable[Atom], follow: Calla
 
 
 def fragments_in(eqn: JaxprEqn, nested: bool = True) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The fragments in an equation.
-
-    Args:
-      eqn: the equation.
-      nested: whether to include fragments inside other fragments.
-
-    Returns:
-      Their names, in order of appearance, and their roles.
-    """
+    """The names, in order of appearance, and the roles of the fragments in an equation."""
     names: dict[str, None] = {}
     roles: set[str] = set()
     seen: set[int] = set()

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.fragments.runtime.program_key import computation_key
+from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
+from msrl_jax.fragments.graph.program_key import computation_key
 
 PyTree = Any
 
@@ -18,18 +18,9 @@ _MOST_CHANGES = 8
 
 
 def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state.
+    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state, whose path is `name`.
 
-    Args:
-      leaf: an array, a number, or a `jax.ShapeDtypeStruct`.
-      name: its path, for errors.
-
-    Returns:
-      The struct. Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
-
-    Raises:
-      TypeError: if the leaf is not an array, or is a mutable reference.
-      OverflowError: if it is a Python integer that does not fit.
+    Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -53,17 +44,7 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
 
 
 def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
-    """Shapes, dtypes, weak types and readable paths of a state's leaves.
-
-    Args:
-      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
-
-    Returns:
-      One struct and one path for each leaf.
-
-    Raises:
-      TypeError: if a leaf is not an array, or is a mutable reference; names its path.
-    """
+    """Shapes, dtypes and weak types of a state's leaves, and their readable paths."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     paths = ["state" + jax.tree_util.keystr(path) for path, _ in leaves]
     return [leaf_aval(leaf, name) for (_, leaf), name in zip(leaves, paths, strict=True)], paths
@@ -71,28 +52,17 @@ def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced iteration.
+    """A traced iteration."""
 
-    Attributes:
-      jaxpr: its inputs are the state's leaves, its outputs the next state's and the metrics'.
-      metrics: the metrics' structure.
-      trace_again: traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure.
-    """
-
-    jaxpr: ClosedJaxpr
-    metrics: Any
+    jaxpr: ClosedJaxpr  # its inputs are the state's leaves, its outputs the next state's and the metrics'
+    metrics: Any  # the metrics' structure
+    # traces the iteration for leaves of other weak types; returns the jaxpr and the metrics' structure
     trace_again: Callable[[Sequence[bool]], tuple[ClosedJaxpr, Any]] = field(repr=False)
 
     def computes_the_same(self, weak: Sequence[bool]) -> bool:
         """Whether iterations from leaves of these weak types compute the same values as the traced one.
 
         `jax.jit` traces again for other weak types, and may then compute something else.
-
-        Args:
-          weak: whether each leaf of a state has a weak type.
-
-        Returns:
-          Whether the values are the same.
         """
         wanted, seen = computation_key(self.jaxpr), {_weak(self.jaxpr.in_avals)}
         while tuple(weak) not in seen:
@@ -108,17 +78,6 @@ def trace(iteration: Callable[..., Any], state: PyTree) -> Traced:
     """Traces an iteration and checks that the next state has the structure, the shapes and the dtypes of the state.
 
     The trace is for the weak types on which the state's leaves settle. `jax.jit` ends up with the same trace.
-
-    Args:
-      iteration: pure function `state -> (state, metrics)`.
-      state: pytree of arrays, numbers or `jax.ShapeDtypeStruct`.
-
-    Returns:
-      The trace.
-
-    Raises:
-      TypeError: if the result is not a pair; if the next state differs in structure, shape or dtype; or if it differs in
-        weak types so that later iterations would compute something else than the first. Names the leaf.
     """
     avals, paths = state_avals(state)
     tree = jax.tree.structure(state)
@@ -199,18 +158,7 @@ def _list(paths: list[str]) -> str:
 
 
 def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
-    """The logical axes of every leaf of a state.
-
-    Args:
-      state: the state.
-      axes: a prefix of its tree with PartitionSpecs of logical axis names; None means `PartitionSpec()`.
-
-    Returns:
-      One PartitionSpec for each leaf.
-
-    Raises:
-      ValueError: if `axes` is not a prefix of the state, names more dimensions than a leaf has, or holds other than names.
-    """
+    """The logical axes of every leaf of a state; `axes` is a prefix of its tree with PartitionSpecs of axis names, or None."""
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
@@ -250,18 +198,63 @@ def _names_axis(entry: Any) -> bool:
 
 
 def axis_leaves(state: PyTree, specs: list[PartitionSpec]) -> dict[str, list[tuple[str, int]]]:
-    """The leaves that carry each logical axis.
-
-    Args:
-      state: the state.
-      specs: logical axes of its leaves.
-
-    Returns:
-      Axis -> pairs of a leaf's path and its size along that axis.
-    """
+    """Logical axis -> the leaves that carry it: path, and size along the axis."""
     found: dict[str, list[tuple[str, int]]] = {}
     for spec, aval, path in zip(specs, *state_avals(state), strict=True):
         for entry, size in zip(spec, aval.shape, strict=False):
             for axis in (entry,) if isinstance(entry, str) else tuple(entry or ()):
                 found.setdefault(axis, []).append((path, int(size)))
     return found
+
+
+class ExpectedState:
+    """Checks states against the one that a program was compiled for."""
+
+    def __init__(self, tree: Any, paths: Sequence[str], traced: Traced):
+        self._tree, self._paths, self._traced = tree, paths, traced
+        self._avals = traced.jaxpr.in_avals
+        self._weak_types = {_weak(self._avals)}
+
+    def check_tree(self, tree: Any) -> None:
+        """Raises ValueError if a state has another structure."""
+        if tree != self._tree:
+            raise ValueError(f"the program was compiled for a state {self._tree}, but is given {tree}")
+
+    def check_leaves(self, flat: Sequence[Any]) -> None:
+        """Refuses leaves that are no arrays, are traced or deleted, or have another type than the program was compiled for.
+
+        Another weak type is refused if `jax.jit` would compute something else with it.
+        """
+        if any(isinstance(x, Tracer) for x in flat):
+            raise TypeError(
+                "a program is no function of traced arrays: it sends compiled code to devices itself, so jax.jit, jax.grad and "
+                "jax.vmap do not apply to it. Call it on arrays, outside of them; apply them to what the iteration calls"
+            )
+        avals = [leaf_aval(x, path) for x, path in zip(flat, self._paths, strict=True)]
+        for x, found, want, path in zip(flat, avals, self._avals, self._paths, strict=True):
+            if found.shape != want.shape or found.dtype != want.dtype:
+                raise ValueError(
+                    f"{path} is {found.dtype}{list(found.shape)}, but the program was compiled for "
+                    f"{want.dtype}{list(want.shape)}"
+                )
+            check_not_given_away(x, path)
+        weak = _weak(avals)
+        if weak not in self._weak_types:
+            if not self._traced.computes_the_same(weak):
+                i = next(i for i, a in enumerate(self._avals) if weak[i] != a.weak_type)
+                kinds = [f"{'weak' if w else 'strong'} {avals[i].dtype}" for w in (weak[i], not weak[i])]
+                raise ValueError(
+                    f"{self._paths[i]} is a {kinds[0]}, but the program was compiled for a {kinds[1]}, and jax.jit "
+                    "would promote dtypes differently for the two. Convert it, or compile the program for it (a Python number "
+                    "has a weak type, also after jnp.asarray; an array with an explicit dtype has a strong one)"
+                )
+            self._weak_types.add(weak)
+
+
+def check_not_given_away(x: Any, name: str) -> None:
+    """Raises RuntimeError if an array was donated or deleted; says how to avoid that."""
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise RuntimeError(
+            f"{name} has no memory any more: an earlier run(..., donate=True), a function with donate_argnums or delete() took "
+            "it, perhaps in a callback. Use the state that the run returned, run with donate=False, or give away a copy"
+        )

@@ -13,18 +13,7 @@ from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layou
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Checks a list of devices.
-
-    Args:
-      devices: the devices that a policy may use.
-
-    Returns:
-      The same devices.
-
-    Raises:
-      TypeError: if it is no sequence of devices.
-      ValueError: if a device appears twice.
-    """
+    """The devices as a tuple, if each is a device and appears once."""
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
     if wrong := [device for device in devices if not hasattr(device, "process_index")]:
@@ -35,17 +24,11 @@ def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(devices)
 
 
-def dealt(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Orders the devices of several processes by turns: the first of each process, then the second of each, and so on.
+def interleaved(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Interleaves devices over processes: the first of each process, then the second of each, and so on.
 
     A policy that gives a part of them one number of devices for each process then takes equally many from each process, so
     that parts exchange data within a process.
-
-    Args:
-      devices: the devices. Those of one process keep their order.
-
-    Returns:
-      The same devices.
     """
     hands: dict[int, list[Device]] = {}
     for device in devices:
@@ -57,14 +40,14 @@ def dealt(devices: Sequence[Device]) -> tuple[Device, ...]:
 def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
     """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
 
-    def whole(placement: Placement) -> Placement:
+    def only_members(placement: Placement) -> Placement:
         rules = [rule for rule in placement.rules if rule[0] == "member"]
         if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
             return placement
         others = [rule for rule in placement.rules if rule[0] != "member"]
         return replace(placement, rules=(*rules, *others), separate=())
 
-    return replace(layout, roles={role: whole(placement) for role, placement in layout.roles.items()})
+    return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
 
 
 @dataclass(frozen=True)
@@ -90,12 +73,7 @@ class Fit:
 
     @cached_property
     def layout(self) -> Layout:
-        """The policy's layout.
-
-        Raises:
-          TypeError: if it is no policy, or returns no layout.
-          ValueError: if the devices or the groups do not fit, or a logical axis cannot be split over those of a placement.
-        """
+        """The policy's layout, if its devices, groups and logical axes fit."""
         if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
             name = self.policy if isinstance(self.policy, str) else "GPUOnly"
             raise TypeError(

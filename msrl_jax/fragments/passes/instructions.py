@@ -4,82 +4,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-
 from msrl_jax._compat import ClosedJaxpr, ShapedArray
-from msrl_jax.codecs import Codec
 from msrl_jax.fragments.graph.host import HostFunction
-from msrl_jax.fragments.placement import Edge, Placement
-
-
-@dataclass(frozen=True, eq=False)
-class Packed:
-    """A value that a codec packs into one or more arrays while it crosses.
-
-    Attributes:
-      label: the value's name.
-      aval: its shape and dtype, unpacked.
-      codec: the name of the codec.
-      edge: the layout's entry that declares the codec.
-    """
-
-    label: str
-    aval: ShapedArray
-    codec: str
-    edge: Edge
-
-
-@dataclass(frozen=True, eq=False)
-class Check:
-    """Stops a run if a codec cannot hold a value.
-
-    Attributes:
-      label: the value's name.
-      codec: the codec that packs it.
-      edge: names of the placements that send and receive it, for the message.
-    """
-
-    label: str
-    codec: Codec
-    edge: str
-
-    def raise_if_lost(self, ok: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-        """Raises if a value was lost.
-
-        Args:
-          ok: whether the codec held the values of each iteration. `[N]`
-          low: their minimum. `[N]`
-          high: their maximum. `[N]`
-
-        Raises:
-          ValueError: naming the value, its range and the codec's promise.
-        """
-        if not ok.all():
-            lost = ~ok
-            raise ValueError(
-                f"codec {self.codec.name!r} cannot hold {self.label} on its way {self.edge}: its values are in "
-                f"[{low[lost].min():g}, {high[lost].max():g}], and the codec promises {self.codec.promise}. "
-                "Pack it with another codec, or pack only other values by name: {'state.obs': 'uint8'} instead of 'uint8'"
-            )
+from msrl_jax.fragments.graph.nodes import Check, Packed
+from msrl_jax.fragments.placement import Placement
 
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """An array at one placement.
+    """An array at one placement."""
 
-    Attributes:
-      index: its number, unique in a program.
-      aval: shape and dtype.
-      placement: where it is.
-      label: a readable name: the path of a state leaf, or the fragment that makes it.
-      packed: the packed value that the array belongs to, if a codec made it.
-    """
-
-    index: int
+    index: int  # its number, unique in a program
     aval: ShapedArray
-    placement: Placement
-    label: str
-    packed: Packed | None = None
+    placement: Placement  # where it is
+    label: str  # a readable name: the path of a state leaf, or the fragment that makes it
+    packed: Packed | None = None  # the packed value that the array belongs to, if a codec made it
 
     @property
     def nbytes(self) -> int:
@@ -92,32 +31,19 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Runs one XLA program.
+    """Runs one XLA program."""
 
-    Attributes:
-      name: the names of its fragments, joined.
-      placement: where it runs.
-      jaxpr: maps `inputs` to `outputs`, followed by the rows that `writes` stores.
-      inputs: arguments.
-      outputs: results.
-      rows: positions of stacked inputs; the program reads their row `index`.
-      writes: pairs of a buffer and the updated buffer; the program writes its last results to row `index` of these.
-      index: number of the current row, if the program is part of a loop and needs it.
-      donated: positions of inputs whose memory the results may reuse, because nobody reads them later.
-      fragments: names of the fragments in it.
-      roles: their roles.
-    """
-
-    name: str
-    placement: Placement
-    jaxpr: ClosedJaxpr
+    name: str  # the names of its fragments, joined
+    placement: Placement  # where it runs
+    jaxpr: ClosedJaxpr  # maps `inputs` to `outputs`, followed by the rows that `writes` stores
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # positions of stacked inputs; the program reads their row `index`
+    # pairs of a buffer and the updated buffer; the program writes its last results to row `index` of these
     writes: tuple[tuple[Value, Value], ...] = ()
-    index: Value | None = None
-    donated: tuple[int, ...] = ()
-    fragments: tuple[str, ...] = ()
+    index: Value | None = None  # number of the current row, if the program is part of a loop and needs it
+    donated: tuple[int, ...] = ()  # positions of inputs whose memory the results may reuse, because they are not read later
+    fragments: tuple[str, ...] = ()  # names of the fragments in it
     roles: frozenset[str] = frozenset()
 
     def reads(self) -> list[Value]:
@@ -139,18 +65,10 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class HostCall:
-    """Calls a Python function with NumPy arrays.
-
-    Attributes:
-      name: the name of its fragment.
-      placement: the CPU device of its arguments and results.
-      function: the function.
-      inputs: arguments.
-      outputs: results.
-    """
+    """Calls a Python function with NumPy arrays."""
 
     name: str
-    placement: Placement
+    placement: Placement  # the CPU device of its arguments and results
     function: HostFunction
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
@@ -169,15 +87,10 @@ class HostCall:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Transfers values to another placement together, or copies them if the placement is the same.
-
-    Attributes:
-      sources: the values.
-      results: the same values at the other placement.
-    """
+    """Transfers values to another placement together, or copies them if the placement is the same."""
 
     sources: tuple[Value, ...]
-    results: tuple[Value, ...]
+    results: tuple[Value, ...]  # the same values at the other placement
 
     def reads(self) -> list[Value]:
         """Every value it reads."""
@@ -227,7 +140,7 @@ class Alloc:
 
 @dataclass(frozen=True, eq=False)
 class Free:
-    """Frees values that nobody reads any more."""
+    """Frees values that are not read any more."""
 
     values: tuple[Value, ...]
 
@@ -245,39 +158,23 @@ class Free:
 
 @dataclass(frozen=True, eq=False)
 class Carry:
-    """A value that a loop carries.
+    """A value that a loop carries."""
 
-    Attributes:
-      init: its value before the loop.
-      enter: its value at the start of the body.
-      leave: its value at the end of the body.
-      result: its value after the loop.
-    """
-
-    init: Value
-    enter: Value
-    leave: Value
-    result: Value
+    init: Value  # its value before the loop
+    enter: Value  # its value at the start of the body
+    leave: Value  # its value at the end of the body
+    result: Value  # its value after the loop
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """Runs its body `length` times, driven by the host.
+    """Runs its body `length` times, driven by the host."""
 
-    Attributes:
-      length: number of repetitions.
-      reverse: whether rows are visited from the last to the first.
-      carry: values that change between repetitions, buffers of stacked results included.
-      consts: outer values that the body reads, stacked inputs included.
-      indices: the row number at each placement that needs it.
-      body: the instructions.
-    """
-
-    length: int
-    reverse: bool
-    carry: tuple[Carry, ...]
-    consts: tuple[Value, ...]
-    indices: tuple[Value, ...]
+    length: int  # number of repetitions
+    reverse: bool  # whether rows are visited from the last to the first
+    carry: tuple[Carry, ...]  # values that change between repetitions, buffers of stacked results included
+    consts: tuple[Value, ...]  # outer values that the body reads, stacked inputs included
+    indices: tuple[Value, ...]  # the row number at each placement that needs it
     body: tuple["Instruction", ...]
 
     def reads(self) -> list[Value]:
@@ -299,23 +196,16 @@ Instruction: TypeAlias = Run | HostCall | Move | Alloc | Free | Loop
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The instructions of one training iteration.
+    """The instructions of one training iteration."""
 
-    Attributes:
-      inputs: the copies of each state leaf, the canonical one first; registers follow the leaves.
-      body: the instructions.
-      outputs: the next state, laid out as `inputs`.
-      metrics: the metrics' leaves.
-      checks: the checks of packed values, each with three scalars: whether the codec held the value, its smallest element
-        and its largest.
-      constants: the program's constant arrays: literals, and arrays that the traced function captured.
-    """
-
-    inputs: tuple[tuple[Value, ...], ...]
+    inputs: tuple[tuple[Value, ...], ...]  # the copies of each state leaf, the canonical one first; registers follow the leaves
     body: tuple[Instruction, ...]
-    outputs: tuple[tuple[Value, ...], ...]
-    metrics: tuple[Value, ...]
+    outputs: tuple[tuple[Value, ...], ...]  # the next state, laid out as `inputs`
+    metrics: tuple[Value, ...]  # the metrics' leaves
+    # the checks of packed values, each with three scalars: whether the codec held the value, its smallest element and its
+    # largest
     checks: tuple[tuple[Check, tuple[Value, Value, Value]], ...] = ()
+    # the program's constant arrays: literals, and arrays that the traced function captured
     constants: dict[Value, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -323,15 +213,7 @@ class Schedule:
 
 
 def walk(instructions: Iterable[Instruction], times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """Lists every instruction, also in loops, with its number of executions per iteration.
-
-    Args:
-      instructions: the instructions.
-      times: number of executions of these.
-
-    Yields:
-      Pairs (instruction, times), in program order.
-    """
+    """Every instruction in program order, also in loops, with its number of executions per iteration."""
     for i in instructions:
         yield i, times
         if isinstance(i, Loop):

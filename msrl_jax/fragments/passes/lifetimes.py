@@ -8,17 +8,11 @@ from dataclasses import replace
 from msrl_jax.fragments.passes.instructions import Carry, Free, Instruction, Loop, Move, Run, Schedule, Value, walk
 
 
-def settle(schedule: Schedule) -> Schedule:
-    """Adds donations, copies and frees.
+def add_lifetimes(schedule: Schedule) -> Schedule:
+    """Adds donations, copies and frees to a schedule; its outputs and metrics then refer to the copies.
 
     A buffer belongs to one carried value at a time, so that a program may overwrite it. A copy is added where two carried
     values would share a buffer, or where a loop would consume an outer buffer.
-
-    Args:
-      schedule: the instructions, without donations, copies and frees.
-
-    Returns:
-      The schedule with them. Its outputs and metrics refer to the copies of values that had to be copied.
     """
     made = [v for i, _ in walk(schedule.body) for v in i.makes()]
     loops = [i for i, _ in walk(schedule.body) if isinstance(i, Loop)]
@@ -32,7 +26,7 @@ def settle(schedule: Schedule) -> Schedule:
     carried = {v for copies in schedule.inputs for v in copies}
     leaves = [v for copies in schedule.outputs for v in copies]
     measured = [v for _, scalars in schedule.checks for v in scalars]
-    body, leaves, later = _settle(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
+    body, leaves, later = _with_lifetimes(schedule.body, carried, leaves, [*schedule.metrics, *measured], copy_of)
     leaf, rest = iter(leaves), iter(later)
     outputs = tuple(tuple(next(leaf) for _ in copies) for copies in schedule.outputs)
     metrics = tuple(next(rest) for _ in schedule.metrics)
@@ -40,19 +34,19 @@ def settle(schedule: Schedule) -> Schedule:
     return replace(schedule, body=body, outputs=outputs, metrics=metrics, checks=checks)
 
 
-def _settle(
+def _with_lifetimes(
     instructions: Sequence[Instruction],
     carried: set[Value],
     leaves: Sequence[Value],
     read_later: Sequence[Value],
     copy_of: Callable[[Value], Value],
 ) -> tuple[tuple[Instruction, ...], list[Value], list[Value]]:
-    """Settles a sequence of instructions, and the bodies of its loops.
+    """Adds them to a sequence of instructions, and to the bodies of its loops.
 
     `carried` are the values of the previous repetition, which the instructions may consume. `leaves` are the values for the
     next repetition, `read_later` the values that are read afterwards; both are returned with copies in place of copied values.
     """
-    instructions = [_settle_loop(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
+    instructions = [_loop_with_lifetimes(i, copy_of) if isinstance(i, Loop) else i for i in instructions]
     owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
     tail: list[Instruction] = []
 
@@ -98,9 +92,9 @@ def _settle(
     return tuple(reversed(done)), left, later
 
 
-def _settle_loop(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
+def _loop_with_lifetimes(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
     leaves = [c.leave for c in loop.carry]
-    body, leaves, _ = _settle(loop.body, {c.enter for c in loop.carry}, leaves, [], copy_of)
+    body, leaves, _ = _with_lifetimes(loop.body, {c.enter for c in loop.carry}, leaves, [], copy_of)
     carry = tuple(replace(c, leave=leave) for c, leave in zip(loop.carry, leaves, strict=True))
     return replace(loop, body=body, carry=carry)
 
@@ -122,7 +116,7 @@ def _give(
 
 
 def _donated(run: Run, live: set[Value], owned: set[Value]) -> tuple[int, ...]:
-    """Positions of inputs that nobody reads later and whose memory a result can take."""
+    """Positions of inputs that are not read later and whose memory a result can take."""
     room = Counter((v.aval.shape, v.aval.dtype) for v in run.outputs)
     uses = Counter(run.reads())
     found = []

@@ -12,33 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._compat import Atom, Literal, Var, aval, fresh, is_dropped
-from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import Codec, get
 from msrl_jax.fragments.graph.build import inlined
 from msrl_jax.fragments.graph.nodes import Graph, Measured, Node, Region
 from msrl_jax.fragments.passes.instructions import Check, Packed
 from msrl_jax.fragments.passes.partition import Partition
 from msrl_jax.fragments.placement import Edge, Layout, Placement
-
-
-def check_codecs(layout: Layout) -> None:
-    """Checks the codecs of a layout.
-
-    Args:
-      layout: the placements, with the codecs of the edges between them.
-
-    Raises:
-      ValueError: if a codec is unknown, or declared between placements that do not exist.
-    """
-    names = [p.name for p in layout.placements]
-    for edge in layout.codecs:
-        get(edge.codec)
-        for name in (edge.source, edge.destination):
-            if name not in names:
-                raise ValueError(
-                    f"{layout.policy} declares a codec from {edge.source!r} to {edge.destination!r}, but has no placement "
-                    f"{name!r}: it has {', '.join(names)}"
-                )
 
 
 def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
@@ -48,39 +27,11 @@ def unused_codecs(graph: Graph, layout: Layout) -> list[Edge]:
     return [e for e in layout.codecs if meshes[e.source] != meshes[e.destination] and e not in used]
 
 
-def check_codec_names(graph: Graph, layout: Layout) -> None:
-    """Checks that every codec for values with a text in their names matches a value.
-
-    Args:
-      graph: the iteration.
-      layout: the placements, with the codecs of the edges between them.
-
-    Raises:
-      ValueError: if no value of the iteration has the text in its name.
-    """
-    names = sorted({label for label in graph.labels.values() if label})
-    for edge in layout.codecs:
-        if not any(edge.only in name for name in names):
-            near = suggestion(edge.only, names)
-            raise ValueError(
-                f"{layout.policy} packs values named {edge.only!r} from {edge.source!r} to {edge.destination!r}, but the "
-                f"iteration has no such value{near}. program.explain() shows the names"
-            )
-
-
 def pack(part: Partition, graph: Graph, layout: Layout) -> bool:
-    """Packs values that cross placements and are not packed yet; changes the graph in place.
+    """Packs values that cross placements and are not packed yet; changes the graph in place, returns whether it did.
 
     If a loop unpacks a row, the stack of the row may be made elsewhere, and another value may cross. So call this again, on a
     new partition, until it changes nothing. That ends, because each change packs one more of finitely many values.
-
-    Args:
-      part: the graph's partition.
-      graph: the iteration.
-      layout: the placements, with the codecs of the edges between them.
-
-    Returns:
-      Whether anything changed.
     """
     if not layout.codecs:
         return False

@@ -8,7 +8,7 @@ Two rules keep placements from waiting for each other needlessly:
   reads some glue, and it is a later program of the same placement, the glue joins it.
 
 A third rule keeps effects as they are under `jax.jit`: a node with effects (a callback, a print) runs at one placement even
-if nobody reads its results, and programs with effects keep their order.
+if no program reads its results, and programs with effects keep their order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,36 +41,20 @@ class Group:
 
 @dataclass(eq=False)
 class Partition:
-    """A region with all decisions on placement.
-
-    Attributes:
-      region: the region.
-      groups: the programs and opened loops, in an order that respects every dependency.
-      made_at: for each variable, the placements that have it without a transfer, the canonical one first. (The code around a
-        loop decides where its constants and xs are; stacked results are where they are read.)
-      needed_at: for each constant, carried variable and x, the placements that use it.
-      homes: for each carried variable, the placements that keep a copy of it between repetitions.
-      loops: the partitions of opened loops.
-    """
+    """A region with all decisions on placement."""
 
     region: Region
-    groups: list[Group]
+    groups: list[Group]  # the programs and opened loops, in an order that respects every dependency
+    # for each variable, the placements that have it without a transfer, the canonical one first. (The code around a loop
+    # decides where its constants and xs are; stacked results are where they are read.)
     made_at: dict[Var, list[Placement]]
-    needed_at: dict[Var, list[Placement]]
-    homes: list[list[Placement]]
-    loops: dict[Node, "Partition"]
+    needed_at: dict[Var, list[Placement]]  # for each constant, carried variable and x, the placements that use it
+    homes: list[list[Placement]]  # for each carried variable, the placements that keep a copy of it between repetitions
+    loops: dict[Node, "Partition"]  # the partitions of opened loops
 
 
 def partition(graph: Graph, default: Placement) -> Partition:
-    """Decides where everything runs.
-
-    Args:
-      graph: the iteration.
-      default: the placement of values that no fragment uses.
-
-    Returns:
-      The partition.
-    """
+    """Decides where everything runs; values that no fragment uses are at the placement `default`."""
     return _partition(graph.region, graph.registers, default)
 
 
@@ -337,7 +321,7 @@ def _host_calls_before(region: Region) -> dict[Var, set[Group]]:
 def _sink(groups: list[Group]) -> list[Group]:
     """Merges a glue program into a later program of its placement if no other program reads it.
 
-    A result that is carried to the next repetition delays nobody: where it is carried, it is also made.
+    A result that is carried to the next repetition delays no program: where it is carried, it is also made.
     """
     for group in list(groups):
         if group.placement is None or not group.is_pure_glue:

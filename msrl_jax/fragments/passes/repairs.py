@@ -42,14 +42,9 @@ _OPAQUE = frozenset(("pallas_call", "shard_map"))
 
 
 def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
-    """Rewrites a program so that XLA partitions it rightly.
+    """Rewrites a program so that XLA partitions it rightly over a mesh.
 
-    Args:
-      closed: the program.
-      mesh: where it runs.
-
-    Returns:
-      A program of the same values; `closed` itself if it has none of these operations, or there is only one device.
+    It is `closed` itself if it has none of these operations, or there is only one device.
     """
     if mesh.size == 1:
         return closed
@@ -67,7 +62,7 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
         if name in _PADDING and not (name == "pad" and _is_zero(eqn.invars[1])):
             yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(xs), **eqn.params))
         elif name == "select_and_scatter_add":
-            yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_whole(eqn, xs, mesh)), **eqn.params))
+            yield from inlined_at(eqn, lambda *xs: eqn.primitive.bind(*_fenced(_unsplit(eqn, xs, mesh)), **eqn.params))
         elif name in _BITWISE and not (name != "reduce_xor" and aval(eqn.invars[0]).dtype == bool):
             yield from inlined_at(eqn, _bitwise(eqn))
         elif name == "reduce" and len(eqn.invars) == 2:
@@ -94,7 +89,7 @@ def _fenced(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return [next(arrays) if x.ndim else x for x in xs]
 
 
-def _whole(eqn: JaxprEqn, xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _unsplit(eqn: JaxprEqn, xs: Sequence[jax.Array], mesh: Mesh) -> list[jax.Array]:
     """The operands, not split along dimensions in which windows are longer than one element."""
     dims = [None if size > 1 else PartitionSpec.UNCONSTRAINED for size in eqn.params["window_dimensions"]]
     at = NamedSharding(mesh, PartitionSpec(*dims))

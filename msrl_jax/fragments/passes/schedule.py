@@ -17,13 +17,7 @@ from msrl_jax.fragments.placement import Placement
 def schedule(part: Partition, graph: Graph, default: Placement) -> Schedule:
     """Turns the partition of a training iteration into instructions, still without donations, copies and frees.
 
-    Args:
-      part: the graph's partition.
-      graph: the iteration.
-      default: the placement of literals that no program reads.
-
-    Returns:
-      The schedule.
+    Literals that no program reads are at the placement `default`.
     """
     region, names = graph.region, _Names(graph.labels, graph.packed)
     emit = _Emitter(part, names, default)

@@ -14,16 +14,7 @@ def delay(graph: Graph, depth: int, layout: Layout) -> None:
     Let p[i] be the value of a leaf at the start of iteration i. Actors in iteration i read p[i - depth], or the initial value
     if i < depth. Buffers on another placement than the learner's do too: parameters and priorities are late by the same number
     of iterations. The registers follow the state in the carry: `depth` for each delayed leaf, oldest first. Glue between the
-    leaf and its reader is evaluated on the delayed value.
-
-    Args:
-      graph: the iteration.
-      depth: the staleness, in iterations; at least 1.
-      layout: where each role runs.
-
-    Raises:
-      ValueError: if no actor or buffer on a separate placement reads values of a learner, or if code with effects is between
-        a learner and an actor.
+    leaf and its reader is evaluated on the delayed value. Refused if nothing is delayed, or if that glue has effects.
     """
     region = graph.region
     producers = region.producers

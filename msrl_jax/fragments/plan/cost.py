@@ -24,32 +24,19 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax"
 
 @dataclass(frozen=True)
 class FragmentCost:
-    """The cost of a fragment in a training iteration.
-
-    Attributes:
-      name: its name.
-      role: its role.
-      depth: how many fragments it is nested in.
-      flops: operations of one call.
-      calls: calls per iteration; inside a `shard_map`, on all of its devices together.
-    """
+    """The cost of a fragment in a training iteration."""
 
     name: str
     role: str
-    depth: int
-    flops: int
-    calls: int
+    depth: int  # how many fragments it is nested in
+    flops: int  # operations of one call
+    calls: int  # calls per iteration; inside a `shard_map`, on all of its devices together
 
 
 def flops(jaxpr: Jaxpr) -> int:
     """Floating-point operations of a jaxpr: 2 for each multiply-add of a product, 1 for each element of anything else.
 
-    Args:
-      jaxpr: the jaxpr. A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, a
-        `shard_map` on all of its devices.
-
-    Returns:
-      The number.
+    A loop counts as often as it runs (a `while` once), a `cond` as its most expensive branch, a `shard_map` on all devices.
     """
     return _Counter().flops(jaxpr)
 
@@ -136,12 +123,5 @@ def _repeats(eqn: JaxprEqn) -> int:
 
 
 def fragment_costs(jaxpr: Jaxpr) -> list[FragmentCost]:
-    """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them.
-
-    Args:
-      jaxpr: the jaxpr of an iteration.
-
-    Returns:
-      One cost for each call of a fragment in the program.
-    """
+    """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
     return _Counter().costs(jaxpr)

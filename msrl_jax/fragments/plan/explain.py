@@ -1,5 +1,6 @@
 """Describes a compiled training loop as a plan, from its instructions and compiled programs."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
@@ -9,10 +10,9 @@ from msrl_jax._device_memory import device_memory
 from msrl_jax.fragments.passes.divisibility import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
-from msrl_jax.fragments.plan.advice import advise
+from msrl_jax.fragments.plan.advice import advise, warn_of_idle
 from msrl_jax.fragments.plan.collectives import Found, collectives
 from msrl_jax.fragments.plan.cost import FragmentCost
-from msrl_jax.fragments.plan.idle_devices import warn_of_idle
 from msrl_jax.fragments.plan.plan import Crossing, FragmentPlan, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
 from msrl_jax.fragments.runtime.memory import sharing_memory
 
@@ -27,21 +27,7 @@ def explain(
     fit: Fit,
     unused: Sequence[Edge],
 ) -> Plan:
-    """Describes a compiled training iteration.
-
-    Args:
-      layout: the placements.
-      costs: the fragments.
-      instructions: the instructions of one iteration.
-      compiled: the executable of each Run.
-      shardings: the sharding of each value that crosses placements.
-      fused: whether whole runs of iterations are one program.
-      fit: the policy and the devices that it was given.
-      unused: codecs that packed no value.
-
-    Returns:
-      The plan.
-    """
+    """Describes a compiled training iteration, from its instructions and the executable of each Run."""
     steps = list(walk(instructions))
     fragments = tuple(_fragment(layout, c) for c in costs)
     found = {i: collectives(compiled[i].as_text() or "") for i, _ in steps if isinstance(i, Run)}
@@ -114,7 +100,7 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
         values.setdefault(result.packed or result, []).append(result)
     source, destination = move.sources[0].placement.name, move.results[0].placement.name
     for whole, parts in values.items():
-        arriving = [received(shardings[v], v.aval.shape, v.aval.dtype.itemsize) for v in parts]
+        arriving = [_bytes_received(v, shardings[v]) for v in parts]
         label, aval = parts[0].label, parts[0].aval
         codec, unpacked = "", sum(arriving)
         if isinstance(whole, Packed):
@@ -124,22 +110,9 @@ def _crossings(move: Move, shardings: Mapping[Value, NamedSharding], times: int)
         yield Crossing(label, str(aval.dtype), aval.shape, source, destination, sum(arriving), times, codec, unpacked)
 
 
-def received(sharding: NamedSharding, shape: tuple[int, ...], itemsize: int) -> int:
-    """Bytes that all devices of a sharding hold together.
-
-    Args:
-      sharding: the sharding.
-      shape: the array's shape.
-      itemsize: bytes of one element.
-
-    Returns:
-      The bytes; a replicated array counts once for each device.
-    """
-    shard = sharding.shard_shape(shape)
-    size = itemsize
-    for n in shard:
-        size *= n
-    return size * len(sharding.device_set)
+def _bytes_received(value: Value, at: NamedSharding) -> int:
+    """Bytes that all devices of a sharding hold together; a replicated array counts once for each."""
+    return math.prod(at.shard_shape(value.aval.shape)) * value.aval.dtype.itemsize * len(at.device_set)
 
 
 def _loop(loop: Loop, times: int) -> LoopPlan:

@@ -37,31 +37,20 @@ def blocks(sharding: NamedSharding, shape: Sequence[int]) -> dict[Device, Block]
 
 @dataclass(frozen=True)
 class Hop:
-    """One part on its way between two devices, or within one.
+    """One part on its way between two devices, or within one."""
 
-    Attributes:
-      sender: the device that holds the part.
-      receiver: the device that needs it.
-      part: the part.
-      passed_on: whether the sender received the part before, rather than holding it at the start.
-    """
-
-    sender: Device
-    receiver: Device
+    sender: Device  # the device that holds the part
+    receiver: Device  # the device that needs it
     part: Block
-    passed_on: bool = False
+    passed_on: bool = False  # whether the sender received the part before, rather than holding it at the start
 
 
-def plan(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
-    """Plans how an array changes its sharding.
+def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
+    """Plans how an array changes its sharding, from the block of each device at the start to that at the end.
 
-    Args:
-      source: the block of each device at the start. Together the blocks are the whole array; equal ones are copies.
-      target: the block of each device at the end.
-
-    Returns:
-      Rounds. The first holds what every device copies from its own block. In each other round, all parts have equal sizes,
-      and every device sends at most one and receives at most one. A part enters a process once.
+    Together the blocks at the start are the whole array; equal ones are copies. The first round holds what every device copies
+    from its own block. In each other round, all parts have equal sizes, and every device sends at most one and receives at most
+    one. A part enters a process once.
     """
     distinct = list(dict.fromkeys(source.values()))
     own: list[Hop] = []
@@ -110,14 +99,10 @@ def _size(block: Block) -> tuple[int, ...]:
     return tuple(high - low for low, high in block)
 
 
-def groups(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
-    """Devices that exchange data, directly or through others; every group needs a program of its own.
+def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
+    """Devices that exchange data, directly or through others, by the rounds of every array.
 
-    Args:
-      plans: the rounds of every array.
-
-    Returns:
-      The groups, each in the order of the devices' processes and numbers.
+    Every group needs a program of its own. Its devices are in the order of their processes and numbers.
     """
     found: dict[Device, set[Device]] = {}
     for hop in itertools.chain.from_iterable(itertools.chain.from_iterable(plans)):
@@ -129,23 +114,14 @@ def groups(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
 
 @dataclass(frozen=True)
 class _Leg:
-    """A round of one array as every device of a group carries it out; the tables have one row for each device.
+    """A round of one array as every device of a group carries it out; the tables have one row for each device."""
 
-    Attributes:
-      pairs: the positions of senders and receivers.
-      size: the shape of the parts.
-      take: where the sender's part starts in its block. `[N, D]`
-      passed_on: whether the sender takes it from what it received. `[N]`
-      put: where the receiver's part starts in its block. `[N, D]`
-      receives: whether the device receives a part. `[N]`
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    size: tuple[int, ...]
-    take: tuple[tuple[int, ...], ...]
-    passed_on: tuple[bool, ...]
-    put: tuple[tuple[int, ...], ...]
-    receives: tuple[bool, ...]
+    pairs: tuple[tuple[int, int], ...]  # the positions of senders and receivers
+    size: tuple[int, ...]  # the shape of the parts
+    take: tuple[tuple[int, ...], ...]  # where the sender's part starts in its block. `[N, D]`
+    passed_on: tuple[bool, ...]  # whether the sender takes it from what it received. `[N]`
+    put: tuple[tuple[int, ...], ...]  # where the receiver's part starts in its block. `[N, D]`
+    receives: tuple[bool, ...]  # whether the device receives a part. `[N]`
 
 
 def _legs(
@@ -243,7 +219,7 @@ class _Program:
         self._shapes = [_joined(size, len(group)) for size in before]
         args = [jax.ShapeDtypeStruct(*kind, sharding=self._sharding) for kind in zip(self._shapes, dtypes, strict=True)]
         self._run = jax.jit(mapped).lower(*args).compile()
-        # Devices that hold nothing at the start take part with memory that nobody reads.
+        # Devices that hold nothing at the start take part with memory that no device reads.
         idle = [d for d in group if d not in sources[0] and d.process_index == jax.process_index()]
         self._fill: Callable[[], Sequence[jax.Array]] = lambda: ()
         if idle:
@@ -281,7 +257,7 @@ def _shards(x: jax.Array) -> dict[Device, jax.Array]:
     return {shard.device: shard.data for shard in x.addressable_shards}
 
 
-class Crossing:
+class MeshCrossing:
     """Copies arrays from one mesh to another; the meshes may be on any processes.
 
     All processes make it and call it. The programs are compiled when it is made, those of the groups of devices in which this
@@ -291,13 +267,7 @@ class Crossing:
     def __init__(
         self, avals: Sequence[jax.ShapeDtypeStruct], sources: Sequence[NamedSharding], targets: Sequence[NamedSharding]
     ):
-        """Plans and compiles.
-
-        Args:
-          avals: shape and dtype of each array.
-          sources: their shardings, all on one mesh.
-          targets: the shardings of the results, all on one mesh.
-        """
+        """Plans and compiles; the sources are all on one mesh, and the targets on another."""
         self._full = [i for i, a in enumerate(avals) if math.prod(a.shape)]
         empty = [i for i in range(len(avals)) if i not in self._full]
         make = functools.partial(_empty, [(avals[i].shape, avals[i].dtype) for i in empty])
@@ -314,23 +284,16 @@ class Crossing:
         self._unpack = jax.jit(unpack, out_shardings=[targets[i] for i in odd])
         held = [blocks(at, wire.shape) for at, wire in zip(sources, wires, strict=True)]
         made = [blocks(at, wire.shape) for at, wire in zip(targets, wires, strict=True)]
-        plans = [plan(source, target) for source, target in zip(held, made, strict=True)]
+        plans = [plan_hops(source, target) for source, target in zip(held, made, strict=True)]
         me = jax.process_index()
         self._programs = [
             _Program(group, plans, [wire.dtype for wire in wires], held, made)
-            for group in groups(plans)
+            for group in connected_devices(plans)
             if any(d.process_index == me for d in group)
         ]
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Copies arrays.
-
-        Args:
-          arrays: arrays with the shapes, dtypes and shardings that the crossing was made for.
-
-        Returns:
-          The copies, in new memory.
-        """
+        """Copies arrays into new memory."""
         full = [arrays[i] for i in self._full]
         if self._odd:
             for i, x in zip(self._odd, self._pack([full[i] for i in self._odd]), strict=True):

@@ -1,12 +1,14 @@
 """Executables: compiles the programs of a schedule, shares equal ones, and records the shardings of their values."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._background import in_background
@@ -21,22 +23,14 @@ SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1f
 
 
 @dataclass(frozen=True, eq=False)
-class Bundles:
-    """How the values of a Move travel.
+class Coalesced:
+    """How the values of a Move travel."""
 
-    Attributes:
-      alone: values that travel as they are: their positions in the Move.
-      joined: values that travel in vectors: their positions, in the order of the arguments of `join`.
-      join: the program that makes the vectors where the values are.
-      split: the program that takes them apart where they arrive.
-      shardings: the shardings of what arrives: the values that travel alone, then the vectors.
-    """
-
-    alone: tuple[int, ...]
-    joined: tuple[int, ...]
-    join: jax.stages.Compiled
-    split: jax.stages.Compiled
-    shardings: tuple[NamedSharding, ...]
+    alone: tuple[int, ...]  # values that travel as they are: their positions in the Move
+    joined: tuple[int, ...]  # values that travel in vectors: their positions, in the order of the arguments of `join`
+    join: jax.stages.Compiled  # the program that makes the vectors where the values are
+    split: jax.stages.Compiled  # the program that takes them apart where they arrive
+    shardings: tuple[NamedSharding, ...]  # the shardings of what arrives: the values that travel alone, then the vectors
 
 
 @dataclass(eq=False)
@@ -45,14 +39,14 @@ class Executables:
 
     Attributes:
       compiled: the executable of every Run, of every copy and of every Alloc.
-      bundles: how the values of a Move travel, if not each by itself.
+      coalesced: how the values of a Move travel, if not each by itself.
       shardings: the sharding of each value.
       seconds: time spent tracing and lowering, and waiting for XLA.
       count: number of XLA compilations.
     """
 
     compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
-    bundles: dict[Instruction, Bundles] = field(default_factory=dict)
+    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
     seconds: float = 0.0
     count: int = 0
@@ -74,26 +68,19 @@ class Executables:
     ) -> jax.stages.Compiled:
         """Compiles a function ahead of time, unless an equal one with equal shardings has been compiled before.
 
-        Args:
-          key: equal for equal functions only.
-          fn: the function, which returns a tuple of arrays.
-          args: shapes, dtypes, weak types and shardings of its arguments; XLA chooses a sharding that is None.
-          donate: positions of arguments whose memory the results may reuse.
-          out: shardings of the results; XLA chooses those that are None, and all of them if `out` is None.
-
-        Returns:
-          The executable.
+        Keys are equal for equal functions only. XLA chooses a sharding of an argument or a result that is None, and all of
+        the results if `out` is None.
         """
-        whole = _key(key, args, donate, out)
-        if whole not in self._cache:
+        full = _key(key, args, donate, out)
+        if full not in self._cache:
             with self._compiling(fn, args):
                 jitted = _jitted(fn, donate, out)
-                begun = self._begun.pop(whole, None)
-                compiled = self._cache[whole] = begun() if begun else lower(jitted, *args).compile()
+                begun = self._begun.pop(full, None)
+                compiled = self._cache[full] = begun() if begun else lower(jitted, *args).compile()
             if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
                 self._by_jit[compiled] = jitted
             self.count += 1
-        return self._cache[whole]
+        return self._cache[full]
 
     def begin(
         self,
@@ -104,11 +91,11 @@ class Executables:
         out: Sequence[NamedSharding | None] | None,
     ) -> None:
         """Traces a function, and has another thread compile it; `compile` with equal arguments waits for that."""
-        whole = _key(key, args, donate, out)
-        if whole not in self._cache and whole not in self._begun:
+        full = _key(key, args, donate, out)
+        if full not in self._cache and full not in self._begun:
             with self._compiling(fn, args):
                 jitted = _jitted(fn, donate, out)
-                self._begun[whole] = in_background(lower(jitted, *args).compile)
+                self._begun[full] = in_background(lower(jitted, *args).compile)
 
     @contextlib.contextmanager
     def _compiling(self, fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct]) -> Iterator[None]:
@@ -156,20 +143,15 @@ def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]
     return error
 
 
-def understood(sharding: object, value: Value) -> NamedSharding | None:
-    """Expresses a sharding that XLA chose on the placement's own mesh.
+def on_own_mesh(sharding: object, value: Value) -> NamedSharding | None:
+    """Expresses a sharding that XLA chose (None: of an unread argument) on the placement's own mesh; None if it cannot be.
 
-    Args:
-      sharding: the sharding; None for an argument that the program does not read.
-      value: the value that has it.
-
-    Returns:
-      An equal sharding, or None if there is none. The result of a host callback, for example, is on one device only; its
-      program must be compiled again with a prescribed sharding.
+    The result of a host callback, for example, is on one device only; its program must be compiled again with a prescribed
+    sharding.
     """
     mesh, rank = value.placement.mesh, len(value.aval.shape)
     if sharding is None or mesh.size == 1:
-        return whole(value)
+        return replicated(value)
     if not isinstance(sharding, NamedSharding):
         return None
     if sharding.mesh == mesh:
@@ -179,6 +161,72 @@ def understood(sharding: object, value: Value) -> NamedSharding | None:
     return next((c for c in candidates if c.is_equivalent_to(sharding, rank)), None)
 
 
-def whole(value: Value) -> NamedSharding:
+def replicated(value: Value) -> NamedSharding:
     """The sharding that replicates a value over its placement."""
     return NamedSharding(value.placement.mesh, PartitionSpec())
+
+
+_Loop: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
+"""Iterations done, the leaves of the state, and the rows of the metrics."""
+
+
+@dataclass(frozen=True)
+class FusedLoop:
+    """Iterations as one program, if one placement holds every fragment."""
+
+    iteration: Callable[..., Sequence[jax.Array]]  # maps the state's leaves to those of the next state and of the metrics
+    leaves: Sequence[Value]
+    shardings: Sequence[NamedSharding]
+    metrics: Sequence[Value]
+
+    def begin(self, executables: Executables, most: int) -> None:
+        """Has another thread compile the program; `compile` then waits for that."""
+        executables.begin(*self._request(most, True, [None] * len(self.metrics)))
+
+    def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
+        """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
+
+        So a run computes the same bits in chunks of any length, and a chunk of another length needs no other program. The
+        program maps leaves, whose memory it reuses if `donate`, to leaves, then metrics. With a number, these have a leading
+        axis of length `most`, of which only the rows of iterations that ran have a meaning.
+        """
+        for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
+            compiled = executables.compile(*self._request(most, donate, prescribed))
+            made = compiled.output_shardings[len(self.leaves) :]
+            if all(on_own_mesh(s, v) for s, v in zip(made, self.metrics, strict=True)):
+                return compiled
+        raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
+
+    def _request(
+        self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]
+    ) -> tuple[Hashable, Callable[..., Any], Any, Any, Any]:
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
+        before = [] if most is None else [count]
+        args = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s, weak_type=v.aval.weak_type)
+            for v, s in zip(self.leaves, self.shardings, strict=True)
+        ]
+        donated = range(len(before), len(before) + len(args)) if donate else ()
+        fn = self._once if most is None else self._iterations(most)
+        return ("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed]
+
+    def _once(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(self.iteration(*leaves))
+
+    def _iterations(self, most: int) -> Callable[..., tuple[jax.Array, ...]]:
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, allow_negative_indices=False)
+
+        def step(carry: _Loop) -> _Loop:
+            done, leaves, rows = carry
+            results = list(self.iteration(*leaves))
+            row = results[len(leaves) :]
+            rows = [put(held, x, done, 0) for held, x in zip(rows, row, strict=True)]
+            return done + 1, results[: len(leaves)], rows
+
+        def iterations(count: jax.Array, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+            empty = [jax.lax.empty((most, *v.aval.shape), v.aval.dtype) for v in self.metrics]
+            start = (jnp.zeros_like(count), list(leaves), empty)
+            _, after, rows = jax.lax.while_loop(lambda carry: carry[0] < count, step, start)
+            return (*after, *rows)
+
+        return iterations

@@ -4,8 +4,10 @@ If several processes run the program, each executes the whole list. Programs on 
 without parts of its own.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,9 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
-from msrl_jax.fragments.runtime.executables import Bundles, Executables
-from msrl_jax.fragments.runtime.host_calls import HostQueue, there
-from msrl_jax.fragments.runtime.processes import absent, crossing, must_wait, transfer
+from msrl_jax.fragments.runtime.executables import Coalesced, Executables
+from msrl_jax.fragments.runtime.host_calls import HostQueue, resolved
+from msrl_jax.fragments.runtime.memory import Leaves
+from msrl_jax.fragments.runtime.processes import crossing, must_wait, remote, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
@@ -33,13 +36,7 @@ class Executor:
     """
 
     def __init__(self, schedule: Schedule, executables: Executables, around: Callable[[Call], Call] = lambda call: call):
-        """Makes the steps of an iteration.
-
-        Args:
-          schedule: the instructions, compiled.
-          executables: the programs.
-          around: replaces every function of JAX that dispatches, such as by one that measures its time.
-        """
+        """Makes the steps; `around` replaces every function of JAX that dispatches, such as by one that measures its time."""
         self._schedule, self._executables, self._around = schedule, executables, around
         self._size = 1 + max(
             [v.index for copies in (*schedule.inputs, *schedule.outputs) for v in copies]
@@ -56,13 +53,9 @@ class Executor:
     def __call__(
         self, state: Sequence[tuple[jax.Array, ...]]
     ) -> tuple[list[tuple[jax.Array, ...]], list[jax.Array], list[tuple[jax.Array, ...]]]:
-        """Dispatches one iteration.
+        """Dispatches one iteration on the copies of every leaf, whose memory is consumed.
 
-        Args:
-          state: the copies of every leaf. Their memory is consumed.
-
-        Returns:
-          The next state, the metrics' leaves and the scalars of each check, without waiting for them.
+        Returns the next state, the metrics' leaves and the scalars of each check, without waiting for them.
         """
         slots: Slots = [None] * self._size
         for index, array in self._constants:
@@ -86,7 +79,7 @@ class Executor:
             queue.drain()
         finally:
             queue.clear()  # after an error in a call of the host, or an interrupt
-        return [there(x) for x in slots]
+        return [resolved(x) for x in slots]
 
     def _step(self, i: Instruction) -> Step:
         match i:
@@ -153,11 +146,11 @@ class Executor:
             return self._assigned(self._cross(i), ins, outs)
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
-            elsewhere = [absent(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
+            elsewhere = [remote(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
             return _set(outs, elsewhere)
-        if bundles := self._executables.bundles.get(i):
-            order = (*bundles.alone, *bundles.joined)
-            return self._assigned(self._send_bundles(i, bundles), [ins[k] for k in order], [outs[k] for k in order])
+        if coalesced := self._executables.coalesced.get(i):
+            order = (*coalesced.alone, *coalesced.joined)
+            return self._assigned(self._send_coalesced(i, coalesced), [ins[k] for k in order], [outs[k] for k in order])
         put, copied = self._transfer(i), self._executables.compiled.get(i)
         copy = self._program(copied, i.results) if copied else None
 
@@ -171,12 +164,12 @@ class Executor:
         to_one = i.sources[0].placement.mesh.size > 1 and i.results[0].placement.mesh.size == 1
         return self._around(_put_one_copy if to_one else _put)
 
-    def _send_bundles(self, i: Move, bundles: Bundles) -> Call:
-        put, num_alone = self._transfer(i), len(bundles.alone)
-        join, split = self._program(bundles.join, i.sources), self._program(bundles.split, i.results)
+    def _send_coalesced(self, i: Move, coalesced: Coalesced) -> Call:
+        put, num_alone = self._transfer(i), len(coalesced.alone)
+        join, split = self._program(coalesced.join, i.sources), self._program(coalesced.split, i.results)
 
         def send(*arrays: jax.Array) -> Sequence[jax.Array]:
-            arrived = put([*arrays[:num_alone], *join(*arrays[num_alone:])], bundles.shardings)
+            arrived = put([*arrays[:num_alone], *join(*arrays[num_alone:])], coalesced.shardings)
             return [*arrived[:num_alone], *split(*arrived[num_alone:])]
 
         return send
@@ -270,3 +263,68 @@ def _free(indices: Sequence[int]) -> Step:
             slots[k] = None
 
     return step
+
+
+_ITERATIONS = 5
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What the host does to dispatch one iteration, in processor time of the thread that does it. Waiting takes none.
+
+    Programs of a few operations for a CPU, which XLA runs in that thread, count.
+
+    Attributes:
+      instructions: programs, transfers and allocations of one iteration; those in loops count in every repetition.
+      microseconds: time per instruction.
+      python_microseconds: the part of it that passes outside of calls of JAX. Loops, and the release of arrays, are in it.
+      call_microseconds: time of one call of a compiled program, without the rest of its instruction.
+    """
+
+    instructions: int
+    microseconds: float
+    python_microseconds: float
+    call_microseconds: float
+
+
+@dataclass
+class _Clock:
+    """Adds up the seconds of this thread in JAX, and those in compiled programs."""
+
+    in_jax: float = 0.0
+    in_programs: float = 0.0
+    programs: int = 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed."""
+        is_program = isinstance(call, jax.stages.Compiled | jax.stages.Wrapped)
+
+        def timed(*args: Any) -> Any:
+            start = time.thread_time()
+            results = call(*args)
+            seconds = time.thread_time() - start
+            self.in_jax += seconds
+            if is_program:
+                self.in_programs += seconds
+                self.programs += 1
+            return results
+
+        return timed
+
+
+def measure_dispatch(schedule: Schedule, executables: Executables, leaves: Leaves) -> Dispatch:
+    """Measures the dispatch of a few iterations, which consume the memory of `leaves`; returns the medians."""
+    clock = _Clock()
+    execute = Executor(schedule, executables, clock.around)
+    instructions = sum(times for i, times in walk(schedule.body) if not isinstance(i, Free | Loop))
+    rows = []
+    for _ in range(1 + _ITERATIONS):
+        clock.in_jax, clock.in_programs, clock.programs = 0.0, 0.0, 0
+        start = time.thread_time()
+        leaves, *_ = execute(leaves)
+        seconds = time.thread_time() - start
+        jax.block_until_ready(leaves)
+        call = clock.in_programs / max(clock.programs, 1)
+        rows.append((seconds / instructions, (seconds - clock.in_jax) / instructions, call))
+    # JAX prepares a program in its first call.
+    return Dispatch(instructions, *(statistics.median(column) * 1e6 for column in zip(*rows[1:], strict=True)))

@@ -1,8 +1,8 @@
-"""Calls of the host in a running program: while a simulator works, programs and calls that do not need its results go on.
+"""Calls of the host in a running program: while a simulator works, what does not need its results runs.
 
 The order is a function of the instructions alone, not of time. A call of the host is started when its turn comes, and
-instructions that read its results wait. When a second call needs what waits, the oldest call is finished first, and then all
-that waited for it alone runs. So with two groups of environments one group is simulated while the other is acted for.
+instructions that read its results wait. If a call needs a pending result, the oldest pending call is completed first, then its
+dependents. So with two groups of environments one group is simulated while the other is acted for.
 """
 
 from collections import deque
@@ -13,29 +13,6 @@ from typing import Any
 import jax
 
 from msrl_jax.fragments.graph.host import HostFunction
-from msrl_jax.fragments.placement import Layout
-
-
-def check_host_calls(names: Sequence[str], layout: Layout) -> None:
-    """Checks that a layout leaves room between programs for calls of the host.
-
-    Args:
-      names: the names of the functions.
-      layout: where each role runs.
-
-    Raises:
-      ValueError: if it makes one program of everything, or several processes run.
-    """
-    if not names:
-        return
-    listed = ", ".join(map(repr, names))
-    if len(layout.placements) == 1:
-        raise ValueError(
-            f"{layout.policy or 'the policy'} makes one program of the whole training loop, but the host has to call {listed} "
-            "between programs; use MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments or Central"
-        )
-    if jax.process_count() > 1:
-        raise ValueError(f"the host calls {listed}, which works in one process only, and there are {jax.process_count()}")
 
 
 @dataclass(eq=False)
@@ -49,7 +26,7 @@ class _Task:
     results: Sequence[jax.Array] | None = None
 
     def run(self) -> None:
-        self.results = self.fn(*map(there, self.args))
+        self.results = self.fn(*map(resolved, self.args))
         self.args = ()
 
 
@@ -66,7 +43,7 @@ class Pending:
         return self if self.task.results is None else self.task.results[self.index]
 
 
-def there(x: Any) -> Any:
+def resolved(x: Any) -> Any:
     """An array, or the result that it stands for if that is there."""
     return x.value if type(x) is Pending else x
 
@@ -80,18 +57,8 @@ class HostQueue:
     def call(
         self, fn: Callable[..., Sequence[jax.Array]], args: Sequence[Any], donated: Sequence[int], count: int
     ) -> Sequence[Any]:
-        """Calls a function, at once if its arguments are there.
-
-        Args:
-          fn: the function of arrays.
-          args: arrays, or results that are not there yet.
-          donated: positions of the arguments whose memory it consumes.
-          count: number of its results.
-
-        Returns:
-          The results, or `Pending`s for them.
-        """
-        task = _Task(fn, [there(x) for x in args], donated)
+        """Calls a function, at once if its arguments are there; else returns `Pending`s for its `count` results."""
+        task = _Task(fn, [resolved(x) for x in args], donated)
         if self._is_ready(task, self._waiting):
             return fn(*task.args)
         return self._wait(task, count)
@@ -99,20 +66,13 @@ class HostQueue:
     def start(
         self, function: HostFunction, place: Callable[[Any], Sequence[jax.Array]], args: Sequence[Any], count: int
     ) -> Sequence[Any]:
-        """Starts a call of the host, after what it needs.
+        """Starts a call of the host, after what it needs; `place` puts its results on their device.
 
-        Args:
-          function: the function.
-          place: puts its results on the device for results of the host.
-          args: its arguments.
-          count: number of its results.
-
-        Returns:
-          `Pending`s for its results; the results themselves if it cannot be started without waiting for them.
+        Returns `Pending`s for its `count` results; the results themselves if it cannot be started without waiting for them.
         """
-        while any(type(there(x)) is Pending for x in args):
+        while any(type(resolved(x)) is Pending for x in args):
             self._finish_oldest()
-        finish = function.start(*map(there, args))
+        finish = function.start(*map(resolved, args))
         if not function.can_start:
             return place(finish())
         return self._wait(_Task(lambda: place(finish()), is_host_call=True), count)
@@ -145,8 +105,8 @@ class HostQueue:
 
     def _is_ready(self, task: _Task, before: Iterable[_Task]) -> bool:
         """Whether a task's arguments are there, and none that it consumes has still to be read by tasks before it."""
-        args = [there(x) for x in task.args]
+        args = [resolved(x) for x in task.args]
         if any(type(x) is Pending for x in args):
             return False
         consumed = {id(args[k]) for k in task.donated}
-        return not consumed or all(id(there(x)) not in consumed for other in before for x in other.args)
+        return not consumed or all(id(resolved(x)) not in consumed for other in before for x in other.args)

@@ -23,15 +23,9 @@ LARGE = 2**24
 
 
 def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
-    """Copies leaves to where they are kept.
+    """Copies leaves (NumPy arrays, or on any devices) to where they are kept; no two copies share memory.
 
-    Args:
-      flat: the leaves, as NumPy arrays or on any devices.
-      shardings: shardings of every copy of every leaf.
-      copy: whether all memory must be new; if not, a leaf that is already in its place is not copied.
-
-    Returns:
-      The copies, no two of which share memory.
+    All memory is new if `copy`; if not, a leaf that is already in its place is not copied.
     """
     targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
     fresh: list[bool] = []
@@ -66,47 +60,22 @@ def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[
     return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
 
 
-def constants(init: ClosedJaxpr) -> dict[int, Any]:
-    """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns unchanged.
-
-    Args:
-      init: the traced initializer.
-
-    Returns:
-      The arrays, by the number of the leaf.
-    """
+def constant_leaves(init: ClosedJaxpr) -> dict[int, Any]:
+    """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns unchanged."""
     held = dict(zip(init.jaxpr.constvars, init.consts, strict=True))
     return {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
 
 
-def select(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
-    """Evaluates some leaves of a state; XLA drops computations that only the others need.
-
-    Args:
-      init: the traced initializer.
-      args: leaves of its arguments.
-      numbers: numbers of the wanted leaves.
-
-    Returns:
-      The leaves.
-    """
+def evaluate_leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+    """Evaluates some leaves of a state; XLA drops computations that only the others need."""
     flat = jaxpr_as_fun(init)(*args)
     return [flat[i] for i in numbers]
 
 
-def compute(
+def compute_leaves(
     init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
 ) -> dict[int, tuple[jax.Array, ...]]:
-    """Computes leaves of a state where they are kept, so that no device holds more than its part.
-
-    Args:
-      init: the traced initializer.
-      args: leaves of its arguments.
-      shardings: shardings of every copy, by the number of the leaf.
-
-    Returns:
-      The copies, by the number of the leaf.
-    """
+    """Computes leaves of a state where they are kept, so that no device holds more than its part."""
     by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
     for i, copies in shardings.items():
         for sharding in copies:
@@ -116,22 +85,14 @@ def compute(
         arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
         numbers = [i for i, _ in targets]
         out = [sharding for _, sharding in targets]
-        arrays = jax.jit(lambda *xs, numbers=numbers: select(init, xs, numbers), out_shardings=out)(*arguments)
+        arrays = jax.jit(lambda *xs, numbers=numbers: evaluate_leaves(init, xs, numbers), out_shardings=out)(*arguments)
         for i, array in zip(numbers, arrays, strict=True):
             found[i] += (array,)
     return found
 
 
 def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:
-    """Counts the bytes that a state takes on every device.
-
-    Args:
-      avals: shapes and dtypes of the leaves.
-      shardings: shardings of every copy of every leaf.
-
-    Returns:
-      Bytes, by device; those of other processes are left out.
-    """
+    """The bytes that a state takes on every device of this process."""
     held: dict[Device, int] = {}
     for aval, copies in zip(avals, shardings, strict=True):
         for sharding in copies:
@@ -142,12 +103,7 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
 
 
 def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
-    """Raises ValueError if a state takes more memory than the devices report.
-
-    Args:
-      held: bytes by device.
-      largest: which leaf is the largest, for the message.
-    """
+    """Refuses a state that takes more memory than the devices report; names its largest leaf."""
     for devices in sharing_memory(held):
         taken, limit = sum(held[d] for d in devices), device_memory(devices)
         if limit is not None and taken > limit:
@@ -219,13 +175,7 @@ class Fitting:
     """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
 
     def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
-        """Wraps a function.
-
-        Args:
-          fn: the jitted function.
-          what: its program in words, for the message.
-          remedy: how to make it smaller.
-        """
+        """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
         self._fn, self._what, self._remedy = fn, what, remedy
         self._begun: dict[Any, Callable[[], jax.stages.Compiled]] = {}
         self._programs: dict[Any, jax.stages.Compiled] = {}
@@ -253,13 +203,7 @@ def _signature(args: tuple[Any, ...]) -> Any:
 
 
 def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:
-    """Raises ValueError if a program takes more memory than its devices have in all, whatever else they hold.
-
-    Args:
-      compiled: the program.
-      what: the program in words, for the message.
-      remedy: how to make it smaller.
-    """
+    """Refuses a program that takes more memory than its devices have in all, whatever else they hold."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     taken = program_bytes(compiled)
     for devices in sharing_memory({d: None for s in shardings for d in s.device_set}):

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from msrl_jax.fragments.placement import Device
-from msrl_jax.fragments.runtime.crossing import Block, Crossing, blocks
+from msrl_jax.fragments.runtime.crossing import Block, MeshCrossing, blocks
 
 # Bytes that one collective brings to every host.
 _AT_ONCE = 2**26
@@ -32,24 +32,9 @@ def owners(*shardings: NamedSharding) -> set[int]:
     return {d.process_index for sharding in shardings for d in sharding.device_set}
 
 
-def absent(aval: Any, sharding: NamedSharding) -> jax.Array:
+def remote(aval: Any, sharding: NamedSharding) -> jax.Array:
     """A global array with this shape and dtype, as it looks to a process that owns none of its devices."""
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
-
-
-def check_effects(effects: Iterable[Any]) -> None:
-    """Raises ValueError if several processes would have to keep callbacks to the host in order; JAX cannot do that.
-
-    Args:
-      effects: the effects of the traced iteration.
-    """
-    ordered = [effect for effect in effects if type(effect).__name__.startswith("Ordered")]
-    if ordered and jax.process_count() > 1:
-        names = ", ".join(sorted(map(str, ordered)))
-        raise ValueError(
-            f"the iteration has ordered callbacks to the host ({names}), which JAX cannot keep in order in "
-            f"{jax.process_count()} processes; use ordered=False, or a single process"
-        )
 
 
 def must_wait(devices: Iterable[Device]) -> bool:
@@ -63,14 +48,8 @@ def must_wait(devices: Iterable[Device]) -> bool:
 def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Copies arrays to shardings: `jax.device_put`, also for devices of other processes.
 
-    All processes call it with equal arguments. Data crosses between processes by collectives.
-
-    Args:
-      arrays: local or global arrays.
-      shardings: the shardings of the results.
-
-    Returns:
-      The copies, which may share memory with the arrays.
+    All processes call it with equal arguments. Data crosses between processes by collectives. The copies may share memory with
+    the arrays.
     """
     if jax.process_count() == 1:
         return jax.device_put(list(arrays), list(shardings))
@@ -84,7 +63,7 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
         elif jax.process_index() in processes:
             found[i] = jax.device_put(x, to)
         else:
-            found[i] = absent(x, to)
+            found[i] = remote(x, to)
     for numbers in crossings.values():
         group = [arrays[i] for i in numbers]
         kinds = tuple((x.shape, x.dtype) for x in group)
@@ -96,9 +75,9 @@ def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[
 @functools.lru_cache(maxsize=128)
 def crossing(
     kinds: tuple[tuple[tuple[int, ...], Any], ...], sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]
-) -> Crossing:
+) -> MeshCrossing:
     """The crossing of arrays with these shapes and dtypes; equal ones are compiled once."""
-    return Crossing([jax.ShapeDtypeStruct(*kind) for kind in kinds], sources, targets)
+    return MeshCrossing([jax.ShapeDtypeStruct(*kind) for kind in kinds], sources, targets)
 
 
 def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -110,13 +89,8 @@ def _spread(x: Any, sharding: NamedSharding) -> jax.Array:
 def read(arrays: Sequence[jax.Array]) -> list[Any]:
     """Reads arrays to the host of every process: `jax.device_get`, also for devices of other processes.
 
-    All processes call it with arrays of equal shardings. What a process does not hold comes in one collective.
-
-    Args:
-      arrays: local or global arrays, typed keys included.
-
-    Returns:
-      NumPy arrays; typed keys stay JAX arrays.
+    All processes call it with arrays of equal shardings. What a process does not hold comes in one collective. Typed keys stay
+    JAX arrays.
     """
     # JAX cannot assemble split arrays without elements: they are made on the host.
     full: list[Any] = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
@@ -151,7 +125,7 @@ def _gather(arrays: Sequence[jax.Array]) -> list[Any]:
             if device.process_index == me:
                 mine.append(np.ascontiguousarray(here[device]).reshape(-1).view(np.uint8))
     lengths = {p: sum(_nbytes(made[number], block) for number, block in parts) for p, parts in sent.items()}
-    gathered = _everyone(np.concatenate(mine) if mine else np.empty(0, np.uint8), max(lengths.values()))
+    gathered = _allgather_bytes(np.concatenate(mine) if mine else np.empty(0, np.uint8), max(lengths.values()))
     for p, parts in sent.items():
         start = 0
         for number, block in parts:
@@ -176,7 +150,7 @@ def _nbytes(array: np.ndarray, block: Block) -> int:
     return array.itemsize * int(np.prod([high - low for low, high in block], dtype=np.int64))
 
 
-def _everyone(data: np.ndarray, length: int) -> np.ndarray:
+def _allgather_bytes(data: np.ndarray, length: int) -> np.ndarray:
     """The bytes of every process, `[processes, length]`; sizes are rounded up, so that few collectives are compiled."""
     parts = [np.empty((jax.process_count(), 0), np.uint8)]
     for start in range(0, length, _AT_ONCE):

@@ -1,0 +1,216 @@
+"""Keys of programs: two programs share an executable if and only if their keys are equal.
+
+A key holds the content of every constant and parameter, not a printed form. An object without comparable content (an opaque
+object) and everything that can be called (it may hold a simulator, whatever it compares) equal only themselves; the key keeps
+them alive, so that no other object gets their id.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import itertools
+import struct
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from msrl_jax._compat import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Tracer,
+    Var,
+    aval,
+    call_labels,
+    context,
+    is_conversion,
+    is_dropped,
+)
+from msrl_jax.fragments.graph.marker import is_fragment
+
+# Contents longer than this many bytes are represented by their digest.
+_LONG = 64
+
+
+class _Same:
+    """Wraps an object that equals only itself, and keeps it alive."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def program_key(closed: ClosedJaxpr) -> Hashable:
+    """The key of a jaxpr: two keys are equal if and only if the programs are equal up to the names of variables."""
+    return _closed_key(closed, value_key)
+
+
+def computation_key(closed: ClosedJaxpr) -> Hashable:
+    """The key of a trace: the keys of two traces of one function are equal if and only if they compute the same values.
+
+    Weak types affect dtypes only during tracing. So the key omits them, and conversions that change nothing else. All
+    functions count as equal, and all integer literals of one dtype, because each trace makes new functions and may number
+    its parts, as checkify numbers its errors.
+    """
+    return _closed_key(closed, _traced_key, resolved=True)
+
+
+class _Keys(dict[Hashable, int]):
+    """Numbers the keys of the jaxprs of a program, so that one that is called often is visited and compared once."""
+
+    def __init__(self):
+        super().__init__()
+        self.known: dict[int, int] = {}
+
+    def number(self, key: Hashable) -> int:
+        return self.setdefault(key, len(self))
+
+
+def _closed_key(closed: ClosedJaxpr, of: Callable[[Any], Hashable], resolved: bool = False) -> Hashable:
+    keys = _Keys()
+    _jaxpr_key(closed.jaxpr, of, resolved, keys)  # is the last one
+    return tuple(keys), tuple(map(of, closed.consts))
+
+
+def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: _Keys) -> int:
+    if id(jaxpr) not in keys.known:
+        keys.known[id(jaxpr)] = keys.number(_new_key(jaxpr, of, resolved, keys))
+    return keys.known[id(jaxpr)]
+
+
+def _new_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: _Keys) -> Hashable:
+    numbers: dict[Var, Hashable] = {}
+    unused = itertools.count()
+
+    def kind(of: Any) -> Hashable:
+        return of.update(weak_type=False) if resolved and getattr(of, "weak_type", False) else of
+
+    def number(a: Atom) -> Hashable:
+        if isinstance(a, Literal):
+            return "literal", _number_key(a) if resolved else _literal_key(a)
+        if is_dropped(a):
+            return "dropped"
+        if a not in numbers:
+            numbers[a] = next(unused)
+        return numbers[a]
+
+    def atom(a: Atom) -> Hashable:
+        return number(a), kind(a.aval)
+
+    def equation(e: JaxprEqn) -> Hashable:
+        labels = {"name", "role"} if is_fragment(e) else {*call_labels(e)}
+        if resolved:
+            labels.add("weak_type")
+        params = tuple((k, param(v)) for k, v in sorted(e.params.items()) if k not in labels)
+        return e.primitive, tuple(map(atom, e.invars)), tuple(map(atom, e.outvars)), params, context(e)
+
+    def param(p: Any) -> Hashable:
+        if isinstance(p, ClosedJaxpr):
+            return "closed jaxpr", _jaxpr_key(p.jaxpr, of, resolved, keys), tuple(map(of, p.consts))
+        if isinstance(p, Jaxpr):
+            return "jaxpr", _jaxpr_key(p, of, resolved, keys)
+        if isinstance(p, tuple | list):
+            return type(p), tuple(map(param, p))
+        return of(p)
+
+    inputs = tuple(map(atom, [*jaxpr.constvars, *jaxpr.invars]))
+    equations: list[Hashable] = []
+    for e in jaxpr.eqns:
+        if resolved and is_conversion(e) and aval(e.invars[0]).dtype == aval(e.outvars[0]).dtype:
+            numbers[e.outvars[0]] = number(e.invars[0])
+        else:
+            equations.append(equation(e))
+    return len(jaxpr.constvars), inputs, tuple(equations), tuple(map(atom, jaxpr.outvars))
+
+
+def _number_key(literal: Literal) -> Hashable:
+    """The key of a literal in a trace: its value whatever its weak type; None for integers, which may number parts."""
+    dtype = aval(literal).dtype
+    return np.asarray(literal.val, dtype).tobytes() if jnp.issubdtype(dtype, jnp.inexact) else None
+
+
+def _literal_key(literal: Literal) -> Hashable:
+    """The content of a literal; it may be a Python number, whose dtype is that of the literal's aval."""
+    if isinstance(literal.val, jax.Array):
+        return value_key(literal.val)
+    return _content(np.asarray(literal.val, aval(literal).dtype))
+
+
+def value_key(value: Any) -> Hashable:
+    """The key of a constant or parameter: equal keys if and only if a program cannot tell the values apart.
+
+    It is the type (dtype, shape, weak type) and the bytes of a number or array; type and contents of a container or dataclass;
+    any other object itself, callables by identity.
+    """
+    if value is None or isinstance(value, bool | int | str | bytes | type | enum.Enum | np.dtype):
+        return type(value), value
+    if isinstance(value, float):
+        return float, struct.pack("d", value)
+    if isinstance(value, complex):
+        return complex, struct.pack("dd", value.real, value.imag)
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return _array_key(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(value_key, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((value_key(k), value_key(v)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(value_key, value))
+    if callable(value) and not _is_wrapper(value):
+        return _Same(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _compares_fields(type(value)):
+        fields = tuple(value_key(getattr(value, f.name)) for f in dataclasses.fields(value))
+        return type(value), fields, _hashable(value)
+    return type(value), _hashable(value)
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether a callable is a dataclass that JAX makes for each use of a function, such as that of a host callback."""
+    return dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "jax"
+
+
+def _compares_fields(cls: type) -> bool:
+    """Whether objects of a dataclass are equal if their fields are."""
+    return cls.__eq__ is not object.__eq__
+
+
+def _hashable(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return None if dataclasses.is_dataclass(value) and _compares_fields(type(value)) else _Same(value)
+    return value
+
+
+def _array_key(x: Any) -> Hashable:
+    if isinstance(x, jax.Array):
+        if isinstance(x, Tracer) or not x.is_fully_addressable:
+            return _Same(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return "key", x.dtype, _array_key(jax.random.key_data(x))
+        return "array", x.dtype, x.shape, x.weak_type, _content(np.asarray(x))
+    if x.dtype.hasobject:
+        return _Same(x)
+    return type(x), x.dtype, x.shape, getattr(x, "weak_type", False), _content(np.asarray(x))
+
+
+def _content(x: np.ndarray) -> bytes:
+    content = x.tobytes()
+    return content if len(content) <= _LONG else hashlib.sha256(content).digest()
+
+
+def _traced_key(value: Any) -> Hashable:
+    """As `value_key`, but any function equals any other, and weak types do not count."""
+    if isinstance(value, jax.Array) and value.weak_type:
+        return value_key(jax.lax.convert_element_type(value, value.dtype))
+    return type(value) if callable(value) and not isinstance(value, type) else value_key(value)

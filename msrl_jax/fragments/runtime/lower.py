@@ -1,0 +1,354 @@
+"""Lowering: compiles every program of a schedule once, and passes shardings from each program to the next.
+
+Inputs of the iteration have declared logical axes. A program's results have the shardings that XLA propagated. A Move
+translates a sharding by its logical axes. A value made on a single device has no sharding to translate: XLA chooses one for
+it, as a parameter of the program that reads it.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from msrl_jax._compat import jaxpr_as_fun
+from msrl_jax._device_memory import is_planned
+from msrl_jax.fragments.graph.program_key import program_key
+from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
+from msrl_jax.fragments.passes.repairs import repaired
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, on_own_mesh, replicated
+
+SMALL = 2**16
+"""Arrays of a Move of at most this many bytes are joined; more are better sent than copied twice."""
+
+
+def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Executables) -> Schedule:
+    """Compiles a schedule; `executables` receives the programs and the shardings of all values.
+
+    Carried values that would otherwise change their sharding are copied.
+    """
+    logical = {v: spec for copies, spec in zip(schedule.inputs, axes, strict=True) for v in copies}
+    inputs = {v: v.placement.sharding(spec, v.aval.shape) for v, spec in logical.items()}
+    known: dict[Value, NamedSharding | None] = dict(inputs)
+    for value in schedule.constants:
+        known[value] = replicated(value)
+    back = list(zip(schedule.inputs, schedule.outputs, strict=True))
+    fixed = {leave: inputs[enter] for enters, leaves in back for enter, leave in zip(enters, leaves, strict=True)}
+    lowering = _Lowering(executables, known, logical)
+    body = lowering.line(schedule.body, fixed, {})
+    outputs = []
+    for enters, leaves in back:
+        pairs = [(leave, inputs[enter]) for enter, leave in zip(enters, leaves, strict=True)]
+        outputs.append(tuple(lowering.resharded(leave, at, body) for leave, at in pairs))
+    executables.shardings.update({v: s or replicated(v) for v, s in known.items()})
+    for i, _ in walk(body):
+        if isinstance(i, Move):
+            coalesce(i, executables)
+    return replace(schedule, body=tuple(body), outputs=tuple(outputs))
+
+
+class _Lowering:
+    """`known` holds the sharding of each value, or None while its reader may choose; `logical` holds the declared axes."""
+
+    def __init__(
+        self, executables: Executables, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]
+    ):
+        self.executables, self.known, self.logical = executables, known, logical
+        self.numbers = itertools.count(1_000_000)
+        self.to_shards: set[Value] = set()
+
+    def line(
+        self,
+        instructions: Iterable[Instruction],
+        fixed: dict[Value, NamedSharding],
+        returns_to: dict[Value, Value],
+    ) -> list[Instruction]:
+        """Lowers a sequence: `fixed` prescribes shardings, `returns_to` maps the carry that leaves to the carry that enters."""
+        done: list[Instruction] = []
+        instructions = list(instructions)
+        self.to_shards |= _sent_to_shards(instructions)
+        for i in instructions:
+            if isinstance(i, Run):
+                self.run(i, fixed, returns_to)
+            elif isinstance(i, Move):
+                self.move(i, fixed, returns_to)
+            elif isinstance(i, HostCall):
+                self.known.update({v: replicated(v) for v in (*i.inputs, *i.outputs)})
+            elif isinstance(i, Alloc):
+                self.known.update(dict.fromkeys(i.results))
+            elif isinstance(i, Loop):
+                i = self.loop(i, done, fixed)
+            done.append(i)
+        for i in done:
+            if isinstance(i, Move) and (i.is_copy or (i.shares_devices and len(i.processes) == 1)):
+                self.copy(i)
+            elif isinstance(i, Alloc):
+                self.alloc(i)
+        return done
+
+    def move(self, i: Move, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
+        for source, result in zip(i.sources, i.results, strict=True):
+            enter = returns_to.get(result)
+            prescribed = fixed.get(result) or (self.known[enter] if enter else None)
+            self.known[result] = prescribed or (self.known[source] if i.is_copy else self.moved(source, result))
+            if enter and self.known[enter] is None:
+                self.known[enter] = self.known[result]
+
+    def resharded(self, value: Value, at: NamedSharding, into: list[Instruction]) -> Value:
+        """The value with the sharding `at`: itself, or a copy that replaces it, appended to `into`."""
+        if _same(at, self.known[value] or at, value):
+            self.known[value] = self.known[value] or at
+            return value
+        copy = Value(next(self.numbers), value.aval, value.placement, value.label)
+        self.known[copy] = at
+        move = Move((value,), (copy,))
+        self.copy(move)
+        into.append(move)
+        return copy
+
+    def moved(self, source: Value, result: Value) -> NamedSharding | None:
+        """The sharding of a Move's result, or None if its reader chooses."""
+        if source in self.logical:
+            self.logical[result] = self.logical[source]
+            return result.placement.sharding(self.logical[source], result.aval.shape)
+        if result.placement.mesh.size == 1:
+            return replicated(result)
+        at = self.known[source]
+        if at is None or source.placement.mesh.size == 1:
+            return None
+        return result.placement.sharding(source.placement.logical(at), result.aval.shape)
+
+    def loop(self, i: Loop, before: list[Instruction], fixed: dict[Value, NamedSharding]) -> Loop:
+        soft = {
+            v for r in before if isinstance(r, Run) and not r.fragments for v in r.outputs if v not in fixed
+        }  # glue such as jnp.zeros takes the sharding that the loop needs
+        for c in i.carry:
+            split = c.init.placement.mesh.size > 1
+            self.known[c.enter] = fixed.get(c.result) or (None if c.init in soft and split else self.known[c.init])
+            if c.init in self.logical:
+                self.logical[c.enter] = self.logical[c.init]
+        for v in i.indices:
+            self.known[v] = replicated(v)
+        body = self.line(i.body, {}, {c.leave: c.enter for c in i.carry})
+        carry = []
+        wanted: dict[Value, NamedSharding] = {}
+        for c in i.carry:
+            at = self.known[c.enter] or self.known[c.leave] or replicated(c.enter)
+            self.known[c.enter] = self.known[c.result] = at
+            leave = self.resharded(c.leave, at, body)
+            init = c.init
+            if init in soft and not _same(at, self.known[init] or at, init):
+                wanted[init] = at
+            else:
+                init = self.resharded(init, at, before)
+            carry.append(Carry(init, c.enter, leave, c.result))
+        for r in before:
+            if isinstance(r, Run) and any(v in wanted for v in r.outputs):
+                self.run(r, {**fixed, **wanted}, {})
+        return replace(i, carry=tuple(carry), body=tuple(body))
+
+    def run(self, i: Run, fixed: dict[Value, NamedSharding], returns_to: dict[Value, Value]) -> None:
+        values = [*([i.index] if i.index else []), *i.reads()]
+        results = i.makes()
+        single = i.placement.mesh.size == 1
+        if single or not any(self.known[v] for v in values):
+            for v in values:
+                self.known[v] = self.known[v] or replicated(v)
+        pairs = {**returns_to, **{leave: enter for enter, leave in i.writes}}
+        prescribed: dict[Value, NamedSharding] = {}
+        for v in results:
+            enter = self.known[pairs[v]] if v in pairs else None
+            if at := fixed.get(v) or enter or (replicated(v) if single or not values else None):
+                prescribed[v] = at
+        key = (program_key(i.jaxpr), len(i.outputs), i.rows, bool(i.index))
+        first = 1 if i.index else 0
+        # Each further round prescribes shardings that XLA chose wrongly: those of at least one more result, or of all inputs.
+        for _ in range(len(results) + 2):
+            out = tuple(prescribed.get(v) for v in results)
+            donate = [first + k for k in self.reusable(i, out)]
+            donate += [first + len(i.inputs) + k for k in range(len(i.writes))]
+            compiled = self.executables.compile(key, body(i), [self.spec(v) for v in values], donate, out)
+            settled = self.take_inputs(values, compiled)
+            more = self.demands(results, compiled, prescribed, pairs)
+            if settled and not more:
+                break
+            prescribed |= more
+        else:
+            raise RuntimeError(f"XLA's shardings for {i.name!r} @ {i.placement} change with every compilation")
+        for v, s in zip(results, compiled.output_shardings, strict=True):
+            self.known[v] = prescribed.get(v) or on_own_mesh(s, v)
+            if v in pairs and self.known[pairs[v]] is None:
+                self.known[pairs[v]] = self.known[v]
+        self.executables.compiled[i] = compiled
+
+    def spec(self, v: Value) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=self.known[v], weak_type=v.aval.weak_type)
+
+    def take_inputs(self, values: Sequence[Value], compiled: jax.stages.Compiled) -> bool:
+        """Records the shardings that XLA chose for arguments; returns whether all of them were understood."""
+        settled = True
+        for v, s in zip(values, compiled.input_shardings[0], strict=True):
+            if self.known[v] is None:
+                chosen = on_own_mesh(s, v)
+                settled &= chosen is not None
+                self.known[v] = chosen or replicated(v)
+        return settled
+
+    def demands(
+        self,
+        results: Sequence[Value],
+        compiled: jax.stages.Compiled,
+        prescribed: dict[Value, NamedSharding],
+        pairs: dict[Value, Value],
+    ) -> dict[Value, NamedSharding]:
+        """The shardings to prescribe for results that XLA sharded differently than needed."""
+        more: dict[Value, NamedSharding] = {}
+        for v, s in zip(results, compiled.output_shardings, strict=True):
+            if v in prescribed:
+                continue
+            made, enter = on_own_mesh(s, v), self.known[pairs[v]] if v in pairs else None
+            if enter is not None:
+                if made is None or not _same(enter, made, v):
+                    more[v] = enter
+            elif made is None:
+                more[v] = replicated(v)
+            elif v in self.to_shards and v not in pairs and not any(made.spec) and any((split := _scattered(v)).spec):
+                # Only shards of another placement read this value, so no device needs it whole: a sum is reduce-scattered.
+                more[v] = split
+        return more
+
+    def reusable(self, i: Run, out: Sequence[NamedSharding | None]) -> Iterator[int]:
+        """The donated inputs for which there is a result of the same size on each device."""
+        room = [(v.aval.shape, v.aval.dtype, s) for v, s in zip(i.outputs, out, strict=False)]
+        open_choice = None in out
+        for k in i.donated:
+            value, at = i.inputs[k], self.known[i.inputs[k]]
+            for place in room:
+                if place[:2] == (value.aval.shape, value.aval.dtype) and (open_choice or place[2] == at):
+                    room.remove(place)
+                    yield k
+                    break
+
+    def copy(self, i: Move) -> None:
+        """Compiles a Move's copy: within its placement, or after a transfer that may have shared memory."""
+        taken = i.sources if i.is_copy else i.results
+        for v in taken:
+            self.known[v] = self.known[v] or replicated(v)
+        out = tuple(self.known[v] or replicated(v) for v in i.results)
+        self.executables.compiled[i] = self.executables.compile("copy", _copy, [self.spec(v) for v in taken], (), out)
+
+    def alloc(self, i: Alloc) -> None:
+        out = tuple(self.known[v] or replicated(v) for v in i.results)
+        kinds = tuple((v.aval.shape, v.aval.dtype) for v in i.results)
+
+        def empty() -> tuple[jax.Array, ...]:
+            return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
+
+        self.executables.compiled[i] = self.executables.compile(("alloc", kinds), empty, (), (), out)
+
+
+def _sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
+    """Values that are read only by moves to placements that keep shards."""
+    found: set[Value] = set()
+    others: set[Value] = set()
+    for i in instructions:
+        shards = isinstance(i, Move) and i.results[0].placement.scatter is not None and not i.is_copy
+        (found if shards else others).update(i.reads())
+    return found - others
+
+
+def _scattered(value: Value) -> NamedSharding:
+    """The sharding that splits an array over all devices of its placement, along its largest dimension."""
+    axis = str(value.placement.mesh.axis_names[0])
+    return replace(value.placement, rules=(), scatter=axis).sharding(PartitionSpec(), value.aval.shape)
+
+
+def _copy(*xs: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(x.copy() for x in xs)
+
+
+def _same(a: NamedSharding, b: NamedSharding, value: Value) -> bool:
+    return a.is_equivalent_to(b, len(value.aval.shape))
+
+
+def body(run: Run) -> Callable[..., Any]:
+    """The function that a Run compiles: reads its rows, evaluates its jaxpr, writes its rows."""
+    evaluate = jaxpr_as_fun(repaired(run.jaxpr, run.placement.mesh))
+
+    def fn(*args: Any) -> tuple[Any, ...]:
+        index, *rest = args if run.index is not None else (None, *args)
+        inputs, buffers = rest[: len(run.inputs)], rest[len(run.inputs) :]
+        for k in run.rows:
+            inputs[k] = jax.lax.dynamic_index_in_dim(inputs[k], index, 0, keepdims=False)
+        results = evaluate(*inputs)
+        outputs, rows = results[: len(run.outputs)], results[len(run.outputs) :]
+        stored = [
+            jax.lax.dynamic_update_index_in_dim(b, row, index, 0) for b, row in zip(buffers, rows, strict=True)
+        ]
+        return (*outputs, *stored)
+
+    fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles
+    return fn
+
+
+def coalesce(i: Move, executables: Executables) -> None:
+    """Compiles the programs that join and split the small values of a Move, if some have the same dtype.
+
+    The host pays for every array that it transfers. As many bytes arrive. Only values that arrive whole on each device are
+    joined, and where they are: JAX would read an array that is split over devices to the host if the other placement does not
+    split it so. Values that cross between processes, or between placements with a common device, travel as they are.
+    """
+    devices = {d for v in (i.sources[0], i.results[0]) for d in v.placement.devices}
+    if i.processes != {jax.process_index()} or i.shares_devices or any(map(is_planned, devices)):
+        return
+    at = executables.shardings
+    groups: dict[str, list[int]] = {}
+    for k, (source, result) in enumerate(zip(i.sources, i.results, strict=True)):
+        if _is_plain(source) and source.nbytes <= SMALL and at[result].is_fully_replicated:
+            groups.setdefault(source.aval.dtype.name, []).append(k)
+    several = [ks for ks in groups.values() if len(ks) > 1]
+    if not several:
+        return
+    joined = tuple(k for ks in several for k in ks)
+    alone = tuple(k for k in range(len(i.sources)) if k not in joined)
+    shapes = tuple(tuple(i.sources[k].aval.shape for k in ks) for ks in several)
+
+    def join(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        rest = iter(arrays)
+        return tuple(jnp.concatenate([next(rest).reshape(-1) for _ in group]) for group in shapes)
+
+    def split(*vectors: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(x for vector, group in zip(vectors, shapes, strict=True) for x in _parts(vector, group))
+
+    sent, arriving = [replicated(i.sources[0])] * len(several), [replicated(i.results[0])] * len(several)
+    arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
+    vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
+    executables.coalesced[i] = Coalesced(
+        alone, joined,
+        executables.compile(("join", shapes), join, arrays, (), sent),
+        executables.compile(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined]),
+        (*(at[i.results[k]] for k in alone), *arriving),
+    )  # fmt: skip
+
+
+def _is_plain(value: Value) -> bool:
+    aval = value.aval
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return aval.size > 0 and not is_key and not aval.weak_type and aval.dtype.name not in SMALLER_THAN_A_BYTE
+
+
+def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+
+
+def _parts(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    parts, start = [], 0
+    for shape in shapes:
+        stop = start + math.prod(shape)
+        parts.append(vector[start:stop].reshape(shape))
+        start = stop
+    return parts
