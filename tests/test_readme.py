@@ -144,6 +144,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
+def test_the_files_that_the_architecture_names_exist():
+    files = {str(path.relative_to(ROOT)) for folder in ("msrl_jax", "tests") for path in (ROOT / folder).rglob("*.py")}
+    named = set(re.findall(r"`([\w/]+\.py)`", PAGES[ARCHITECTURE]))
+    assert not {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+
+
 def test_the_readme_links_every_page():
     assert set(re.findall(r"\]\((docs/\w+\.md)\)", PAGES[README])) == set(PAGES) - {README}
 
