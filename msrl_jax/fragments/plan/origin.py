@@ -101,18 +101,11 @@ def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Seque
 
 
 def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[JaxprEqn]) -> Origin | None:
-<<<<<<< HEAD
     """Evaluates a fragment again, operation by operation; the first non-finite result in it, or None if all are finite."""
     search = _Search()
     if all(map(is_finite, search.function(eqn)(*operands))):
         return None
     return search.origin(_Cause(eqn, tuple(operands), None), all_eqns)
-=======
-    """Evaluates a fragment again, operation by operation, on finite operands; the origin, or None if all is finite."""
-    walk = _Walk()
-    outs = walk.equation(eqn, [Tainted(x, None) for x in operands], None)
-    return _descend(walk, walk.events[0], all_eqns) if _earliest(outs) is not None else None
->>>>>>> w-floors
 
 
 def fragments_of(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
@@ -139,33 +132,7 @@ class _Search:
     """Evaluates equations, each as a whole, and goes from a cause into its parts."""
 
     def __init__(self) -> None:
-<<<<<<< HEAD
         self._functions: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
-=======
-        self.events: list[_Event] = []
-        self._compiled: dict[int, tuple[JaxprEqn, Callable[..., Any]]] = {}
-
-    def block(
-        self, eqns: Sequence[JaxprEqn], env: Mapping[Var, Tainted], step: tuple[int, int] | None
-    ) -> dict[Var, Tainted]:
-        """Evaluates equations in order; returns the values of all variables."""
-        env = dict(env)
-        for eqn in eqns:
-            outs = self.equation(eqn, [_read(env, a) for a in eqn.invars], step)
-            env.update((v, d) for v, d in zip(eqn.outvars, outs, strict=True) if not is_dropped(v))
-        return env
-
-    def equation(self, eqn: JaxprEqn, ins: Sequence[Tainted], step: tuple[int, int] | None) -> list[Tainted]:
-        """Evaluates one equation."""
-        operands = tuple(d.value for d in ins)
-        outs = self.function(eqn)(*operands)
-        inherited = _earliest(ins)
-        finite = [is_finite(x) for x in outs]
-        if inherited is None and not all(finite):
-            inherited = float(len(self.events))
-            self.events.append(_Event(eqn, operands, step))
-        return [Tainted(x, None if fine else inherited) for x, fine in zip(outs, finite, strict=True)]
->>>>>>> w-floors
 
     def function(self, eqn: JaxprEqn) -> Callable[..., Any]:
         """An equation as a function: compiled if it holds code, such as a fragment or a loop."""
