@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 from msrl_jax._spelling import nearest, suggestion
@@ -108,8 +109,12 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
       A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree.
     """
 
+    if not isinstance(name, str) or not name.replace("_", "a").isalnum():
+        raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
+
     def make(cls: type[T]) -> type[T]:
         vars_of: Any = cls
+        _check_declaration(vars_of)
         vars_of.__post_init__ = _check
         new: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         new.name, new.many_agents, new.offline = name, many_agents, offline
@@ -125,14 +130,31 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
                 object.__setattr__(made, n, value)
             return made
 
-        jax.tree_util.register_pytree_node(new, flatten, unflatten)
-        before = ALGORITHMS.get(name)
+        defaults = {f.name: f.default for f in dataclasses.fields(new)}
+        _check_fields(unflatten(tuple(map(defaults.get, static)), map(defaults.get, leaves)))
+        before = {n.lower(): c for n, c in ALGORITHMS.items()}.get(name.lower())
         if before is not None and (before.__module__, before.__qualname__) != (new.__module__, new.__qualname__):
             raise ValueError(f"an algorithm named {name!r} is registered already; choose another name")
+        jax.tree_util.register_pytree_node(new, flatten, unflatten)
         ALGORITHMS[name] = new  # a cell of a notebook may define it again
         return new
 
     return make
+
+
+def _check_declaration(cls: type) -> None:
+    """Raises TypeError unless a class can be made a config."""
+    where = f"the config {cls.__name__}"
+    if not callable(getattr(cls, "build", None)):
+        raise TypeError(f"{where} has no method build(env) -> Agent; give it one")
+    if "__post_init__" in vars(cls):
+        raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
+    for name, kind in typing.get_type_hints(cls).items():
+        about = getattr(vars(cls).get(name), "metadata", {})
+        if typing.get_origin(kind) is not ClassVar and name not in Config.__annotations__ and "doc" not in about:
+            raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
+        if about.get("tunable") and float not in (kind, *typing.get_args(kind)):
+            raise TypeError(f"{where} has the tunable field {name!r}, which is no float; use field, or float in its type")
 
 
 def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
@@ -177,6 +199,12 @@ def get(algorithm: str | type) -> type:
       ValueError: on an unknown name; the message suggests the nearest one.
     """
     if isinstance(algorithm, type) and hasattr(algorithm, "build") and hasattr(algorithm, "many_agents"):
+        if "many_agents" not in vars(algorithm):
+            base = next(c.__name__ for c in algorithm.__mro__ if "many_agents" in vars(c))
+            raise TypeError(
+                f"{algorithm.__name__} is a subclass of the config {base}, and no config itself; decorate it with "
+                "algorithms.config, under a name of its own"
+            )
         return algorithm
     if not isinstance(algorithm, str):
         raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
@@ -211,7 +239,10 @@ def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
       ValueError: on an unknown algorithm or field (the message suggests the nearest one), on an invalid value, and on a field
         that has no effect with the other fields.
     """
-    base = algorithm if dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type) else get(algorithm)()
+    given = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
+    source: Any = type(algorithm) if given else algorithm
+    kind: Any = get(source)
+    base: Any = algorithm if given else kind()
     known = [f.name for f in dataclasses.fields(base)]
     for name in overrides:
         if name not in known:
@@ -247,17 +278,25 @@ def is_constant(value: Any, number: float) -> bool:
 
 
 def _check(self: Any) -> None:
+    """Checks a config that is made."""
+    _check_fields(self)
+    if hasattr(self, "check"):
+        self.check()
+
+
+def _check_fields(self: Any) -> None:
     """Raises ValueError unless every field has a value of its type and in its bounds."""
     hints = typing.get_type_hints(type(self))
     for f in dataclasses.fields(self):
         value, kind = getattr(self, f.name), hints[f.name]
+        if isinstance(value, np.ndarray | jax.Array | np.bool_) and value.ndim == 0 and not isinstance(value, Tracer):
+            value = value.item()
+            object.__setattr__(self, f.name, value)
         kinds = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
         if isinstance(value, Tracer) or (value is None and type(None) in kinds):
             continue
         if remedy := _remedy(value, kinds, f.metadata.get("bounds", {})):
             raise ValueError(f"{type(self).__name__}.{f.name}={value!r}: use {remedy}")
-    if hasattr(self, "check"):
-        self.check()
 
 
 def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> str | None:
@@ -275,7 +314,8 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
         except OverflowError:
             number = math.inf
         if not (math.isfinite(number) and _within(number, bounds)):
-            return f"a finite number {wanted}".rstrip()
+            several = ", or give the list to msrl.train: a member for each" if isinstance(value, list | tuple) else ""
+            return f"a finite number {wanted}".rstrip() + several
         held = number == 0 or 1.2e-38 <= abs(number) <= 3.4e38
         return None if held else "a number that float32 holds, 0 or from 1.2e-38 to 3.4e38"
     if int in kinds:
@@ -284,7 +324,7 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
         fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and _within(int(value), bounds)
         return None if fits else f"an integer of {wanted}"
     if any(typing.get_args(kind)[:1] == (int,) for kind in kinds):
-        fits = isinstance(value, tuple) and value and all(isinstance(n, int) and n >= 1 for n in value)
+        fits = isinstance(value, tuple) and value and all(type(n) is int and n >= 1 for n in value)
         return None if fits else "a tuple of positive integers, such as (64, 64)"
     return None
 

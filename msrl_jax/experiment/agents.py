@@ -18,6 +18,9 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_
 from msrl_jax.algorithms.config import with_traced
 from msrl_jax.replay import SHARD_AXIS
 
+RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")
+"""Names of columns that a run adds to the metrics of its algorithm."""
+
 SKIPPED = "skipped_updates"
 """The metric that counts the dropped updates."""
 
@@ -135,14 +138,26 @@ def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
 def numbers_only(agent: Agent, name: str) -> Agent:
     """An agent that refuses metrics that are no numbers."""
 
+    if not isinstance(agent, Agent):
+        raise TypeError(f"algorithm {name!r}: build returned {agent!r}; return an msrl_jax.algorithms.Agent")
+    state_type = type(agent.axes)
+    if "inner" in getattr(state_type, "_fields", ("inner",)):
+        raise TypeError(f"algorithm {name!r} has axes of a {state_type.__name__}; use a NamedTuple without a field 'inner'")
+
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
         state, metrics = agent.iteration(state, progress)
         for metric, value in metrics.items():
-            if isinstance(value, str | bytes) or value is None:
-                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are numbers")
+            if isinstance(value, str | bytes) or value is None or _is_complex(value):
+                raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are real numbers")
+            if metric in RESERVED:
+                raise ValueError(f"algorithm {name!r} reports the metric {metric!r}, as the run itself does; name it otherwise")
         return state, metrics
 
     return dataclasses.replace(agent, iteration=iteration)
+
+
+def _is_complex(value: Any) -> bool:
+    return jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating)
 
 
 def skip_nonfinite(agent: Agent) -> Agent:

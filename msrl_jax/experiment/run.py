@@ -5,7 +5,7 @@ A hook has any of these, which are called in the order of the hooks:
     every            steps at whose multiples chunks end, unless the user chose the length of chunks
     begin(run)       the state is there, and nothing has run
     before(run)      before each chunk; an `Ending` ends the run, and the hooks after that one are not called
-    after(run)       after each chunk; an `Ending` ends the run
+    after(run)       after each chunk; an `Ending` ends the run, and so does True
     end(run)         the run is over: the last hook first
 """
 
@@ -201,6 +201,8 @@ def _call(hooks: Iterable[Any], phase: str, run: Run) -> Iterator[Ending]:
         answer = getattr(hook, phase)(run) if hasattr(hook, phase) else None
         if isinstance(answer, Ending):
             yield answer
+        elif answer is True:
+            yield Ending("stopped")
 
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:

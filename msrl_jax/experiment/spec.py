@@ -70,6 +70,25 @@ class Experiment:
     guard: GuardPolicy = "halt"
     recorded_steps: int | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    def __post_init__(self):
+        if isinstance(self.algorithm, str | type) or not dataclasses.is_dataclass(self.algorithm):
+            raise TypeError(f"Experiment.algorithm={self.algorithm!r}: give a config, such as PPO(learning_rate=3e-4)")
+        algorithms.get(type(self.algorithm))
+        if self.pbt is not None and not isinstance(self.pbt, PBT):
+            raise TypeError(f"Experiment.pbt={self.pbt!r}: give a PBT")
+        whole("seeds", self.seeds)
+        whole("total_steps", self.total_steps)
+        check_guard(self.guard)
+        kind, lengths = type(self.algorithm), {len(values) for values in self.settings.values()}
+        if unknown := [name for name in self.settings if name not in tunable_fields(kind)]:
+            known = ", ".join(tunable_fields(kind))
+            raise ValueError(f"Experiment.settings has {unknown[0]!r}; members of {kind.__name__} can differ in {known}")
+        if len(lengths) > 1 or 0 in lengths:
+            raise ValueError(f"Experiment.settings={dict(self.settings)!r}: give all fields equally many values, at least one")
+        check_seed(self.seed, self.members)
+        for values in zip(*self.settings.values(), strict=True):
+            algorithms.make(self.algorithm, dict(zip(self.settings, values, strict=True)))
+
     # --- what it is -----------------------------------------------------------------------------------------------------------
 
     @property

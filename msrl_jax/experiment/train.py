@@ -153,7 +153,7 @@ def train(
             program = experiment.compile(where, devices)
             saver = None if path is None else Checkpoints(path, every, keep, recording)
         stack.callback(release, experiment.agent.env)
-        agent, functions = experiment.behavior.agent, [callback for callback in callbacks if not is_hook(callback)]
+        agent, functions = experiment.behavior.agent, [callback for callback in callbacks if callable(callback)]
         if policy is None and simulated and progress is not False and processes.is_first():
             print(f"policy {policy_text(where)}: the host simulates {experiment.env_name}", file=sys.stderr)
         total = experiment.iterations * experiment.steps_per_iteration

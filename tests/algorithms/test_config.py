@@ -4,6 +4,8 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from msrl_jax import algorithms
@@ -65,6 +67,7 @@ def ball():
         ("normalize_rewards", 1, "True or False"),
         ("hidden_sizes", [64, 64], r"a tuple of positive integers, such as \(64, 64\)"),
         ("hidden_sizes", (64, 0), "a tuple of positive integers"),
+        ("hidden_sizes", (True,), "a tuple of positive integers"),
         ("activation", "tahn", "'tanh'"),
         ("network", "transformer", r"one of \['auto', 'cnn', 'mlp'\]"),
     ],
@@ -132,10 +135,53 @@ def test_algorithms_are_found_by_name_class_and_place(ball):
         algorithms.get("nowhere:Ball")
     with pytest.raises(TypeError, match="give a config such as PPO"):
         algorithms.get(3)
-    same = {"__annotations__": {}, "__module__": ball.__module__, "__qualname__": ball.__qualname__}
+    same = {"build": ball.build, "__annotations__": {}, "__module__": ball.__module__, "__qualname__": ball.__qualname__}
     assert config("ball")(type("Ball", (), same)) is ALGORITHMS["ball"] is not ball  # a cell of a notebook that runs again
     with pytest.raises(ValueError, match="'ppo' is registered already"):
-        config("ppo")(type("Other", (), {"__annotations__": {}}))
+        config("ppo")(declared())
+
+
+def declared(base=object, **parts):
+    """A class as users write it, before it is decorated."""
+    kinds = {name: type(x.default) for name, x in parts.items() if isinstance(x, dataclasses.Field)}
+    return type("Own", (base,), {"__annotations__": kinds, "build": lambda self, env: None, **parts})
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"build": None}, "Own has no method build"),
+        ({"__post_init__": lambda self: None}, "name it check"),
+        ({"k": tunable(default=3, doc="a number.")}, "'k', which is no float"),
+        ({"k": field(default=0, doc="a number.")}, r"Own\.k=0: use an integer of at least 1"),
+        ({"__annotations__": {"rate": float}}, "'rate' without a default or a text"),
+    ],
+)
+def test_a_bad_declaration_is_refused_at_once(parts, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        config("own")(declared(**parts))
+    assert "own" not in ALGORITHMS
+
+
+def test_a_bad_name_is_refused():
+    for name in (declared(), "my ppo", "a:b", ""):
+        with pytest.raises(ValueError, match="letters, digits and _"):
+            config(name)
+    with pytest.raises(ValueError, match="'PPO' is registered already"):
+        config("PPO")(declared())
+
+
+def test_a_plain_subclass_is_no_config():
+    for algorithm in (type("Sub", (PPO,), {}), type("Sub", (PPO,), {})()):
+        with pytest.raises(TypeError, match="Sub is a subclass of the config PPO"):
+            make(algorithm, {})
+
+
+def test_scalars_of_numpy_and_jax_are_numbers():
+    for one in (np.float32(0.5), np.array(0.5), jnp.float32(0.5)):
+        assert PPO(discount=one) == PPO(discount=0.5) and not hasattr(PPO(discount=np.array(0.5)).discount, "shape")
+    with pytest.raises(ValueError, match=r"or give the list to msrl\.train"):
+        PPO(learning_rate=[1e-3, 1e-4])
 
 
 def test_minibatches_must_divide_the_unroll():

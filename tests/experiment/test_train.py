@@ -116,16 +116,6 @@ def test_a_callback_that_takes_the_state_away_is_named(tiny, one_device):
         msrl.train("ppo", ENV, total_steps=128, chunk=1, devices=one_device, callbacks=[greedy], progress=False, **tiny)
 
 
-def test_a_metric_of_text_is_refused_by_name(one_device):
-    class Chatty(msrl.algorithms.get("ppo")):
-        def build(self, env):
-            return dataclasses.replace(super().build(env), iteration=lambda state, progress: (state, {"note": "good"}))
-
-    for seeds in (1, 2):
-        with pytest.raises(TypeError, match=r"'ppo' reports the metric 'note' as 'good'; metrics are numbers"):
-            msrl.train(Chatty(), ENV, seeds=seeds, devices=one_device, progress=False)
-
-
 def test_callbacks_see_every_tick_and_may_stop(tiny, one_device):
     seen = []
 

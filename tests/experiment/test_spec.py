@@ -1,0 +1,45 @@
+"""An experiment is checked when it is made, whoever makes it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from msrl_jax.algorithms import PPO
+from msrl_jax.experiment import Experiment
+from msrl_jax.experiment.agents import RESERVED, numbers_only
+from tests.support.random_walk import RandomWalk
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"algorithm": "ppo"}, "give a config, such as PPO"),
+        ({"algorithm": PPO}, "give a config, such as PPO"),
+        ({"algorithm": type("Sub", (PPO,), {})()}, "Sub is a subclass of the config PPO"),
+        ({"settings": {"learning_rat": (1e-3, 1e-2)}}, "has 'learning_rat'; members of PPO can differ in learning_rate"),
+        ({"settings": {"num_envs": (8, 16)}}, "has 'num_envs'; members of PPO can differ in"),
+        ({"settings": {"learning_rate": (1e-3, -1e-2)}}, r"PPO\.learning_rate=-0\.01: use a finite number above 0"),
+        ({"settings": {"learning_rate": (1e-3,), "discount": (0.9, 0.99)}}, "equally many values"),
+        ({"settings": {"learning_rate": ()}}, "equally many values, at least one"),
+        ({"guard": "skp"}, r"guard='skp' \(did you mean 'skip'\?\)"),
+        ({"seed": 2**33}, "a seed has 32 bits"),
+        ({"seeds": 0}, "seeds=0: use an integer of at least 1"),
+        ({"total_steps": "512"}, "total_steps='512': use an integer"),
+        ({"pbt": "members=4"}, "give a PBT"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Experiment(**{"algorithm": PPO(), **given})
+
+
+LOST = [*((name, 1.0) for name in RESERVED), ("waves", np.complex64(1j)), ("note", "good"), ("nothing", None)]
+
+
+@pytest.mark.parametrize(("metric", "value"), LOST)
+def test_metrics_that_would_be_lost_are_refused(metric, value):
+    agent = PPO(num_envs=8, unroll_length=8, hidden_sizes=(4,)).build(RandomWalk())
+    loud = numbers_only(dataclasses.replace(agent, iteration=lambda state, progress: (state, {metric: value})), "own")
+    with pytest.raises((TypeError, ValueError), match=f"'own' reports the metric '{metric}'"):
+        loud.iteration(None, None)
