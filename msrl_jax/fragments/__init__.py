@@ -16,7 +16,7 @@ program.py (`Program`), compiler.py. `compile` calls the passes in this order:
 
 passes/checks.py refuses bad input between them; passes/divisibility.py applies the policy to devices and sizes before them.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
-(`fused_loop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
+(`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 """
 
 from msrl_jax.fragments.compiler import compile as compile
