@@ -140,9 +140,11 @@ def numbers_only(agent: Agent, name: str) -> Agent:
 
     if not isinstance(agent, Agent):
         raise TypeError(f"algorithm {name!r}: build returned {agent!r}; return an msrl_jax.algorithms.Agent")
-    state_type = type(agent.axes)
-    if "inner" in getattr(state_type, "_fields", ("inner",)):
-        raise TypeError(f"algorithm {name!r} has axes of a {state_type.__name__}; use a NamedTuple without a field 'inner'")
+    if not hasattr(own := innermost(agent.axes), "_fields"):
+        raise TypeError(
+            f"algorithm {name!r} has axes of a {type(own).__name__}; its state is a NamedTuple, whose field 'inner', if it has "
+            "one, is the state of the agent that a transformation widens"
+        )
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
         state, metrics = agent.iteration(state, progress)
