@@ -137,7 +137,6 @@ def map_members(f: Callable[..., Any], state: Any, *others: Any) -> Any:
 
 def numbers_only(agent: Agent, name: str) -> Agent:
     """An agent that refuses metrics that are no numbers."""
-
     if not isinstance(agent, Agent):
         raise TypeError(f"algorithm {name!r}: build returned {agent!r}; return an msrl_jax.algorithms.Agent")
     if not hasattr(own := innermost(agent.axes), "_fields"):

@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax.fragments.passes.instructions import Move, Run, walk
+from msrl_jax.fragments.passes.instructions import Move, Run
 from tests.support import replay_loop, toy
 from tests.support.compare import assert_close
+from tests.support.program import dependencies
 
 
 def delayed_reference(staleness, iterations):
@@ -51,25 +52,6 @@ def test_a_delayed_run_resumes_from_its_state():
     rest, _ = program.run(on_the_host, 3)
     for a, b in zip(jax.tree.leaves(rest), jax.tree.leaves(whole), strict=True):
         assert bool((a == b).all())
-
-
-def dependencies(program, staleness):
-    """For each (iteration, instruction) of a run, the pairs (iteration, fragment) that it depends on."""
-    held = {v: frozenset() for copies in program.schedule.inputs for v in copies}
-    depends = {}
-    for iteration in range(staleness + 3):
-        here = dict(held)
-        for i, _ in walk(program.instructions):
-            before = frozenset().union(*(here.get(v, frozenset()) for v in i.reads()))
-            if isinstance(i, Run):
-                for fragment in i.fragments:
-                    depends[iteration, fragment] = before
-                before |= {(iteration, f) for f in i.fragments}
-            for v in i.makes():
-                here[v] = before
-        pairs = zip(program.schedule.inputs, program.schedule.outputs, strict=True)
-        held = {enter: here.get(leave, frozenset()) for ins, outs in pairs for enter, leave in zip(ins, outs, strict=True)}
-    return depends
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
