@@ -6,13 +6,9 @@ from msrl_jax.algorithms.a2c import A2C as A2C
 from msrl_jax.algorithms.a3c import A3C as A3C
 from msrl_jax.algorithms.agent import Agent as Agent
 from msrl_jax.algorithms.agent import Progress as Progress
-from msrl_jax.algorithms.agent import counted as counted
 from msrl_jax.algorithms.bc import BC as BC
 from msrl_jax.algorithms.config import config as config
 from msrl_jax.algorithms.config import field as field
-from msrl_jax.algorithms.config import get as get
-from msrl_jax.algorithms.config import make as make
-from msrl_jax.algorithms.config import names as names
 from msrl_jax.algorithms.config import tunable as tunable
 from msrl_jax.algorithms.cql import CQL as CQL
 from msrl_jax.algorithms.ddpg import DDPG as DDPG
@@ -29,7 +25,11 @@ from msrl_jax.algorithms.qmix import QMIX as QMIX
 from msrl_jax.algorithms.qmix import VDN as VDN
 from msrl_jax.algorithms.r2d2 import R2D2 as R2D2
 from msrl_jax.algorithms.recurrent_ppo import RecurrentPPO as RecurrentPPO
+from msrl_jax.algorithms.registry import get as get
+from msrl_jax.algorithms.registry import make as make
+from msrl_jax.algorithms.registry import names as names
 from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.self_play import SelfPlay as SelfPlay
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.teams import Teams as Teams
+from msrl_jax.algorithms.transformations import counted as counted

@@ -15,12 +15,12 @@ from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, t
 from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import gae, standardize
 from msrl_jax.algorithms.returns.advantages import mean
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
@@ -30,51 +30,40 @@ class A2C:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False,
-        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
-    )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
-    gae_lambda: float = tunable(
-        default=0.95, low=0, high=1,
-        doc="lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's n-step "
-        "advantages, with n up to the end of the unroll. Usual: 1, or 0.95.",
-    )
+    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
     learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
     max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
+        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
     )
-    optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
     rms_decay: float = tunable(
         default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
     )
     epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in the denominator of the update. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.",
+        default=1e-05, doc="number in the denominator of an update. Usual: 1e-5 to 0.1 (RMSProp), 1e-8 to 1e-5 (Adam).", above=0
     )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
+    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(
+        default=0.95, doc="lambda of advantages; 1 gives the paper's n-step advantages. Usual: 1, or 0.95.", low=0, high=1
     )
-    activation: Activation = field(
-        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
+    normalize_advantage: Literal["batch", "none"] = field(
+        default="none", doc='whether advantages are standardized over the "batch" of an update. Usual: "none".'
     )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
     network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
     )
     shared_torso: bool = field(
         default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
     )
-    normalize_advantage: Literal["batch", "none"] = field(
-        default="none",
-        doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".',
+    normalize_observations: bool = field(
+        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
+    )
+    normalize_rewards: bool = field(
+        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
     )
 
     def build(self, env: Environment) -> Agent:
@@ -113,22 +102,9 @@ def advantage_loss(
     value_coef: float,
     normalize: bool,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of an advantage actor-critic: A2C, or one worker of A3C.
+    """The loss of an advantage actor-critic, A2C or one worker of A3C, and its parts: means over a trajectory `[T, E, ...]`.
 
-    Args:
-      params: parameters of the network.
-      network: the network.
-      trajectory: the experience. `[T, E, ...]`
-      last_obs: the observations after the trajectory. `[E, ...]`
-      bootstrap_value: values of the true successors; used where an episode was truncated. `[T, E]`
-      discount: discount factor per step.
-      gae_lambda: lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance).
-      entropy_coef: weight of the entropy bonus.
-      value_coef: weight of the value loss.
-      normalize: whether to standardize the advantages over the trajectory.
-
-    Returns:
-      The loss and its parts, float32 scalars: means over the trajectory.
+    `bootstrap_value` `[T, E]` holds the values of the true successors, used where an episode was truncated.
     """
     t = trajectory
     log_prob, entropy, value = evaluate(network, params, trajectory)

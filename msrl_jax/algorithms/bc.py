@@ -15,8 +15,8 @@ from msrl_jax.algorithms.loops.buffers import check_data
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer
-from msrl_jax.algorithms.networks.actions import check_bounded, check_policy_space, has_scale
-from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.actions import check_bounded
+from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import log_likelihood, make_policy
 from msrl_jax.envs import Environment

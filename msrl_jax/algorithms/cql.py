@@ -23,9 +23,9 @@ from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
 from msrl_jax.algorithms.losses.q_learning import greedy_target
 from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
-from msrl_jax.algorithms.networks.distributions import TanhNormal, choose
+from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry
-from msrl_jax.algorithms.networks.policies import make_critics, make_policy
+from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal

@@ -1,6 +1,6 @@
 """Deep deterministic policy gradients (Lillicrap et al., 2016, arXiv 1509.02971): TD3 without its three additions."""
 
-from msrl_jax.algorithms.config import variant
+from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.td3 import TD3
 
 DDPG = variant(

@@ -14,7 +14,7 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable, variant
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
@@ -22,10 +22,11 @@ from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_
 from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.counters import Counter, advance, remainder
+from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import Counter, advance, remainder
 from msrl_jax.replay import NStep
 
 

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environment, logical_axes
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.updates import annealed, descend
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.envs import Environment, NormalizeObservation
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.fragments import fragment

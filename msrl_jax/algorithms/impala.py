@@ -13,27 +13,20 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import (
-    Agent,
-    Metrics,
-    Progress,
-    logical_axes,
-    parameter_age,
-    parameter_version,
-    training_environment,
-)
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns import standardize, vtrace
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.counters import counter
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import counter
+from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.replay import FifoState, fifo
 
 

@@ -19,22 +19,16 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress
-from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable, variant
+from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
-from msrl_jax.algorithms.loops.trajectory import (
-    next_values,
-    pick,
-    proximal_updates,
-    shuffled_members,
-    shuffled_times,
-    split_keys,
-    truncated_values,
-)
+from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
+from msrl_jax.algorithms.loops.trajectory import next_values, proximal_updates, shuffled_times, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.agents import centralized_network, independent_network
+from msrl_jax.algorithms.networks.distributions import check_policy_space, has_scale
 from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
 from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents

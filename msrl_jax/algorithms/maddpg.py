@@ -34,11 +34,11 @@ from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import linear_network, make_actor
 from msrl_jax.algorithms.returns.advantages import mean
-from msrl_jax.counters import Counter, at_least
 from msrl_jax.envs import Box, Discrete, JointObservation, MultiAgentEnvironment, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import zeros
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import Counter, at_least
 
 
 @config("maddpg", many_agents=True)

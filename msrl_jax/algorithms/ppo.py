@@ -23,11 +23,11 @@ from msrl_jax.algorithms.loops.trajectory import (
 )
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
@@ -88,12 +88,7 @@ class PPO:
             )
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          ValueError: if the network does not fit.
-          TypeError: if a space is not supported.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         return build(env, self)
 
 
@@ -115,22 +110,6 @@ class PPOState(NamedTuple):
     actor_keys: jax.Array
     env_state: Any
     obs: jax.Array
-
-
-class Batch(NamedTuple):
-    """The data of an iteration's updates.
-
-    Attributes:
-      trajectory: the experience. shape=(T, E, ...)
-      advantage: the estimated advantages. shape=(T, E)
-      old_value: values of the observations, before the updates. shape=(T, E)
-      target: targets of the values. shape=(T, E)
-    """
-
-    trajectory: Trajectory
-    advantage: jax.Array
-    old_value: jax.Array
-    target: jax.Array
 
 
 def build(env: Environment, config: PPO) -> Agent:
@@ -190,7 +169,7 @@ def build(env: Environment, config: PPO) -> Agent:
         target = value + advantage
         if config.normalize_advantage == "batch":
             advantage = standardize(advantage, t.present)
-        return Batch(trajectory, advantage, value, target)
+        return trajectory, advantage, value, target
 
     @fragment(role="learner")
     def gradients(params, batch, times):
@@ -201,19 +180,11 @@ def build(env: Environment, config: PPO) -> Agent:
         def loss(params):
             policy, value = network.apply(params, minibatch.obs)
             return ppo_loss(
-                policy,
-                value,
-                action=minibatch.action,
-                log_prob=minibatch.log_prob,
-                advantage=advantage,
-                old_value=old_value,
-                target=target,
-                clip_ratio=config.clip_ratio,
-                clip_value=config.clip_value,
-                value_coef=config.value_coef,
-                entropy_coef=config.entropy_coef,
-                counts=minibatch.present,
-            )
+                policy, value,
+                action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage, old_value=old_value, target=target,
+                clip_ratio=config.clip_ratio, clip_value=config.clip_value,
+                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=minibatch.present,
+            )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -224,10 +195,7 @@ def build(env: Environment, config: PPO) -> Agent:
         batch = estimate_advantages(params, trajectory, last_obs, bootstrap_value)
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffled_times(
-            key,
-            unroll_length=config.unroll_length,
-            num_epochs=config.num_epochs,
-            num_minibatches=config.num_minibatches,
+            key, unroll_length=config.unroll_length, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
         )
         params, opt_state, metrics = run_updates(params, opt_state, minibatches, learning_rate, batch)
         return params, opt_state, key, metrics | {"learning_rate": learning_rate}

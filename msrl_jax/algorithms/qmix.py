@@ -18,7 +18,7 @@ import optax
 from flax import linen as nn
 
 from msrl_jax.algorithms.agent import Agent, Progress
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable, variant
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy
@@ -30,10 +30,11 @@ from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry, Network, dense
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward
-from msrl_jax.counters import Counter, advance, remainder
+from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import Counter, advance, remainder
 from msrl_jax.replay import Transition
 
 

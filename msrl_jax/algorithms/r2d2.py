@@ -30,11 +30,11 @@ from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_
 from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry
-from msrl_jax.counters import Counter, advance, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import Counter, advance, remainder
 from msrl_jax.replay import Replay, Transition
 
 

@@ -14,23 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    next_values,
-    pick,
-    proximal_updates,
-    shuffled_members,
-    split_keys,
-    truncated_values,
-)
+from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
+from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, proximal_updates, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import recurrent_network
-from msrl_jax.algorithms.returns import gae, standardize
+from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
 
 
@@ -39,67 +33,51 @@ class RecurrentPPO:
     """PPO with a memory; for any observations, and actions that are discrete, integers or floats."""
 
     num_envs: int = field(
-        default=32,
-        doc="environments stepped in parallel, `E`; a multiple of `num_minibatches` times the number of devices that the "
-        "environments are split over. Usual: 16 to 4096.",
+        default=32, doc="environments stepped in parallel, `E`; a multiple of `num_minibatches` per device. Usual: 16 to 4096."
     )
     unroll_length: int = field(
-        default=64,
-        doc="steps of every environment per iteration, `T`; gradients flow back through at most as many steps. Usual: 16 to "
-        "256.",
+        default=64, doc="steps of every environment per iteration, `T`; gradients flow back through all. Usual: 16 to 256."
+    )
+    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
+    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
+    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
+    max_grad_norm: float = tunable(
+        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
     )
     discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    gae_lambda: float = tunable(
+        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
+    )
+    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
+        default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
+    )
+    clip_ratio: float = tunable(default=0.2, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.", above=0)
+    clip_value: float | None = tunable(
+        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
+    )
+    target_kl: float | None = tunable(
+        default=None, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03.", above=0
+    )
+    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
+    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half squared error). Usual: 0.5 to 1.", low=0)
+    hidden_sizes: tuple[int, ...] = field(
+        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
+    )
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(
+        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
+    )
+    core: Literal["gru", "lstm", "min_gru"] = field(
+        default="gru", doc='"gru", "lstm", or "min_gru", the fastest: its gates do not wait for a step before. Usual: "gru".'
+    )
+    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
     normalize_observations: bool = field(
         default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
     )
     normalize_rewards: bool = field(
-        default=False,
-        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
+        default=False, doc="whether rewards are divided by the running deviation of the return. Usual: True for locomotion."
     )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
-    gae_lambda: float = tunable(
-        default=0.95, low=0, high=1, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95."
-    )
-    num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
-    num_minibatches: int = field(default=4, doc="updates per pass. Usual: 1 to 8.")
-    clip_ratio: float = tunable(
-        default=0.2, doc="the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. Usual: 0.1 to 0.3.", above=0
-    )
-    clip_value: float | None = tunable(
-        default=None, above=0,
-        doc="the change of a value in one iteration is clipped to this size, in units of the return. Usual: None.",
-    )
-    target_kl: float | None = tunable(
-        default=None, above=0,
-        doc="an iteration ends its updates once the policy has moved this far, in nats of KL divergence. Usual: None, or 0.01 "
-        "to 0.03.",
-    )
-    normalize_advantage: Literal["minibatch", "batch", "none"] = field(
-        default="minibatch",
-        doc='whether advantages are standardized, over each "minibatch" or the whole "batch". Usual: "minibatch".',
-    )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
-    anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5.", above=0
-    )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
-    )
-    activation: Activation = field(
-        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
-    )
-    network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
-    )
-    core: Literal["gru", "lstm", "min_gru"] = field(
-        default="gru",
-        doc='"gru", "lstm", or "min_gru", whose gates do not wait for the step before: the fastest. Usual: "gru".',
-    )
-    memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `num_envs`."""
@@ -140,32 +118,6 @@ class RecurrentPPOState(NamedTuple):
     carry: Carry
 
 
-class Sequences(NamedTuple):
-    """The experience of an unroll; every leaf is `[T, E, ...]`.
-
-    Attributes:
-      obs: the observations at every step.
-      is_first: whether an observation is the first of an episode.
-      action: the policy's actions, before `action_transform`.
-      log_prob: log-probabilities of the actions under the policy that acted.
-      value: the values of the network that acted.
-      reward: rewards.
-      terminated: whether the episode ended in a terminal state.
-      truncated: whether the episode was cut short.
-      present: which steps count; all if None.
-    """
-
-    obs: jax.Array
-    is_first: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
-    value: jax.Array
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    present: jax.Array | None
-
-
 def build(env: Environment, config: RecurrentPPO) -> Agent:
     """The agent of `RecurrentPPO.build`."""
     venv = training_environment(env, config)
@@ -190,16 +142,9 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
         )
 
     axes = logical_axes(
-        RecurrentPPOState,
-        params=P(),
-        opt_state=P(),
-        key=P(),
-        actor_keys=P("env"),
-        env_state=venv.axes,
-        obs=P("env"),
-        is_first=P("env"),
-        carry=P("env"),
-    )
+        RecurrentPPOState, params=P(), opt_state=P(), key=P(), actor_keys=P("env"), env_state=venv.axes, obs=P("env"),
+        is_first=P("env"), carry=P("env"),
+    )  # fmt: skip
 
     @fragment(role="actor")
     def draw_keys(keys):
@@ -224,41 +169,32 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
-    def estimate_advantages(experience, bootstrap_value):
-        t = experience
-        next_value = next_values(t.value, bootstrap_value[-1], bootstrap_value, t.truncated)
+    def estimate_advantages(t, value, bootstrap_value):
+        next_value = next_values(value, bootstrap_value[-1], bootstrap_value, t.truncated)
         advantage = gae(
-            t.reward, t.value, next_value, t.terminated, t.truncated, t.present,
+            t.reward, value, next_value, t.terminated, t.truncated, t.present,
             discount=config.discount, gae_lambda=config.gae_lambda,
         )  # fmt: skip
-        target = t.value + advantage
+        target = value + advantage
         if config.normalize_advantage == "batch":
             advantage = standardize(advantage, t.present)
         return advantage, target
 
     @fragment(role="learner")
     def gradients(params, batch, carry, chosen):
-        minibatch, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
+        minibatch, is_first, old_value, advantage, target = jax.tree.map(lambda x: pick(x, chosen), batch)
         carry = tuple(pick(array[None], chosen)[0] for array in carry)
         if config.normalize_advantage == "minibatch":
             advantage = standardize(advantage, minibatch.present)
 
         def loss(params):
-            (policy, value), _ = network.unroll(params, minibatch.obs, minibatch.is_first, carry)
+            (policy, value), _ = network.unroll(params, minibatch.obs, is_first, carry)
             return ppo_loss(
-                policy,
-                value,
-                action=minibatch.action,
-                log_prob=minibatch.log_prob,
-                advantage=advantage,
-                old_value=minibatch.value,
-                target=target,
-                clip_ratio=config.clip_ratio,
-                clip_value=config.clip_value,
-                value_coef=config.value_coef,
-                entropy_coef=config.entropy_coef,
-                counts=minibatch.present,
-            )
+                policy, value,
+                action=minibatch.action, log_prob=minibatch.log_prob, advantage=advantage, old_value=old_value, target=target,
+                clip_ratio=config.clip_ratio, clip_value=config.clip_value,
+                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=minibatch.present,
+            )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -266,7 +202,8 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
 
     @fragment(role="learner")
     def learn(params, opt_state, progress, key, experience, carry, bootstrap_value):
-        batch = (experience, *estimate_advantages(experience, bootstrap_value))
+        trajectory, _, value = experience
+        batch = (*experience, *estimate_advantages(trajectory, value, bootstrap_value))
         learning_rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
         key, minibatches = shuffled_members(
             key, num_envs=config.num_envs, num_epochs=config.num_epochs, num_minibatches=config.num_minibatches
@@ -279,13 +216,13 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
             env_state, obs, is_first, carry = before
             action, log_prob, value, carry = act(state.params, obs, is_first, carry, keys)
             env_state, t = env_step(env_state, action)
-            experience = Sequences(obs, is_first, action, log_prob, value, t.reward, t.terminated, t.truncated, t.present)
-            return (env_state, t.obs, t.terminated | t.truncated, carry), (experience, t.final_obs, carry)
+            trajectory = Trajectory(obs, action, log_prob, t.reward, t.terminated, t.truncated, t.present)
+            return (env_state, t.obs, t.terminated | t.truncated, carry), ((trajectory, is_first, value), t.final_obs, carry)
 
         actor_keys, keys = draw_keys(state.actor_keys)
         start = state.env_state, state.obs, state.is_first, state.carry
         (env_state, obs, is_first, carry), (experience, final_obs, carries) = jax.lax.scan(step, start, keys)
-        bootstrap_value = bootstrap(state.params, final_obs, carries, experience.truncated)
+        bootstrap_value = bootstrap(state.params, final_obs, carries, experience[0].truncated)
         env_state, episodes = pop_episodes(env_state)
         params, opt_state, key, metrics = learn(
             state.params, state.opt_state, progress, state.key, experience, state.carry, bootstrap_value

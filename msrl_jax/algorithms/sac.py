@@ -24,10 +24,10 @@ from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_critics, make_policy, taken_value
-from msrl_jax.counters import Counter, at_least
 from msrl_jax.envs import Discrete, Environment
 from msrl_jax.envs.masks import mask_of
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import Counter, at_least
 
 
 @config("sac")

@@ -23,9 +23,9 @@ from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoo
 from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
-from msrl_jax.counters import Counter, at_least, remainder
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import Counter, at_least, remainder
 
 
 @config("td3")

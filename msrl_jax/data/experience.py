@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.counters import Counter, advance, counter, remainder
 from msrl_jax.data.dataset import FIELDS, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.data.spaces import check_recordable
@@ -37,6 +36,7 @@ from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.spaces import struct
 from msrl_jax.envs.vector_wrappers import VectorWrapper
 from msrl_jax.envs.wrappers import EnvironmentWrapper
+from msrl_jax.fragments.counters import Counter, advance, counter, remainder
 from msrl_jax.fragments.runtime.processes import read
 from msrl_jax.replay import Transition
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from msrl_jax.envs.spaces import Space
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 PyTree: TypeAlias = Any
 """A pytree of arrays."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax._spec import read_value, read_values
-from msrl_jax.counters import Counter, fraction
+from msrl_jax.fragments.counters import Counter, fraction
 
 Kind: TypeAlias = Literal["uniform", "log_uniform", "choice"]
 

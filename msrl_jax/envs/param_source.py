@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._spelling import suggestion
-from msrl_jax.counters import advance
 from msrl_jax.envs import distributions
 from msrl_jax.envs.base import PyTree, env_name
 from msrl_jax.envs.params import (
@@ -23,7 +22,8 @@ from msrl_jax.envs.params import (
     default_params,
     inside,
 )
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.counters import advance
+from msrl_jax.fragments.metrics import Mean
 
 E = TypeVar("E")
 

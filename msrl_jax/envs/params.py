@@ -16,11 +16,11 @@ import numpy as np
 
 from msrl_jax._compat import used_inputs
 from msrl_jax._spelling import suggestion
-from msrl_jax.counters import Counter, counter
 from msrl_jax.envs import distributions, spaces
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import Environment, PyTree, env_name, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper
+from msrl_jax.fragments.counters import Counter, counter
 
 Params: TypeAlias = Mapping[str, Any]
 """Parameters by name."""

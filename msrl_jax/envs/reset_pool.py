@@ -17,7 +17,7 @@ from msrl_jax._checks import whole
 from msrl_jax.envs.agents.base import has_agents
 from msrl_jax.envs.base import Environment, PyTree, env_name
 from msrl_jax.envs.wrappers import EnvironmentWrapper
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from msrl_jax.counters import Counter, advance, at_least, counter, to_float
 from msrl_jax.envs.base import PyTree
+from msrl_jax.fragments.counters import Counter, advance, at_least, counter, to_float
 
 _EXACT = 2**24
 """Counts below this number are exact in float32."""

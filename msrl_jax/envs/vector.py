@@ -15,7 +15,7 @@ from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import with_masks
 from msrl_jax.envs.params import ParamSource
 from msrl_jax.envs.reset_pool import Spares
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 
 class VectorState(NamedTuple):

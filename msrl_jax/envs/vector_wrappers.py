@@ -13,12 +13,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from msrl_jax.counters import at_least
 from msrl_jax.envs import running, spaces
 from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.running import RunningStatistics
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.counters import at_least
+from msrl_jax.fragments.metrics import Mean
 
 REPLICATED = PartitionSpec()
 

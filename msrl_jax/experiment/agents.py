@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
-from msrl_jax.algorithms.config import with_traced
+from msrl_jax.algorithms.registry import with_traced
 from msrl_jax.replay import SHARD_AXIS
 
 RESERVED = ("step", "iteration", "seconds", "steps_per_second", "eval_return", "eval_length")

@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Counted, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
+from msrl_jax.algorithms.transformations import Counted
 from msrl_jax.envs import distributions
 from msrl_jax.experiment.agents import Member, learned, with_learned
 from msrl_jax.experiment.pbt import NUMBER, PBT
 from msrl_jax.fragments import fragment
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 PARENT = "pbt/parent"
 """The metric that tells whom each member copied at the last exploit; its own number if nobody."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from msrl_jax.experiment.agents import SKIPPED
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 Row: TypeAlias = dict[str, float | np.ndarray]
 HostMetrics: TypeAlias = Mapping[str, np.ndarray | Mean]

@@ -17,8 +17,10 @@ from msrl_jax import algorithms, data, envs, policies
 from msrl_jax._checks import check_seed, whole
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
-from msrl_jax.algorithms.agent import Agent, check_env, counted
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.algorithms.registry import check_env
+from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment

@@ -1,7 +1,8 @@
 """Fragments: marking the parts of a training loop, and compiling the loop for a distribution policy.
 
 Each floor imports only those before it: placement.py (sub-meshes and layouts), `graph/`, `passes/`, `runtime/`, `plan/`,
-program.py (`Program`), compiler.py. `compile` calls the passes in this order:
+program.py (`Program`), compiler.py. Loops count and report with counters.py, progress.py and metrics.py. `compile` calls the
+passes in this order:
 
     pass          file                     takes -> gives
     trace         graph/trace.py           iteration, state -> jaxpr, whose equations include the marked fragments
@@ -19,11 +20,14 @@ passes/checks.py refuses bad input between them; passes/divisibility.py applies 
 (`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 """
 
+from msrl_jax.fragments import counters as counters
 from msrl_jax.fragments.compiler import compile as compile
 from msrl_jax.fragments.graph.host import host_fragment as host_fragment
 from msrl_jax.fragments.graph.marker import fragment as fragment
 from msrl_jax.fragments.graph.marker import fragment_scope as fragment_scope
+from msrl_jax.fragments.metrics import Mean as Mean
 from msrl_jax.fragments.plan.plan import Plan as Plan
 from msrl_jax.fragments.plan.topologies import plan_devices as plan_devices
 from msrl_jax.fragments.program import Delayed as Delayed
 from msrl_jax.fragments.program import Program as Program
+from msrl_jax.fragments.progress import Progress as Progress

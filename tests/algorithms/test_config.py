@@ -10,7 +10,8 @@ import pytest
 
 from msrl_jax import algorithms
 from msrl_jax.algorithms import PPO, config, field, make, tunable
-from msrl_jax.algorithms.config import ALGORITHMS, field_docs, tunable_fields, variant
+from msrl_jax.algorithms.config import ALGORITHMS, tunable_fields
+from msrl_jax.algorithms.registry import field_docs, variant
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.algorithms.agent import check_env
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
+from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.returns import standardize
 from msrl_jax.envs.agents.games import KuhnPoker
 from tests.support.agents import make_counted

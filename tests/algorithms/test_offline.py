@@ -12,7 +12,7 @@ from msrl_jax import algorithms, data
 from msrl_jax.algorithms import IQL, counted
 from msrl_jax.algorithms.loops.off_policy import Learner, Rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.counters import to_float
+from msrl_jax.fragments.counters import to_float
 from tests.support.off_policy import adam, assert_close, counting, one, plain_losses, plain_mlp, plain_policy, plain_q, wide
 from tests.support.random_walk import RandomWalk
 from tests.support.transitions import noise

@@ -11,8 +11,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import A3C, counted
-from msrl_jax.algorithms.agent import Counted
-from msrl_jax.counters import counter, to_int
+from msrl_jax.algorithms.transformations import Counted
+from msrl_jax.fragments.counters import counter, to_int
 from msrl_jax.policies import Layout, Placement, SingleLearnerCoarse
 from tests.support.agents import still
 from tests.support.compiled import collectives

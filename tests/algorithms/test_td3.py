@@ -8,7 +8,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import algorithms
 from msrl_jax.algorithms import TD3, counted
-from msrl_jax.algorithms.config import field_docs
+from msrl_jax.algorithms.registry import field_docs
 from tests.support.compiled import collectives
 from tests.support.off_policy import B, adam, assert_close, build, counting, drawn, num_params, one, plain_mlp, start, wide
 from tests.support.random_walk import RandomWalk

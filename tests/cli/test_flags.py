@@ -6,7 +6,7 @@ import pytest
 
 from msrl_jax import algorithms, cli
 from msrl_jax.algorithms import PPO
-from msrl_jax.algorithms.config import field_docs
+from msrl_jax.algorithms.registry import field_docs
 from msrl_jax.cli import flags, main
 from msrl_jax.cli.commands import Sweep, Train
 from msrl_jax.cli.flags import parse

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax import counters
 from msrl_jax.envs import running
+from msrl_jax.fragments import counters
 
 
 def run(stats, batches):

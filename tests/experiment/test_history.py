@@ -5,7 +5,7 @@ import pytest
 
 from msrl_jax.experiment.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
 from msrl_jax.experiment.pace import chunk_length
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 
 def test_a_mean_weighs_every_sample_equally():

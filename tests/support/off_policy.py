@@ -8,7 +8,7 @@ from msrl_jax import algorithms, replay
 from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
-from msrl_jax.counters import counter
+from msrl_jax.fragments.counters import counter
 
 E, B = 16, 32
 SMALL = {

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.envs import Box, MultiAgentEnvironment, Space, VectorizedAgents, vectorize_agents
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.spaces import flat_space, flatten
 from msrl_jax.fragments import fragment, fragment_scope

@@ -23,16 +23,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, parameter_age, parameter_version
+from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.loops.updates import select
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.layers import Carry, forget
-from msrl_jax.counters import Counter, advance, at_least, counter, fraction, remainder
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import mask_of, sample_legal
 from msrl_jax.envs.spaces import is_integers, num_values
 from msrl_jax.fragments import fragment
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.counters import Counter, advance, at_least, counter, fraction, remainder
+from msrl_jax.fragments.metrics import Mean
+from msrl_jax.fragments.progress import parameter_age, parameter_version
 from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Transition
 
 

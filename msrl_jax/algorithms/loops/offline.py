@@ -19,12 +19,12 @@ from msrl_jax import data, envs
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
 from msrl_jax.algorithms.loops.buffers import load_data, storage_of
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
-from msrl_jax.algorithms.networks.actions import action_transform
-from msrl_jax.counters import advance
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Environment
+from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.masks import observation_type
 from msrl_jax.fragments import fragment
+from msrl_jax.fragments.counters import advance
 from msrl_jax.replay import Replay, ReplayState
 
 

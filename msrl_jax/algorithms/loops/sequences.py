@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.algorithms.loops.trajectory import truncated_values
+from msrl_jax.algorithms.loops.memory import truncated_values
 from msrl_jax.algorithms.losses.q_learning import rescale, unrescale
 from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network_on

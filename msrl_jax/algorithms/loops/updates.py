@@ -14,17 +14,9 @@ from msrl_jax.fragments import fragment
 def make_optimizer(
     name: Literal["adam", "rmsprop"], *, max_grad_norm: float | None, epsilon: float, rms_decay: float = 0.99
 ) -> optax.GradientTransformation:
-    """Makes an optimizer that clips gradients by their global norm first.
+    """Makes an optimizer that clips gradients by their global norm first; `descend` takes its updates times a learning rate.
 
-    Args:
-      name: "adam", or "rmsprop" as in A3C (Mnih et al., 2016, arXiv 1602.01783, supplement): not centered, and with
-        `epsilon` under the root.
-      max_grad_norm: the largest global norm; None does not clip.
-      epsilon: small number added to the denominator.
-      rms_decay: decay per update of RMSProp's running mean of squared gradients.
-
-    Returns:
-      The optimizer; `descend` multiplies its updates by the learning rate.
+    RMSProp is that of A3C (Mnih et al., 2016, arXiv 1602.01783, supplement): not centered, and with `epsilon` under the root.
     """
     rmsprop = optax.scale_by_rms(rms_decay, epsilon, eps_in_sqrt=True)
     scale = rmsprop if name == "rmsprop" else optax.scale_by_adam(eps=epsilon)
@@ -48,14 +40,7 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
 
 
 def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
-    """Makes the fragment that applies a gradient if the buffer is ready.
-
-    Args:
-      optimizer: the optimizer, without a learning rate.
-
-    Returns:
-      `(params, opt_state, grads, learning_rate, ready) -> (params, opt_state)`.
-    """
+    """Makes the fragment that applies a gradient if a buffer is ready: `(..., learning_rate, ready) -> (params, opt_state)`."""
 
     @fragment(role="server")
     def apply_update(params, opt_state, grads, learning_rate, ready):

@@ -102,24 +102,9 @@ def ppo_loss(
     entropy_coef: float,
     counts: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a minibatch: clipped surrogate, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
+    """Clipped surrogate, value loss and entropy bonus of a minibatch `[...]` (arXiv 1707.06347, eq. 9).
 
-    Args:
-      policy: the distribution over actions now. `[...]`
-      value: the values now. `[...]`
-      action: the actions taken. `[..., *action_shape]`
-      log_prob: their log-probabilities when they were taken. `[...]`
-      advantage: the estimated advantages. `[...]`
-      old_value: the values when the actions were taken; used if `clip_value` is given. `[...]`
-      target: targets of the values. `[...]`
-      clip_ratio: as in `clipped_surrogate_loss`.
-      clip_value: as in `clipped_value_loss`; None does not clip.
-      value_coef: weight of the value loss.
-      entropy_coef: weight of the entropy bonus.
-      counts: which examples count; all if None. `[...]` bool
-
-    Returns:
-      The loss and its parts, float32 scalars: means over the examples of the minibatch that count.
+    `log_prob` and `old_value` are from before the update. Returns the loss and its parts: means over the examples that count.
     """
     log_ratio = policy.log_prob(action) - log_prob
     value_losses = value_loss(value, target)

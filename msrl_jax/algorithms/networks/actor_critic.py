@@ -8,8 +8,15 @@ from typing import Any, cast
 import jax
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs
-from msrl_jax.algorithms.networks.distributions import Categorical, Distribution, MultiCategorical, policy_of
+from msrl_jax.algorithms.networks.distributions import (
+    Categorical,
+    Distribution,
+    MultiCategorical,
+    check_policy_space,
+    has_scale,
+    num_outputs,
+    policy_of,
+)
 from msrl_jax.algorithms.networks.layers import Layers, Torso, dense, make_torso
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.spaces import is_integers
@@ -27,9 +34,9 @@ class _Module(nn.Module):
 
     def setup(self):
         """Makes the parts."""
-        make_torso = lambda: Torso(self.observation_space, self.hidden_sizes, self.activation, self.convolve)  # noqa: E731
-        self.actor_torso = make_torso()
-        self.critic_torso = self.actor_torso if self.shared_torso else make_torso()
+        torso = self.observation_space, self.hidden_sizes, self.activation, self.convolve
+        self.actor_torso = Torso(*torso)
+        self.critic_torso = self.actor_torso if self.shared_torso else Torso(*torso)
         size = num_outputs(self.action_space)
         self.actor_head = dense(size, 0.01)
         self.critic_head = dense(1, 1.0)
@@ -76,46 +83,21 @@ class ActorCritic:
 def actor_critic(
     observation_space: Space, action_space: Space, config: Layers, *, shared_torso: bool = False
 ) -> ActorCritic:
-    """Makes the network for a pair of spaces.
+    """Makes the network for a pair of spaces: one torso for policy and value or one each, and linear heads.
 
-    Args:
-      observation_space: any space; of images `[H, W, C]` if the network convolves.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      config: layers of a torso.
-      shared_torso: whether policy and value share a torso.
-
-    Returns:
-      The network: one torso for policy and value or one each, and linear heads, with orthogonal initialization. The policy is
-      a `Categorical` for a `Discrete` action space; it has only the legal actions if observations have masks. It is a
-      `MultiCategorical` for a `Box` of integers and a `Normal` for one of floats, both before `action_transform`; the log-scale
-      starts at 0 and does not depend on the observation.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-      ValueError: if an integer of an action has too many values, or if the network convolves and the observations are not
-        images of at least 3x3.
+    The policy is a `Categorical` for a `Discrete` action space; it has only the legal actions if observations have masks. It is
+    a `MultiCategorical` for a `Box` of integers and a `Normal` for one of floats, both before `action_transform`; the log-scale
+    starts at 0 and does not depend on the observation. Raises TypeError or ValueError if a space does not fit.
     """
-    torso = make_torso(observation_space, config)
-    return _actor_critic(torso, action_space, shared_torso)
+    return _on_torso(make_torso(observation_space, config), action_space, shared_torso)
 
 
 def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
-    """Makes a policy and a value function that are linear in features.
-
-    Args:
-      features: the space of the feature vectors.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-
-    Returns:
-      The network of `actor_critic` without a torso.
-
-    Raises:
-      TypeError: if the space of actions is of another kind.
-    """
-    return _actor_critic(Torso(features, (), "tanh", convolve=False), action_space, shared_torso=True)
+    """The network of `actor_critic` without a torso: a policy and a value function that are linear in features."""
+    return _on_torso(Torso(features, (), "tanh", convolve=False), action_space, shared_torso=True)
 
 
-def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCritic:
+def _on_torso(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCritic:
     space = check_policy_space(action_space)
     module = _Module(torso.observation_space, space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso)
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
@@ -125,15 +107,7 @@ def _actor_critic(torso: Torso, action_space: Space, shared_torso: bool) -> Acto
 def action_probabilities(
     space: Space, policy: Callable[[Any, Any], Distribution]
 ) -> Callable[[Any, Any], jax.Array] | None:
-    """Makes `Agent.probabilities` from a policy.
-
-    Args:
-      space: space of one action.
-      policy: `(state, obs) -> distribution over actions`.
-
-    Returns:
-      `(state, obs [E, ...]) -> probabilities [E, N]`, or `[E, K, N]` of the values of `K` integers; None for floats.
-    """
+    """`Agent.probabilities` of a policy `(state, obs) -> distribution over actions`; None if actions are floats."""
     if not isinstance(space, Discrete) and not is_integers(space):
         return None
     return lambda state, obs: cast(Categorical | MultiCategorical, policy(state, obs)).probabilities()

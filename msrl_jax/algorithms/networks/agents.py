@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import check_policy_space, has_scale, num_outputs
 from msrl_jax.algorithms.networks.actor_critic import actor_critic, linear_actor_critic
-from msrl_jax.algorithms.networks.distributions import Distribution, policy_of
+from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
 from msrl_jax.algorithms.networks.layers import Torso, dense, make_torso
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward, recurrent_network
 from msrl_jax.envs import Box, Discrete, Space

@@ -1,4 +1,4 @@
-"""Probability distributions over actions, as small pytrees.
+"""Probability distributions over actions, as small pytrees, and the one that a policy has for a space of actions.
 
 A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
 the whole batch. `sample` takes one typed key per element, so that a sample does not depend on the rest of the batch.
@@ -12,9 +12,9 @@ from typing import Any, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import Box, Discrete
+from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import only_legal
-from msrl_jax.envs.spaces import num_values
+from msrl_jax.envs.spaces import is_integers, num_values
 
 
 class Distribution(Protocol):
@@ -159,50 +159,40 @@ class Normal:
         return jnp.sum(0.5 * (jnp.exp(2 * log_ratio) + jnp.square(z) - 1) - log_ratio, axis=-1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TanhNormal:
-    """A diagonal normal distribution squashed by the hyperbolic tangent; actions are `[..., N]` float32 in [-1, 1].
+MAX_VALUES = 1024
+"""The most values of one integer, each of which has a logit."""
 
-    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are accurate in the tails too, where `tanh` rounds
-    to 1.
 
-    Attributes:
-      base: the normal distribution before squashing.
-    """
+def check_policy_space(space: Space) -> Discrete | Box:
+    """The space, if a policy can act in it: raises TypeError or ValueError if it cannot."""
+    if isinstance(space, Discrete):
+        return space
+    if not isinstance(space, Box) or not (is_integers(space) or jnp.issubdtype(space.dtype, jnp.floating)):
+        raise TypeError(
+            f"no policy for actions in {space}; wrap the environment to take a Discrete space or a Box of floats or of integers"
+        )
+    if is_integers(space):
+        limits = jnp.iinfo(jnp.int32)
+        if (most := max(num_values(space), default=1)) > MAX_VALUES:
+            raise ValueError(
+                f"actions in {space} have an integer of {most:,} values, and a policy has a logit for each, of at most "
+                f"{MAX_VALUES:,}; give its action_space nearer low and high, or wrap the environment to take a Box of floats"
+            )
+        if int(space.low.min()) < limits.min or int(space.high.max()) > limits.max:
+            raise ValueError(f"actions in {space} exceed int32; wrap the environment to take smaller integers")
+    return space
 
-    base: Normal
 
-    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draws one reparameterized vector per element, and its exact log-density. `[..., N]` and `[...]`."""
-        unsquashed = self.base.sample(key)
-        return jnp.tanh(unsquashed), self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+def num_outputs(space: Discrete | Box) -> int:
+    """The number of outputs that `discrete_policy` or a mean takes."""
+    if isinstance(space, Discrete):
+        return space.n
+    return sum(num_values(space)) if is_integers(space) else math.prod(space.shape)
 
-    def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one reparameterized vector per element. `[..., N]`."""
-        return jnp.tanh(self.base.sample(key))
 
-    def mode(self) -> jax.Array:
-        """The squashed means, which are the medians; the density may have its peaks at the bounds instead. `[..., N]`."""
-        return jnp.tanh(self.base.loc)
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-density of `action` `[..., N]`; actions at a bound are moved to the nearest number inside. `[...]`."""
-        largest = 1 - jnp.finfo(action.dtype).epsneg
-        unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
-        return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
-
-    def entropy(self) -> jax.Array:
-        """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
-        # The trapezoidal rule converges exponentially for smooth functions times a normal density.
-        z = jnp.linspace(-8.0, 8.0, 161)
-        weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
-        slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
-        return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
-
-    def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats: the divergence of the bases, since squashing is invertible. `[...]`."""
-        return self.base.kl(other.base)
+def has_scale(space: Discrete | Box) -> bool:
+    """Whether the distribution has a scale: whether actions are floats."""
+    return isinstance(space, Box) and not is_integers(space)
 
 
 def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical | MultiCategorical:
@@ -234,11 +224,6 @@ def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: ja
 def choose(policy: Distribution, key: jax.Array | None) -> jax.Array:
     """Actions of a batch `[E]`: drawn with one key for the batch, or the most probable ones if `key` is None."""
     return policy.mode() if key is None else policy.sample(jax.random.split(key, len(jax.tree.leaves(policy)[0])))
-
-
-def _log_tanh_slope(x: jax.Array) -> jax.Array:
-    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
-    return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
 def _invert(logits: jax.Array, uniform: jax.Array) -> jax.Array:

@@ -4,13 +4,13 @@ The layers have weight gradients that XLA computes quickly on CPUs; on other pla
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from msrl_jax.envs import Box, Space, spaces
@@ -23,8 +23,7 @@ def _weight_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
 
 
-def _product_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
-    """`_weight_gradient` on a CPU."""
+def _weight_gradient_on_cpu(x: jax.Array, g: jax.Array) -> jax.Array:
     rows = tuple(range(x.ndim - 1))
     if g.shape[-1] == 1:  # values; a product this narrow is slower than a sum
         return (x * g).sum(rows)[:, None]
@@ -34,50 +33,44 @@ def _product_gradient(x: jax.Array, g: jax.Array) -> jax.Array:
     return jax.lax.dot_general(transposed, g, ((tuple(i + 1 for i in rows), rows), ((), ())))
 
 
-def _matmul_forward(x, w):
-    return x @ w, (x, w)
+@jax.custom_vjp
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` for `x` `[..., M]` and `w` `[M, N]`."""
+    return x @ w
 
 
 def _matmul_backward(residuals, g):
     x, w = residuals
-    return g @ w.T, jax.lax.platform_dependent(x, g, cpu=_product_gradient, default=_weight_gradient)
+    return g @ w.T, jax.lax.platform_dependent(x, g, cpu=_weight_gradient_on_cpu, default=_weight_gradient)
 
 
-matmul = jax.custom_vjp(jnp.matmul)
-"""`x @ w` for `x` `[..., M]` and `w` `[M, N]`."""
-matmul.defvjp(_matmul_forward, _matmul_backward)
+matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
 
 
 def _convolve(x, w, stride):
     return jax.lax.conv_general_dilated(x, w, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def _convolve_forward(x, w, stride):
-    return _convolve(x, w, stride), (x, w)
-
-
 def _convolve_backward(stride, residuals, g):
     x, w = residuals
+
+    def patches_product(x, w, g):
+        height, width = (stride * (size - 1) + 1 for size in g.shape[1:3])
+        shifted = [x[:, i : i + height : stride, j : j + width : stride] for i, j in np.ndindex(*w.shape[:2])]
+        return _weight_gradient_on_cpu(jnp.concatenate(shifted, axis=-1), g).reshape(w.shape)
+
+    def usual(x, w, g):
+        return jax.vjp(lambda w: _convolve(x, w, stride), w)[1](g)[0]
+
     (x_gradient,) = jax.vjp(lambda x: _convolve(x, w, stride), x)[1](g)
     # Inside a loop, XLA's CPU convolution is slow for filters as large as in this gradient: a PPO update on MinAtar took
     # ten times as long.
-    w_gradient = jax.lax.platform_dependent(
-        x, w, g, cpu=functools.partial(_patch_gradient, stride),
-        default=lambda x, w, g: jax.vjp(lambda w: _convolve(x, w, stride), w)[1](g)[0],
-    )  # fmt: skip
-    return x_gradient, w_gradient
-
-
-def _patch_gradient(stride: int, x: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
-    height, width = (stride * (size - 1) + 1 for size in g.shape[1:3])
-    shifted = [x[:, i : i + height : stride, j : j + width : stride] for i in range(w.shape[0]) for j in range(w.shape[1])]
-    patches = jnp.concatenate(shifted, axis=-1)
-    return _product_gradient(patches, g).reshape(w.shape)
+    return x_gradient, jax.lax.platform_dependent(x, w, g, cpu=patches_product, default=usual)
 
 
 convolve = jax.custom_vjp(_convolve, nondiff_argnums=(2,))
 """Convolves images `x` `[B, H, W, C]` with filters `w` `[h, w, C, D]`, without padding, with a stride."""
-convolve.defvjp(_convolve_forward, _convolve_backward)
+convolve.defvjp(lambda x, w, stride: (_convolve(x, w, stride), (x, w)), _convolve_backward)
 
 
 def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:
@@ -89,23 +82,15 @@ def dense(size: int, scale: float, name: str | None = None) -> nn.Dense:
 def convolution(size: int, window: int, stride: int = 1) -> nn.Conv:
     """A convolution with `size` square filters, without padding; the kernel starts orthogonal, scaled for ReLUs."""
     kernel_init = nn.initializers.orthogonal(math.sqrt(2))
+    general = lambda x, w, *_, **__: convolve(x, w, stride)  # noqa: E731
     return nn.Conv(
-        size,
-        (window, window),
-        strides=stride,
-        padding="VALID",
-        kernel_init=kernel_init,
-        conv_general_dilated=lambda x, w, *_, **__: convolve(x, w, stride),
+        size, (window, window), strides=stride, padding="VALID", kernel_init=kernel_init, conv_general_dilated=general
     )
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "tanh": nn.tanh,
-    "relu": nn.relu,
-    "elu": nn.elu,
-    "gelu": nn.gelu,
-    "silu": nn.silu,
-}
+    "tanh": nn.tanh, "relu": nn.relu, "elu": nn.elu, "gelu": nn.gelu, "silu": nn.silu,
+}  # fmt: skip
 
 _LARGE = 36
 """Images of this height and width have something left after the three convolutions."""
@@ -154,7 +139,7 @@ class Torso(nn.Module):
 
 
 class Layers(Protocol):
-    """What a config says of the layers of a network; see `make_torso`."""
+    """What a config says of the layers of a network; the network is "mlp", "cnn", or "auto": "cnn" for images."""
 
     @property
     def hidden_sizes(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -167,15 +152,8 @@ class Layers(Protocol):
 def make_torso(observation_space: Space, config: Layers) -> Torso:
     """Makes the torso for a space of observations.
 
-    Args:
-      observation_space: any space, which is flattened to vectors, or a `Box` of images `[H, W, C]` if the network convolves.
-      config: the layers; the network is "mlp", "cnn", or "auto", which is "cnn" for observations with three dimensions.
-
-    Returns:
-      The torso.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    Any space is flattened to vectors, unless the network convolves images `[H, W, C]`; raises ValueError if it does, and
+    observations are not images of at least 3x3.
     """
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)

@@ -5,23 +5,75 @@ the length of a continuous action. Continuous actions are in [-1, 1]; only the e
 convolve raise ValueError if observations are not images of at least 3x3.
 """
 
+import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.actions import has_scale, num_outputs
 from msrl_jax.algorithms.networks.distributions import (
     Categorical,
     MultiCategorical,
     Normal,
-    TanhNormal,
     discrete_policy,
+    has_scale,
+    num_outputs,
 )
 from msrl_jax.algorithms.networks.layers import Layers, Network, Torso, dense, make_torso
 from msrl_jax.envs import Box, Discrete, Space
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TanhNormal:
+    """A diagonal normal distribution squashed by the hyperbolic tangent; actions are `[..., N]` float32 in [-1, 1].
+
+    Haarnoja et al., 2018, arXiv 1801.01290, appendix C. Log-probabilities are accurate in the tails too, where `tanh` rounds
+    to 1.
+
+    Attributes:
+      base: the normal distribution before squashing.
+    """
+
+    base: Normal
+
+    def sample_and_log_prob(self, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Draws one reparameterized vector per element, and its exact log-density. `[..., N]` and `[...]`."""
+        unsquashed = self.base.sample(key)
+        return jnp.tanh(unsquashed), self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """Draws one reparameterized vector per element. `[..., N]`."""
+        return jnp.tanh(self.base.sample(key))
+
+    def mode(self) -> jax.Array:
+        """The squashed means, which are the medians; the density may have its peaks at the bounds instead. `[..., N]`."""
+        return jnp.tanh(self.base.loc)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        """Log-density of `action` `[..., N]`; actions at a bound are moved to the nearest number inside. `[...]`."""
+        largest = 1 - jnp.finfo(action.dtype).epsneg
+        unsquashed = jnp.arctanh(jnp.clip(action, -largest, largest))
+        return self.base.log_prob(unsquashed) - jnp.sum(_log_tanh_slope(unsquashed), axis=-1)
+
+    def entropy(self) -> jax.Array:
+        """Differential entropy in nats, by quadrature: accurate to 1e-4 per dimension for scales up to 8. `[...]`."""
+        # The trapezoidal rule converges exponentially for smooth functions times a normal density.
+        z = jnp.linspace(-8.0, 8.0, 161)
+        weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
+        slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
+        return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
+
+    def kl(self, other: Self) -> jax.Array:
+        """KL(self, other) in nats: the divergence of the bases, since squashing is invertible. `[...]`."""
+        return self.base.kl(other.base)
+
+
+def _log_tanh_slope(x: jax.Array) -> jax.Array:
+    """The logarithm of the derivative of `tanh`, `log(1 - tanh(x) ** 2)`, without cancellation."""
+    return 2 * (math.log(2) - x - jax.nn.softplus(-2 * x))
 
 
 class _Linear(nn.Module):

@@ -84,14 +84,9 @@ class Core:
 
 
 def recurrent_core(name: str, size: int) -> Core:
-    """Makes a recurrent layer.
+    """Makes a recurrent layer "gru", "lstm" or "min_gru" with a carry of a size `H`.
 
-    Args:
-      name: "gru", "lstm" or "min_gru".
-      size: size of the carry, `H`.
-
-    Returns:
-      The layer. Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
+    Input matrices start from LeCun's normal distribution; the recurrent matrix of every gate starts orthogonal.
     """
     return _min_gru(size) if name == "min_gru" else _stepwise(CELLS[name], size)
 
@@ -263,7 +258,9 @@ def by_platform(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Ar
     return jax.lax.platform_dependent(decay, inputs, start, cpu=step_by_step, default=associative)
 
 
-def _recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recurrence(scan: Scan, decay: jax.Array, inputs: jax.Array, start: jax.Array) -> jax.Array:
+    """The recurrence by a scan, with a gradient that is a recurrence with the same scan."""
     return scan(decay, inputs, start)
 
 
@@ -282,8 +279,6 @@ def _backward(scan, residuals, cotangents):
     return dinputs * before, dinputs, decay[0] * dinputs[0]
 
 
-recurrence = jax.custom_vjp(_recurrence, nondiff_argnums=(0,))
-"""`(scan, decay [T, ...], inputs [T, ...], start [...]) -> h [T, ...]`, whose gradient is a recurrence with the same scan."""
 recurrence.defvjp(_forward, _backward)
 
 
@@ -313,16 +308,8 @@ class RecurrentNetwork:
 def recurrent_network(observation_space: Space, make_heads: Callable[[Box], Any], config: Any) -> RecurrentNetwork:
     """Makes a network of a torso, a recurrent layer, and heads.
 
-    Args:
-      observation_space: any space; of images `[H, W, C]` if the network convolves.
-      make_heads: makes the heads, such as an `ActorCritic` or a `Network`, for the space of the layer's outputs.
-      config: the layers of the torso, then the kind `core` of the recurrent layer and its `memory_size`, `H`.
-
-    Returns:
-      The network.
-
-    Raises:
-      ValueError: if the network convolves and the observations are not images of at least 3x3.
+    `make_heads` makes the heads, such as an `ActorCritic` or a `Network`, for the space of the layer's outputs. The config has
+    the layers of `make_torso`, the kind `core` of the recurrent layer and its `memory_size`, `H`. Raises as `make_torso` does.
     """
     torso = make_torso(observation_space, config)
     memory = recurrent_core(config.core, config.memory_size)

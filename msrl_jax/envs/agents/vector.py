@@ -13,7 +13,7 @@ from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, Wrapper, str
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action
 from msrl_jax.envs.params import ParamSource
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 
 class AgentsState(NamedTuple):

@@ -13,7 +13,7 @@ from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep
 from msrl_jax.envs.check_types import as_actions, check_key
 from msrl_jax.envs.host.base import Simulators
 from msrl_jax.fragments.graph.host import host_fragment, received
-from msrl_jax.metrics import Mean
+from msrl_jax.fragments.metrics import Mean
 
 
 class HostState(NamedTuple):

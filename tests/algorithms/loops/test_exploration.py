@@ -8,8 +8,8 @@ import pytest
 from msrl_jax import algorithms
 from msrl_jax.algorithms import DQN, Progress
 from msrl_jax.algorithms.loops.off_policy import epsilon_greedy, uniform_actions
-from msrl_jax.counters import counter
 from msrl_jax.envs import Discrete
+from msrl_jax.fragments.counters import counter
 from tests.support.random_walk import RandomWalk
 
 E, STARTS = 16, 64

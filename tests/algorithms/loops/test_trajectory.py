@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.agent import parameter_age, parameter_version
-from msrl_jax.algorithms.loops.trajectory import flatten, next_values, split_keys, truncated_values, unflatten
-from msrl_jax.counters import counter
+from msrl_jax.algorithms.loops.memory import truncated_values
+from msrl_jax.algorithms.loops.trajectory import flatten, next_values, split_keys, unflatten
+from msrl_jax.fragments.counters import counter
+from msrl_jax.fragments.progress import parameter_age, parameter_version
 
 T, E = 3, 4
 

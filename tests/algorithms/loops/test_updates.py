@@ -10,7 +10,7 @@ import pytest
 
 from msrl_jax.algorithms import Progress
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
-from msrl_jax.counters import counter
+from msrl_jax.fragments.counters import counter
 
 
 @pytest.mark.parametrize("iteration", [0, 1, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 7, 6 * 10**9, 10**10])

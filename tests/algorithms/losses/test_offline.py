@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_jax.algorithms.losses.offline import advantage_weight, conservative_gap, expectile_loss, log_partition
-from msrl_jax.algorithms.networks.distributions import Normal, TanhNormal
-from msrl_jax.algorithms.networks.policies import log_likelihood
+from msrl_jax.algorithms.networks.distributions import Normal
+from msrl_jax.algorithms.networks.policies import TanhNormal, log_likelihood
 
 NUMBERS = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).normal(size=(5, 4)).astype(np.float32) * 3)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from msrl_jax.algorithms import PPO
-from msrl_jax.algorithms.networks.actions import action_transform
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.layers import ACTIVATIONS
 from msrl_jax.envs import Box, Dict, Discrete, MultiDiscrete
+from msrl_jax.envs.actions import action_transform
 
 CONFIG = PPO(hidden_sizes=(8, 6))
 FLAT = PPO(hidden_sizes=(8, 6), network="mlp")

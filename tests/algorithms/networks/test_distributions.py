@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal, TanhNormal
+from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal
+from msrl_jax.algorithms.networks.policies import TanhNormal
 
 RNG = np.random.default_rng(0)
 LOGITS, OTHER_LOGITS = 2 * RNG.normal(size=(2, 7, 4)).astype(np.float32)

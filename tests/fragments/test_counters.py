@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_jax import counters
+from msrl_jax.fragments import counters
 
 EDGES = [0, 1, 255, 256, 2**24 - 1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 10**13, 2**63]
 numbers = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**62))

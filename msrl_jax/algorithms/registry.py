@@ -1,0 +1,160 @@
+"""The algorithms by name: their configs, presets of them, and which of them fits an environment."""
+
+import copy
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from msrl_jax import envs
+from msrl_jax._spelling import suggestion
+from msrl_jax.algorithms.config import ALGORITHMS, config
+from msrl_jax.envs.base import check_made, env_name
+
+T = TypeVar("T")
+
+
+def variant(base: type[T], name: str, algorithm: str, doc: str, **defaults: Any) -> type[T]:
+    """Makes the config of an algorithm that is another one with other defaults.
+
+    Args:
+      base: the config of the other one.
+      name: the name of the new class.
+      algorithm: the name of the new algorithm.
+      doc: its docstring.
+      **defaults: the fields whose defaults differ, and their defaults.
+
+    Returns:
+      The config, which is no subclass of `base`.
+    """
+    parent: Any = base
+    parts: dict[str, Any] = {k: v for k, v in vars(base).items() if not k.startswith("__")}
+    for f in dataclasses.fields(parent):
+        parts[f.name] = dataclasses.field(default=defaults.pop(f.name, f.default), metadata=f.metadata)
+    assert not defaults, f"{base.__name__} has no field {', '.join(defaults)}"
+    about = {"__doc__": doc, "__module__": base.__module__, "__annotations__": base.__annotations__}
+    new: Any = type(name, (), parts | about)
+    return config(algorithm, many_agents=parent.many_agents, offline=parent.offline)(new)
+
+
+def names() -> list[str]:
+    """The names of all algorithms."""
+    return sorted(ALGORITHMS)
+
+
+def get(algorithm: str | type) -> type:
+    """Looks up the config of an algorithm.
+
+    Args:
+      algorithm: its name; `MODULE:CLASS` of a config that is defined elsewhere; or the config.
+
+    Returns:
+      The config, a class.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: on an unknown name; the message suggests the nearest one.
+    """
+    if isinstance(algorithm, type) and hasattr(algorithm, "build") and hasattr(algorithm, "many_agents"):
+        if "many_agents" not in vars(algorithm):
+            base = next(c.__name__ for c in algorithm.__mro__ if "many_agents" in vars(c))
+            raise TypeError(
+                f"{algorithm.__name__} is a subclass of the config {base}, and no config itself; decorate it with "
+                "algorithms.config, under a name of its own"
+            )
+        return algorithm
+    if not isinstance(algorithm, str):
+        raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
+    module, colon, name = algorithm.partition(":")
+    if colon:
+        here = os.getcwd()
+        sys.path.insert(0, here)  # a console script has its own folder there
+        try:
+            return get(getattr(importlib.import_module(module), name))
+        except (ImportError, AttributeError) as error:
+            remedy = "give MODULE:CLASS of a class made with algorithms.config"
+            raise ValueError(f"algorithm {algorithm!r}: {error}; {remedy}") from None
+        finally:
+            sys.path.remove(here)
+    found = {n.lower(): n for n in ALGORITHMS}.get(algorithm.lower())
+    if found is None:
+        raise ValueError(f"unknown algorithm {algorithm!r}{suggestion(algorithm, names())}; choose from {', '.join(names())}")
+    return ALGORITHMS[found]
+
+
+def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:
+    """Makes the config of a run.
+
+    Args:
+      algorithm: what `get` takes, or a config whose fields are the defaults.
+      overrides: fields to replace.
+
+    Returns:
+      The config.
+
+    Raises:
+      ValueError: on an unknown algorithm or field (the message suggests the nearest one), on an invalid value, and on a field
+        that has no effect with the other fields.
+    """
+    given = dataclasses.is_dataclass(algorithm) and not isinstance(algorithm, type)
+    source: Any = type(algorithm) if given else algorithm
+    kind: Any = get(source)
+    base: Any = algorithm if given else kind()
+    known = [f.name for f in dataclasses.fields(base)]
+    for name in overrides:
+        if name not in known:
+            near = suggestion(name, known)
+            raise ValueError(f"{type(base).__name__} has no field {name!r}{near}; its fields are {', '.join(known)}")
+    new: Any = dataclasses.replace(base, **overrides)
+    if hasattr(new, "check_given"):
+        new.check_given(overrides)
+    return new
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """The line of text of every field of a config."""
+    return {f.name: f.metadata["doc"] for f in dataclasses.fields(config)}
+
+
+def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config in which some fields are numbers of a trace, which stand for numbers that were checked before."""
+    traced = copy.copy(config)
+    for name, value in values.items():
+        object.__setattr__(traced, name, value)
+    return traced
+
+
+def check_env(config: Any, env: Any) -> None:
+    """Checks that an algorithm can train in an environment.
+
+    Args:
+      config: the algorithm.
+      env: the environment.
+
+    Raises:
+      TypeError: if the environment is a class, or has several agents and the algorithm trains one, or the reverse.
+      ValueError: if JAX is set not to promote dtypes or ranks.
+    """
+    check_made(env)
+    for setting, default in {"dtype": "standard", "rank": "allow"}.items():
+        if (value := str(getattr(jax.config, f"jax_numpy_{setting}_promotion"))) not in (default, "warn"):
+            raise ValueError(
+                f"jax_numpy_{setting}_promotion={value!r}: algorithms rely on the promotion of {setting}s; "
+                f"call this under jax.numpy_{setting}_promotion({default!r})"
+            )
+    if envs.has_agents(env) == config.many_agents:
+        return
+    name = env_name(env)
+    others = [n for n, c in ALGORITHMS.items() if c.many_agents != config.many_agents and c.offline == config.offline]  # type: ignore[attr-defined]
+    if config.many_agents:
+        fact = f"algorithm {config.name!r} trains several agents, but environment {name!r} has one: it has no `agents`"
+    else:
+        fact = f"algorithm {config.name!r} trains one agent, but environment {name!r} has {len(env.agents)}"
+    remedy = f"use {', '.join(sorted(others))}, or another environment"
+    if not others:
+        remedy = "no algorithm that learns from data alone trains several agents"
+    raise TypeError(f"{fact}; {remedy}")
