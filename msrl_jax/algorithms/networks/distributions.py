@@ -7,7 +7,7 @@ the whole batch. `sample` takes one typed key per element, so that a sample does
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,6 @@ class Distribution(Protocol):
 
     def entropy(self) -> jax.Array:
         """Entropy in nats (differential, if continuous). `[...]` float32."""
-        ...
-
-    def kl(self, other: Self) -> jax.Array:
-        """Kullback-Leibler divergence KL(self, other) in nats. `[...]` float32."""
         ...
 
 
@@ -73,11 +69,6 @@ class Categorical:
         """Entropy in nats; a forbidden action adds nothing. `[...]`."""
         log_probs = jax.nn.log_softmax(self.logits)
         return -jnp.sum(_times_log(jnp.exp(log_probs), log_probs), axis=-1)
-
-    def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats; inf if `other` forbids an action that self allows. `[...]`."""
-        log_probs, others = jax.nn.log_softmax(self.logits), jax.nn.log_softmax(other.logits)
-        return jnp.sum(_times_log(jnp.exp(log_probs), log_probs - others), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -116,10 +107,6 @@ class MultiCategorical:
         """Entropy in nats, the sum of those of the integers. `[...]`."""
         return jnp.sum(self._each.entropy(), axis=-1)
 
-    def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats; inf if `other` lacks a value that self has. `[...]`."""
-        return jnp.sum(self._each.kl(other._each), axis=-1)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +138,6 @@ class Normal:
     def entropy(self) -> jax.Array:
         """Differential entropy in nats. `[...]`."""
         return jnp.sum(self.log_scale + 0.5 * math.log(2 * math.pi * math.e), axis=-1)
-
-    def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats. `[...]`."""
-        log_ratio = self.log_scale - other.log_scale
-        z = (self.loc - other.loc) * jnp.exp(-other.log_scale)
-        return jnp.sum(0.5 * (jnp.exp(2 * log_ratio) + jnp.square(z) - 1) - log_ratio, axis=-1)
 
 
 MAX_VALUES = 1024

@@ -7,7 +7,7 @@ convolve raise ValueError if observations are not images of at least 3x3.
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +65,6 @@ class TanhNormal:
         weight = jnp.exp(-0.5 * jnp.square(z)) * 0.1 / math.sqrt(2 * math.pi)
         slope = _log_tanh_slope(self.base.loc[..., None] + jnp.exp(self.base.log_scale)[..., None] * z)
         return self.base.entropy() + jnp.sum(slope @ weight, axis=-1)
-
-    def kl(self, other: Self) -> jax.Array:
-        """KL(self, other) in nats: the divergence of the bases, since squashing is invertible. `[...]`."""
-        return self.base.kl(other.base)
 
 
 def _log_tanh_slope(x: jax.Array) -> jax.Array:
