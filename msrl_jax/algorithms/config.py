@@ -11,7 +11,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -22,24 +22,6 @@ NetworkKind = Literal["auto", "mlp", "cnn"]
 Codec = Literal["bfloat16", "uint8", "scaled_uint8"]
 
 T = TypeVar("T")
-
-
-class Config(Protocol):
-    """What an algorithm is: a class made with `config`.
-
-    Attributes:
-      name: the name of the algorithm in texts.
-      many_agents: whether it trains several agents.
-      offline: whether it learns from data alone, with no steps of environments.
-    """
-
-    name: ClassVar[str]
-    many_agents: ClassVar[bool]
-    offline: ClassVar[bool]
-
-    def build(self, env: Any) -> Any:
-        """Builds the `Agent` for one environment; raises TypeError or ValueError if they do not fit."""
-        ...
 
 
 ALGORITHMS: dict[str, type] = {}
@@ -93,7 +75,8 @@ def config(name: str, *, many_agents: bool = False, offline: bool = False) -> Ca
       offline: whether it learns from data alone, with no steps of environments.
 
     Returns:
-      A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree.
+      A decorator. The class becomes a frozen dataclass with keyword arguments, checked when it is made, and a pytree; `name`,
+      `many_agents` and `offline` become attributes of it.
     """
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise ValueError(f"config({name!r}): give a name of letters, digits and _, such as @config('my_ppo')")
@@ -146,7 +129,7 @@ def _check_declaration(cls: type) -> None:
         raise TypeError(f"{where} has a __post_init__, which would not run; name it check, which runs when a config is made")
     for name, kind in typing.get_type_hints(cls).items():
         about = getattr(vars(cls).get(name), "metadata", {})
-        if typing.get_origin(kind) is not ClassVar and name not in Config.__annotations__ and "doc" not in about:
+        if typing.get_origin(kind) is not ClassVar and "doc" not in about:
             raise TypeError(f"{where} has the field {name!r} without a default or a text; write field(default=..., doc=...)")
         if about.get("tunable") and float not in (kind, *typing.get_args(kind)):
             raise TypeError(f"{where} has the tunable field {name!r}, which is no float; use field, or float in its type")

@@ -66,9 +66,10 @@ class Categorical:
         return chosen - jax.nn.logsumexp(self.logits, axis=-1)
 
     def entropy(self) -> jax.Array:
-        """Entropy in nats; a forbidden action adds nothing. `[...]`."""
+        """Entropy in nats; a forbidden action adds nothing, also to gradients. `[...]`."""
         log_probs = jax.nn.log_softmax(self.logits)
-        return -jnp.sum(_times_log(jnp.exp(log_probs), log_probs), axis=-1)
+        p = jnp.exp(log_probs)
+        return -jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_probs, 0.0), 0.0), axis=-1)
 
 
 @jax.tree_util.register_dataclass
@@ -221,8 +222,3 @@ def _per_key(draw: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Arra
     for _ in range(key.ndim):
         draw = jax.vmap(draw)
     return draw(key)
-
-
-def _times_log(p: jax.Array, log: jax.Array) -> jax.Array:
-    """`p * log`; where p is 0, the result is 0 and the gradients are finite."""
-    return jnp.where(p > 0, p * jnp.where(p > 0, log, 0.0), 0.0)
