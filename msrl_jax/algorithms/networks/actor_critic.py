@@ -11,7 +11,6 @@ from flax import linen as nn
 from msrl_jax.algorithms.networks.distributions import (
     Categorical,
     Distribution,
-    MultiCategorical,
     check_policy_space,
     has_scale,
     num_outputs,
@@ -80,14 +79,12 @@ class ActorCritic:
     value: Callable[[Any, jax.Array], jax.Array]
 
 
-def actor_critic(
-    observation_space: Space, action_space: Space, config: Layers, *, shared_torso: bool = False
-) -> ActorCritic:
+def actor_critic(observation_space: Space, action_space: Space, config: Layers, *, shared_torso: bool = False) -> ActorCritic:
     """Makes the network for a pair of spaces: one torso for policy and value or one each, and linear heads.
 
-    The policy is a `Categorical` for a `Discrete` action space; it has only the legal actions if observations have masks. It is
-    a `MultiCategorical` for a `Box` of integers and a `Normal` for one of floats, both before `action_transform`; the log-scale
-    starts at 0 and does not depend on the observation. Raises TypeError or ValueError if a space does not fit.
+    The policy is a `Categorical` for a `Discrete` action space, with only the legal actions if observations have masks, and for
+    a `Box` of integers. It is a `Normal` for a `Box` of floats, before `action_transform`; the log-scale starts at 0 and does
+    not depend on the observation. Raises TypeError or ValueError if a space does not fit.
     """
     return _on_torso(make_torso(observation_space, config), action_space, shared_torso)
 
@@ -104,10 +101,8 @@ def _on_torso(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCri
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
 
 
-def action_probabilities(
-    space: Space, policy: Callable[[Any, Any], Distribution]
-) -> Callable[[Any, Any], jax.Array] | None:
+def action_probabilities(space: Space, policy: Callable[[Any, Any], Distribution]) -> Callable[[Any, Any], jax.Array] | None:
     """`Agent.probabilities` of a policy `(state, obs) -> distribution over actions`; None if actions are floats."""
     if not isinstance(space, Discrete) and not is_integers(space):
         return None
-    return lambda state, obs: cast(Categorical | MultiCategorical, policy(state, obs)).probabilities()
+    return lambda state, obs: cast(Categorical, policy(state, obs)).probabilities()

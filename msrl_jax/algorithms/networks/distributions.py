@@ -40,73 +40,43 @@ class Distribution(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Categorical:
-    """A distribution over `N` discrete actions, `[...]` int32.
+    """A distribution over `N` discrete actions, `[...]` int32; or over `K` independent integers, `[..., K]` int32.
 
     Attributes:
-      logits: log-probabilities up to a constant; -inf forbids an action; at least one logit must be finite. `[..., N]`
+      logits: log-probabilities up to a constant; -inf forbids an action, or stands for a value that an integer does not have;
+        at least one must be finite. `[..., N]` or `[..., K, N]`
+      several: whether actions are several integers.
     """
 
     logits: jax.Array
+    several: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one action per element from one uniform number each, by inverting the cumulative distribution. `[...]`."""
-        return _invert(self.logits, _per_key(jax.random.uniform, key))
+        """Draws one action per element from a uniform number for each integer, by inverting the cumulative distribution."""
+        shape = self.logits.shape[-2:-1] if self.several else ()
+        return _invert(self.logits, _per_key(lambda k: jax.random.uniform(k, shape), key))
 
     def mode(self) -> jax.Array:
-        """The most probable action; the first one if several are. `[...]`."""
+        """The most probable actions; the first ones if several are."""
         return jnp.argmax(self.logits, axis=-1).astype(jnp.int32)
 
     def probabilities(self) -> jax.Array:
-        """The probabilities of the actions. `[..., N]`."""
+        """The probabilities of the actions, or of the values of every integer. `[..., N]` or `[..., K, N]`."""
         return jax.nn.softmax(self.logits)
 
     def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-probability of `action` `[...]` integer. `[...]`."""
+        """Log-probability of `action` `[...]` or `[..., K]` integer. `[...]`."""
         chosen = jnp.take_along_axis(self.logits, action[..., None], axis=-1)[..., 0]
-        return chosen - jax.nn.logsumexp(self.logits, axis=-1)
+        return self._joint(chosen - jax.nn.logsumexp(self.logits, axis=-1))
 
     def entropy(self) -> jax.Array:
         """Entropy in nats; a forbidden action adds nothing, also to gradients. `[...]`."""
         log_probs = jax.nn.log_softmax(self.logits)
         p = jnp.exp(log_probs)
-        return -jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_probs, 0.0), 0.0), axis=-1)
+        return self._joint(-jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_probs, 0.0), 0.0), axis=-1))
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MultiCategorical:
-    """Independent distributions over `K` integers, each of at most `N` values; actions are `[..., K]` int32.
-
-    Attributes:
-      logits: log-probabilities up to a constant; -inf stands for a value that an integer does not have. `[..., K, N]`
-    """
-
-    logits: jax.Array
-
-    @property
-    def _each(self) -> Categorical:
-        return Categorical(self.logits)
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        """Draws `K` integers per element, from one uniform number each. `[..., K]`."""
-        count = self.logits.shape[-2:-1]
-        return _invert(self.logits, _per_key(lambda k: jax.random.uniform(k, count), key))
-
-    def mode(self) -> jax.Array:
-        """The most probable integers; the first ones if several are. `[..., K]`."""
-        return self._each.mode()
-
-    def probabilities(self) -> jax.Array:
-        """The probabilities of the values of every integer. `[..., K, N]`."""
-        return self._each.probabilities()
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-probability of `action` `[..., K]` integer. `[...]`."""
-        return jnp.sum(self._each.log_prob(action), axis=-1)
-
-    def entropy(self) -> jax.Array:
-        """Entropy in nats, the sum of those of the integers. `[...]`."""
-        return jnp.sum(self._each.entropy(), axis=-1)
+    def _joint(self, x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axis=-1) if self.several else x
 
 
 @jax.tree_util.register_dataclass
@@ -177,7 +147,7 @@ def has_scale(space: Discrete | Box) -> bool:
     return isinstance(space, Box) and not is_integers(space)
 
 
-def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical | MultiCategorical:
+def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Categorical:
     """The distribution over actions in a `Discrete` space, only legal ones if observations have masks, or a `Box` of integers.
 
     The outputs `[..., D]` are logits of all actions, or of all values of the first integer, then of the second, and so on.
@@ -186,14 +156,14 @@ def discrete_policy(space: Discrete | Box, outputs: jax.Array, obs: Any) -> Cate
         return Categorical(only_legal(outputs, obs))
     sizes = num_values(space)
     if len(set(sizes)) == 1:
-        return MultiCategorical(outputs.reshape(*outputs.shape[:-1], len(sizes), sizes[0]))
+        return Categorical(outputs.reshape(*outputs.shape[:-1], len(sizes), sizes[0]), several=True)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     padding = [(0, 0)] * (outputs.ndim - 1)
     logits = [
         jnp.pad(outputs[..., end - size : end], [*padding, (0, max(sizes) - size)], constant_values=-jnp.inf)
         for size, end in zip(sizes, ends, strict=True)
     ]
-    return MultiCategorical(jnp.stack(logits, axis=-2))
+    return Categorical(jnp.stack(logits, axis=-2), several=True)
 
 
 def policy_of(space: Discrete | Box, outputs: jax.Array, obs: Any, log_scale: jax.Array | None) -> Distribution:

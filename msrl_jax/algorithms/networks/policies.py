@@ -15,7 +15,6 @@ from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import (
     Categorical,
-    MultiCategorical,
     Normal,
     discrete_policy,
     has_scale,
@@ -108,7 +107,7 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
       config: the layers.
 
     Returns:
-      The network: `(params, obs [..., *observation_shape]) -> Categorical, MultiCategorical or TanhNormal`.
+      The network: `(params, obs [..., *observation_shape]) -> Categorical or TanhNormal`.
     """
     if not has_scale(action_space):
         logits = make_actor(observation_space, num_outputs(action_space), config)
@@ -122,7 +121,7 @@ def make_policy(observation_space: Space, action_space: Discrete | Box, config: 
     return Network(network.init, apply)
 
 
-def log_likelihood(policy: Categorical | MultiCategorical | TanhNormal, action: jax.Array) -> jax.Array:
+def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.Array:
     """Log-likelihoods `[B]` in nats of the actions of a data set: `[B]`, integers `[B, K]`, or floats in [-1, 1] `[B, D]`.
 
     Floats are clipped to [-0.999, 0.999], because the log-density of a squashed distribution has no use at a bound.

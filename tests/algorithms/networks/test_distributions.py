@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.algorithms.networks.distributions import Categorical, MultiCategorical, Normal
+from msrl_jax.algorithms.networks.distributions import Categorical, Normal
 from msrl_jax.algorithms.networks.policies import TanhNormal
 
 RNG = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def test_forbidden_actions_are_never_drawn_and_keep_results_finite():
 def test_extreme_uniform_numbers_stay_in_range(monkeypatch):
     largest = np.nextafter(np.float32(1), np.float32(0))
     for number, want in ((0.0, 0), (largest, 2)):
-        monkeypatch.setattr(jax.random, "uniform", lambda key, number=number: jnp.float32(number))
+        monkeypatch.setattr(jax.random, "uniform", lambda key, shape, number=number: jnp.float32(number))
         assert Categorical(jnp.array([0.3, 0.1, -8.0, -jnp.inf])).sample(jax.random.key(0)) == want
 
 
@@ -78,7 +78,7 @@ PADDED = np.where(np.arange(4) < np.array(SIZES)[:, None], 2 * RNG.normal(size=(
 
 def test_several_integers_equal_float64_formulas():
     """Over all combinations of the values that the integers have."""
-    policy, p = MultiCategorical(jnp.asarray(PADDED)), probabilities(PADDED)
+    policy, p = Categorical(jnp.asarray(PADDED), several=True), probabilities(PADDED)
     all_actions = np.stack(np.meshgrid(*map(np.arange, SIZES), indexing="ij"), -1).reshape(-1, 3)
     joint = np.stack([p[:, range(3), a].prod(-1) for a in all_actions], -1)
     got = np.stack([policy.log_prob(jnp.broadcast_to(a, (7, 3))) for a in all_actions], -1)
@@ -95,7 +95,7 @@ def test_gradients_of_several_integers_are_finite_and_nothing_flows_to_values_th
     lacks = np.isneginf(PADDED)
 
     def loss(logits):
-        policy = MultiCategorical(logits)
+        policy = Categorical(logits, several=True)
         return jnp.sum(weight * (policy.log_prob(action) + policy.entropy()))
 
     def exact(logits):
@@ -114,7 +114,7 @@ def test_gradients_of_several_integers_are_finite_and_nothing_flows_to_values_th
 
 def test_samples_of_several_integers_are_independent_with_the_probabilities_of_the_logits():
     keys = jax.random.split(jax.random.key(0), (20_000, 7))
-    drawn = np.asarray(MultiCategorical(jnp.broadcast_to(PADDED, (20_000, 7, 3, 4))).sample(keys))
+    drawn = np.asarray(Categorical(jnp.broadcast_to(PADDED, (20_000, 7, 3, 4)), several=True).sample(keys))
     assert drawn.dtype == np.int32 and (drawn < SIZES).all()
     p = probabilities(PADDED)
     joint = p[:, 0, :, None] * p[:, 2, None, :]
@@ -166,7 +166,7 @@ TANH_NORMAL = TanhNormal(Normal(jnp.asarray(LOC), jnp.asarray(LOG_SCALE)))
 
 
 ALL = {
-    "categorical": Categorical(jnp.asarray(LOGITS)), "integers": MultiCategorical(jnp.asarray(PADDED)),
+    "categorical": Categorical(jnp.asarray(LOGITS)), "integers": Categorical(jnp.asarray(PADDED), several=True),
     "normal": TANH_NORMAL.base, "tanh": TANH_NORMAL,
 }  # fmt: skip
 
