@@ -11,7 +11,6 @@ from msrl_jax.algorithms.config import config as config
 from msrl_jax.algorithms.config import field as field
 from msrl_jax.algorithms.config import tunable as tunable
 from msrl_jax.algorithms.cql import CQL as CQL
-from msrl_jax.algorithms.ddpg import DDPG as DDPG
 from msrl_jax.algorithms.dqn import DQN as DQN
 from msrl_jax.algorithms.dqn import ApexDQN as ApexDQN
 from msrl_jax.algorithms.es import ES as ES
@@ -30,6 +29,7 @@ from msrl_jax.algorithms.registry import make as make
 from msrl_jax.algorithms.registry import names as names
 from msrl_jax.algorithms.sac import SAC as SAC
 from msrl_jax.algorithms.self_play import SelfPlay as SelfPlay
+from msrl_jax.algorithms.td3 import DDPG as DDPG
 from msrl_jax.algorithms.td3 import TD3 as TD3
 from msrl_jax.algorithms.teams import Teams as Teams
 from msrl_jax.algorithms.transformations import counted as counted

@@ -35,58 +35,27 @@ from msrl_jax.fragments import fragment
 class A3C:
     """Asynchronous advantage actor-critic; for any observations, and actions that are discrete, integers or floats."""
 
-    num_envs: int = field(
-        default=64, doc="environments stepped in parallel, `E`; a multiple of `num_workers`. Usual: 8 to 4096."
-    )
+    num_envs: int = field(default=64, doc="environments in parallel, `E`, a multiple of `num_workers`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 5 to 32.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False,
-        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
-    )
-    entropy_coef: float = tunable(default=0.001, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    entropy_coef: float = tunable(default=0.001, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
     gae_lambda: float = tunable(
-        default=0.95, low=0, high=1,
-        doc="lambda of generalized advantage estimation, from 0 (more bias) to 1 (more variance). 1 gives the paper's n-step "
-        "advantages, with n up to the end of the unroll. Usual: 1, or 0.95.",
+        default=0.95, low=0, high=1, doc="from 0 (bias) to 1 (the paper's n-step advantages; variance). Usual: 1, or 0.95."
     )
-    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.",
-    )
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
     optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
-    rms_decay: float = tunable(
-        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
-    )
-    epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in the denominator of the update. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.",
-    )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
-    )
-    activation: Activation = field(
-        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
-    )
-    network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    num_workers: int = field(
-        default=8,
-        doc="number of workers, `W`, each with its own copy of the parameters; up to `W` devices can share them. Usual: 8 "
-        "to 16.",
-    )
+    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
+    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    num_workers: int = field(default=8, doc="workers, `W`, each with its own parameters; at most `W` devices. Usual: 8 to 16.")
     normalize_advantage: Literal["worker", "none"] = field(
         default="none", doc='whether advantages are standardized for each "worker", or not ("none"). Usual: "none".'
     )
@@ -106,25 +75,15 @@ class A3C:
 
 
 class A3CState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-      params: the server's parameters of the `ActorCritic`.
-      opt_state: state of the server's optimizer, which all workers share.
-      worker_params: the parameters that each worker fetched last; every leaf has shape=(W, ...)
-      fetched: number of the server's updates at each worker's last fetch, modulo 2**32. shape=(W,), dtype=uint32
-      actor_keys: one key per environment, which samples actions. shape=(E,)
-      env_state: state of the vector environment.
-      obs: the observations for the next actions. shape=(E, ...)
-    """
-
-    params: Any
-    opt_state: optax.OptState
-    worker_params: Any
-    fetched: jax.Array
-    actor_keys: jax.Array
+    params: Any  # the server's
+    opt_state: optax.OptState  # of the server's optimizer, which all workers share
+    worker_params: Any  # the parameters that each worker fetched last, [W, ...]
+    fetched: jax.Array  # number of the server's updates at each worker's last fetch, modulo 2**32, uint32 [W]
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
-    obs: jax.Array
+    obs: jax.Array  # for the next actions, [E, ...]
 
 
 def build(env: Environment, config: A3C) -> Agent:

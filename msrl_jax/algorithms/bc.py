@@ -1,20 +1,19 @@
 """Behavior cloning: maximizes the likelihood of a data set's actions under the policy (Pomerleau, 1991).
 
 Efficient training of artificial neural networks for autonomous navigation, https://doi.org/10.1162/neco.1991.3.1.88
-This file has the loss and the update; the loop is in `loops/offline.py`.
+This file has the loss; the loop is in `loops/offline.py`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
+from msrl_jax.algorithms.loops.off_policy import gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.distributions import check_policy_space, choose, has_scale
 from msrl_jax.algorithms.networks.layers import Carry
@@ -30,37 +29,22 @@ class BC:
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: the gcd of `batch_size` and 8. Usual: None."
-    )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
-    )
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
+    max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     validation_fraction: float = field(
-        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
     )
 
-    def check(self) -> None:
-        """Raises ValueError unless the data are a path or a data set."""
-        check_data(self)
+    check = check_data
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the data or sizes do not fit, if actions are not bounded, or if an integer has too many values.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         return build(env, self)
 
 
@@ -69,14 +53,11 @@ def build(env: Environment, config: BC) -> Agent:
     space = check_policy_space(env.action_space)
     policy = make_policy(env.observation_space, check_bounded("bc", space) if has_scale(space) else space, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update = make_apply_update(optimizer)
-
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
-        params = policy.init(key, obs)
-        return Learner(params, (), optimizer.init(params))
 
     @fragment(role="learner")
-    def gradients(params, experience):
+    def gradients(params, target_params, batch):
+        experience = batch.experience
+
         def loss(params):
             distribution = policy.apply(params, experience.obs)
             losses = -log_likelihood(distribution, experience.action)
@@ -84,13 +65,8 @@ def build(env: Environment, config: BC) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (losses, stats) = gradients(learner.params, batch.experience)
-        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
-        return Learner(params, (), opt_state), losses, stats
-
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         return choose(policy.apply(params, obs), key), carry
 
-    return offline_agent(env, config, Rule(init, update, choose_action), read_data(env, config))
+    rule = gradient_rule(config, optimizer, policy.init, gradients, choose_action, target=None)
+    return offline_agent(env, config, rule, read_data(env, config))

@@ -1,32 +1,31 @@
 """Conservative Q-learning (Kumar et al., 2020, arXiv 2006.04779), based on double DQN or, for continuous actions, SAC.
 
 A penalty pushes down a soft maximum of the values of all actions, and pushes up the values of the actions in the data. This
-file has both rules; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size`, `C` denotes the two
+file has both losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size`, `C` denotes the two
 critics, `D` is the length of a continuous action and `S` is `num_samples`.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, uniform_actions
+from msrl_jax.algorithms.loops.off_policy import Rule, for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
-from msrl_jax.algorithms.losses.offline import conservative_gap, log_partition
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.q_learning import greedy_target
-from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, soft_value, temperature_loss
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.policies import TanhNormal, make_critics, make_policy
 from msrl_jax.algorithms.networks.q_network import q_network
+from msrl_jax.algorithms.sac import soft_value, temperature_loss
 from msrl_jax.envs import Box, Discrete, Environment
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
@@ -39,35 +38,24 @@ class CQL:
     The policy and the critics have the same learning rate. The paper's code learns the policy at a lower rate.
     """
 
-    tau: float = tunable(
-        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
-    )
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: the gcd of `batch_size` and 8. Usual: None."
-    )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=10.0, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: 10.", above=0
-    )
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
+    max_grad_norm: float = tunable(default=10.0, above=0, doc="largest norm of each network's gradients. Usual: 10.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     validation_fraction: float = field(
-        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
     )
     conservative_weight: float | None = tunable(
-        default=None,
-        low=0,
+        default=None, low=0,
         doc="weight of the penalty; larger rewards need a larger one. None: 0.5 for discrete actions, 5 for continuous ones. "
         "Usual: 0.1 to 10.",
     )
@@ -82,16 +70,13 @@ class CQL:
         "continuous actions. Usual: 4 to 10.",
     )
     initial_temperature: float = tunable(
-        default=1.0, doc="initial weight of the entropy; for continuous actions. Usual: 0.1 to 1.", above=0
+        default=1.0, above=0, doc="initial entropy weight; continuous actions. Usual: 0.1 to 1."
     )
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
-        default=None,
-        doc="target entropy of the learned temperature, in nats; None takes minus the length of an action. Usual: None.",
+        default=None, doc="target entropy in nats; None takes minus the length of an action. Usual: None."
     )
-    double: bool = field(
-        default=True, doc="whether the online network chooses the action of a target; for discrete actions. Usual: True."
-    )
+    double: bool = field(default=True, doc="whether the online network chooses a target's action (discrete ones). Usual: True.")
 
     def check(self) -> None:
         """Raises ValueError unless the data are some, and a learned weight starts above 0."""
@@ -100,12 +85,7 @@ class CQL:
             raise ValueError("CQL.conservative_weight=0 cannot be learned; use a weight above 0, or target_gap=None")
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the data or sizes do not fit, if actions are not bounded, or if discrete ones have a `target_gap`.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         return build(env, self)
 
 
@@ -127,19 +107,15 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
             "target_gap=None and a conservative_weight"
         )
     weight = 0.5 if config.conservative_weight is None else config.conservative_weight
-    network = q_network(env.observation_space, action_space, config)
+    network = q_network(make_torso(env.observation_space, config), action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
-    apply_update = make_apply_update(optimizer)
-
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
-        params = network.init(key, obs)
-        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
 
     def values(params, obs):
         return network.apply(params, obs)[..., 0]
 
     @fragment(role="learner")
-    def gradients(params, target_params, e):
+    def gradients(params, target_params, batch):
+        e = batch.experience
         next_target = values(target_params, e.next_obs)
         next_online = values(params, e.next_obs) if config.double else next_target
         target = e.reward + e.discount * jax.vmap(greedy_target)(only_legal(next_online, e.next_obs), next_target)
@@ -154,17 +130,10 @@ def discrete_rule(env: Environment, action_space: Discrete, config: CQL) -> Rule
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
-        target_params = polyak_update(learner.target_params, params, jnp.where(batch.ready, config.tau, 0.0))
-        return Learner(params, target_params, opt_state), td_error, stats
-
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         return only_legal(values(params, obs), obs).argmax(-1).astype(jnp.int32), carry
 
-    return Rule(init, update, choose_action)
+    return gradient_rule(config, optimizer, network.init, gradients, choose_action)
 
 
 def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
@@ -174,10 +143,9 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
     size, count = math.prod(action_space.shape), config.num_samples
     target_entropy = -float(size) if config.target_entropy is None else config.target_entropy
     first_weight = 5.0 if config.conservative_weight is None else config.conservative_weight
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update = make_apply_update(optimizer)
+    optimizer = for_each_network(make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8))
 
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
+    def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
         params = {
             "actor": policy.init(actor_key, obs),
@@ -186,7 +154,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
         }
         if config.target_gap is not None:
             params["log_weight"] = jnp.log(jnp.float32(first_weight))
-        return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
+        return params
 
     def draw(actor, obs, keys):
         """Actions and log-probabilities of the policy."""
@@ -208,7 +176,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
         e, temperature = batch.experience, jnp.exp(params["log_temperature"])
         next_keys, now_keys, *many_keys = jax.random.split(batch.key, (2 + 3 * count, len(e.reward)))
         next_action, next_log_prob = draw(params["actor"], e.next_obs, next_keys)
-        next_q = pessimistic_value(critics.apply(target_critic, e.next_obs, next_action))
+        next_q = critics.apply(target_critic, e.next_obs, next_action).min(0)
         target = e.reward + e.discount * soft_value(next_q, next_log_prob, temperature)
         others, others_log_prob = draw_many(params["actor"], e, jnp.stack(many_keys, 1))
         obs_of_others = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], (*others.shape[:2], *x.shape[1:])), e.obs)
@@ -218,7 +186,7 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
             q = critics.apply(trained["critic"], e.obs, e.action)
             critic_loss = jax.vmap(optax.l2_loss, (0, None))(q, target).sum(0).mean()
             action, log_prob = draw(trained["actor"], e.obs, now_keys)
-            soft = soft_value(pessimistic_value(critics.apply(params["critic"], e.obs, action)), log_prob, temperature)
+            soft = soft_value(critics.apply(params["critic"], e.obs, action).min(0), log_prob, temperature)
             total = critic_loss - soft.mean()
             if config.learn_temperature:
                 total += temperature_loss(trained["log_temperature"], log_prob, target_entropy).mean()
@@ -244,15 +212,28 @@ def continuous_rule(env: Environment, action_space: Box, config: CQL) -> Rule:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
-        share = jnp.where(batch.ready, config.tau, 0.0)
-        return Learner(params, polyak_update(learner.target_params, params["critic"], share), opt_state), td_error, stats
-
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         return choose(policy.apply(params["actor"], obs), key), carry
 
-    return Rule(init, update, choose_action)
+    return gradient_rule(config, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+
+
+def conservative_gap(q: jax.Array, action: jax.Array) -> jax.Array:
+    """The soft maximum of the values `[..., N]` minus the value of the action in the data (arXiv 2006.04779, eq. 4).
+
+    It is positive, since it is the negative log-likelihood of the action under a softmax of the values.
+    """
+    chex.assert_type(action, int)
+    chex.assert_shape(action, q.shape[:-1])
+    return jax.nn.logsumexp(q, axis=-1) - jnp.take_along_axis(q, action[..., None], axis=-1)[..., 0]
+
+
+def log_partition(q: jax.Array, log_prob: jax.Array) -> jax.Array:
+    """Estimates the logarithm of the integral of `exp(q)` over all actions (Kumar et al., 2020, arXiv 2006.04779, appendix F).
+
+    From values and log-densities `[..., N]` of drawn actions, through which no gradient flows. The mean of `exp(q) / density`
+    estimates the integral without bias (importance sampling). The logarithm of the mean is biased: it is too low by about half
+    the relative variance of the mean.
+    """
+    chex.assert_is_broadcastable(log_prob.shape, q.shape)
+    return jax.nn.logsumexp(q - jax.lax.stop_gradient(log_prob), axis=-1) - math.log(q.shape[-1])

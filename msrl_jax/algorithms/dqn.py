@@ -1,11 +1,9 @@
 """Deep Q-learning (Mnih et al., 2013, arXiv 1312.5602; 2015, Nature 518), the extensions of Rainbow, and Ape-X.
 
-This file has the network, the loss and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `B` is
-`batch_size`, `A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a
-distribution.
+This file has the loss; the loop and the update are in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`,
+`A` the number of actions and `N` the number of outputs per action: one value, or the atoms or quantiles of a distribution.
 """
 
-from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,20 +11,20 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.q_learning import categorical_loss, categorical_projection, greedy_target, quantile_huber_loss
 from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.layers import Carry
+from msrl_jax.algorithms.networks.layers import Carry, make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, advance, remainder
+from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import NStep
 
 
@@ -40,34 +38,23 @@ class DQN:
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=128, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
-    )
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=20000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
         default=1000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_rate: float = tunable(default=0.00025, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    learning_rate: float = tunable(default=0.00025, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=10.0, above=0, doc="largest global norm of the gradients; larger ones are scaled down. Usual: 10 to 40."
-    )
-    prioritised: bool = field(
-        default=False, doc="whether items with larger TD errors are drawn more often. Usual: True for images."
-    )
-    alpha: float = tunable(default=0.4, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.", low=0)
+    max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
+    prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
+    alpha: float = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
     beta: float | None = tunable(
-        default=0.4,
-        low=0,
-        high=1,
-        doc="initial exponent of importance weights, which rises to 1; None: all are 1. Usual: 0.4 to 0.6.",
+        default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
     exploration: Literal["annealed", "per_env"] = field(
         default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
@@ -75,50 +62,30 @@ class DQN:
     exploration_steps: int = field(
         default=10000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
     )
-    final_epsilon: float = tunable(
-        default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
-    )
+    final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
     base_epsilon: float = tunable(
         default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
-    actor_period: int = field(
-        default=1, doc="iterations between two copies of parameters to the actors. Usual: 1.", high=2**24, low=1
-    )
-    tau: float = tunable(
-        default=0.02, above=0, high=1, doc="share of the way that the target moves; 1 copies. Usual: 1, or 0.005 to 0.05."
-    )
-    target_period: int = field(
-        default=1, high=2**24, low=1, doc="updates between two moves of the target. Usual: 1, or 100 to 10,000."
-    )
+    actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
+    tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
     dueling: bool = field(default=False, doc="whether values and advantages have streams of their own. Usual: True for images.")
-    huber_delta: float | None = tunable(
-        default=None, above=0, doc="errors above this size count linearly (Huber loss). Usual: None, or 1."
-    )
+    huber_delta: float | None = tunable(default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1.")
     adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
-    data_fraction: float = field(
-        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
-    )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
-    )
+    data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     double: bool = field(default=True, doc="whether the online network chooses the action of a target. Usual: True.")
     distribution: Literal["none", "c51", "qr"] = field(
         default="none",
-        doc='"none": expected returns; "c51": probabilities of atoms; "qr": quantiles, which need a higher learning rate and a '
-        'slower target (for CartPole-v1, `learning_rate=5e-4` and `tau=0.005`). Usual: "none".',
+        doc='"none": expected returns; "c51": probabilities of atoms; "qr": quantiles, which need a higher learning rate and '
+        'a slower target (for CartPole-v1, `learning_rate=5e-4` and `tau=0.005`). Usual: "none".',
     )
-    num_atoms: int = field(default=51, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.", low=2)
-    v_min: float | None = tunable(
-        default=None, doc='the lowest atom of "c51"; None takes `-1 / (1 - discount)`. Usual: the smallest possible return.'
-    )
-    v_max: float | None = tunable(
-        default=None, doc='the highest atom of "c51"; None takes `1 / (1 - discount)`. Usual: the largest possible return.'
-    )
+    num_atoms: int = field(default=51, low=2, doc="number of atoms or quantiles, `N`. Usual: 51 atoms, 32 to 200 quantiles.")
+    v_min: float | None = tunable(default=None, doc='lowest atom of "c51"; None: `-1 / (1 - discount)`. Usual: lowest return.')
+    v_max: float | None = tunable(default=None, doc='highest atom of "c51"; None: `1 / (1 - discount)`. Usual: highest return.')
 
     def check(self) -> None:
         """Raises ValueError unless the data are some, and the atoms of "c51" have limits."""
@@ -134,9 +101,7 @@ class DQN:
         if v_min >= v_max:
             raise ValueError(f"{name}.v_min={v_min:g} is not below v_max={v_max:g}; use a smaller v_min or a larger v_max")
 
-    def check_given(self, names: Collection[str]) -> None:
-        """Raises ValueError if a share is given of no data."""
-        check_data(self, names)
+    check_given = check_data
 
     @property
     def support(self) -> tuple[float, float]:
@@ -145,12 +110,7 @@ class DQN:
         return v_min, 1 / (1 - self.discount) if self.v_max is None else self.v_max
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the sizes of the buffer, the data or the network do not fit.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         return build(env, self)
 
 
@@ -160,14 +120,10 @@ def build(env: Environment, config: DQN) -> Agent:
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     buffer = n_step_buffer(env, config)
     num_outputs = 1 if config.distribution == "none" else config.num_atoms
-    network = q_network(venv.observation_space, action_space, config, dueling=config.dueling, num_atoms=num_outputs)
+    torso = make_torso(venv.observation_space, config)
+    network = q_network(torso, action_space, dueling=config.dueling, num_atoms=num_outputs)
     v_min, v_max = config.support if config.distribution == "c51" else (0.0, 0.0)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-    apply_update = make_apply_update(optimizer)
-
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
-        params = network.init(key, obs)
-        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
 
     def expected(outputs: jax.Array) -> jax.Array:
         """The action values `[..., A]` of outputs `[..., A, N]`: expectations of the distributions."""
@@ -190,7 +146,8 @@ def build(env: Environment, config: DQN) -> Agent:
         return optax.huber_loss(outputs.mean(), target.mean(), delta=config.huber_delta), error
 
     @fragment(role="learner")
-    def gradients(params, target_params, experience: NStep, weight):
+    def gradients(params, target_params, batch: Batch):
+        experience: NStep = batch.experience
         next_target = network.apply(target_params, experience.next_obs)
         next_online = network.apply(params, experience.next_obs) if config.double else next_target
         next_outputs = jax.vmap(greedy_target)(only_legal(expected(next_online), experience.next_obs), next_target)
@@ -199,17 +156,9 @@ def build(env: Environment, config: DQN) -> Agent:
             outputs = network.apply(params, experience.obs)
             taken = jnp.take_along_axis(outputs, experience.action[:, None, None], 1)[:, 0]
             losses, td_error = jax.vmap(loss_and_error)(taken, next_outputs, experience.reward, experience.discount)
-            return (weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
+            return (batch.weight * losses).mean(), (td_error, {"value": expected(taken).mean(), "loss": losses.mean()})
 
         return jax.grad(loss, has_aux=True)(params)
-
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
-        moves = batch.ready & (remainder(advance(batch.update), config.target_period) == 0)
-        target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
-        return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         return only_legal(expected(network.apply(params, obs)), obs).argmax(-1).astype(jnp.int32), carry
@@ -220,15 +169,8 @@ def build(env: Environment, config: DQN) -> Agent:
         greedy, carry = choose_action(params, obs, None, carry)
         return randomly(greedy, keys, steps, obs), carry
 
-    return off_policy_agent(
-        venv,
-        buffer,
-        Rule(init, update, choose_action),
-        explore,
-        unroll_length=config.unroll_length,
-        num_updates=config.num_updates,
-        refresh_period=config.actor_period,
-    )
+    rule = gradient_rule(config, optimizer, network.init, gradients, choose_action)
+    return off_policy_agent(config, venv, buffer, rule, explore)
 
 
 ApexDQN = variant(

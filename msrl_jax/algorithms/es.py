@@ -32,34 +32,20 @@ from msrl_jax.fragments import fragment
 class ES:
     """Evolution strategies; for any observations, and actions that are discrete, integers or floats. It ignores keys."""
 
-    num_envs: int = field(
-        default=256, doc="size of the population, `E`, an even number; every member has one environment. Usual: 64 to 10000."
-    )
+    num_envs: int = field(default=256, doc="members, `E`, each with one environment; an even number. Usual: 64 to 10000.")
     unroll_length: int = field(
         default=500,
         doc="steps of every member per iteration, `T`. Only its first episode counts, and only up to `T` steps. Usual: the "
         "longest episode.",
     )
-    learning_rate: float = tunable(default=0.05, doc="step size of Adam. Usual: 0.01 to 0.05.", above=0)
+    learning_rate: float = tunable(default=0.05, above=0, doc="step size of Adam. Usual: 0.01 to 0.05.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
-    hidden_sizes: tuple[int, ...] = field(
-        default=(32, 32), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
-    )
+    hidden_sizes: tuple[int, ...] = field(default=(32, 32), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
-    )
-    noise_scale: float = tunable(
-        default=0.1, doc="standard deviation of the noise on every parameter. Usual: 0.02 to 0.1.", above=0
-    )
-    weight_decay: float = tunable(
-        default=0.005, doc="weight of the parameters that is added to the gradient (L2 regularization). Usual: 0.005.", low=0
-    )
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    noise_scale: float = tunable(default=0.1, above=0, doc="deviation of the noise on every parameter. Usual: 0.02 to 0.1.")
+    weight_decay: float = tunable(default=0.005, low=0, doc="weight of L2 regularization. Usual: 0.005.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
 
     def check(self) -> None:
         """Raises ValueError unless the population consists of pairs."""
@@ -75,25 +61,15 @@ class ES:
 
 
 class ESState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-      params: parameters of the policy at the center of the population: a tree of `D` numbers.
-      opt_state: state of the optimizer.
-      actor_keys: one key per member; the keys of even members give the seeds of the noise. shape=(E,)
-      env_key: the key for the next reset of the environments. shape=()
-      env_state: state of the vector environment.
-      obs: the observations after the last step. shape=(E, ...)
-      midway: whether an environment is in the middle of an episode. shape=(E,), dtype=bool
-    """
-
-    params: Any
+    params: Any  # of the policy at the center of the population: a tree of `D` numbers
     opt_state: optax.OptState
-    actor_keys: jax.Array
-    env_key: jax.Array
+    actor_keys: jax.Array  # one per member; the keys of even members give the seeds of the noise, [E]
+    env_key: jax.Array  # for the next reset of the environments
     env_state: Any
-    obs: jax.Array
-    midway: jax.Array
+    obs: jax.Array  # after the last step, [E, ...]
+    midway: jax.Array  # whether an environment is in the middle of an episode, bool [E]
 
 
 def build(env: Environment, config: ES) -> Agent:
@@ -239,44 +215,22 @@ def build(env: Environment, config: ES) -> Agent:
 
 
 def first_episode_return(reward: jax.Array, ended: jax.Array) -> jax.Array:
-    """Sums rewards up to the first end of an episode.
-
-    Args:
-      reward: rewards. `[T, E]` float32
-      ended: whether a step was the last one of its episode. `[T, E]` bool
-
-    Returns:
-      The undiscounted returns. `[E]` float32
-    """
+    """Sums rewards `[T, E]` up to the first end of an episode, `ended` `[T, E]`: undiscounted returns `[E]`."""
     length = jnp.where(ended.any(axis=0), jnp.argmax(ended, axis=0) + 1, ended.shape[0])
     return jnp.sum(jnp.where(jnp.arange(ended.shape[0])[:, None] < length, reward, 0.0), axis=0)
 
 
 def draw_noise(seeds: jax.Array, size: int) -> jax.Array:
-    """Standard normal noise; the same seeds give the same noise, in any fragment.
-
-    Args:
-      seeds: typed keys, one for each pair of members. `[E / 2]`
-      size: number of parameters, `D`.
-
-    Returns:
-      The noise. `[E / 2, D]` float32
-    """
+    """Standard normal noise `[E / 2, D]` of typed keys `[E / 2]`; the same seeds give the same noise, in any fragment."""
     noise = jax.vmap(lambda seed: jax.random.normal(seed, (size,)))(seeds)
     # Without the barrier, XLA may merge the last factor of the noise with the caller's factor, which changes the rounding.
     return jax.lax.optimization_barrier(noise)
 
 
 def centered_ranks(fitness: jax.Array) -> jax.Array:
-    """Replaces returns by their ranks, spread evenly over [-1/2, 1/2], so that outliers and the scale do not matter.
+    """Replaces returns `[E]` by their ranks, spread evenly over [-1/2, 1/2], so that outliers and the scale do not matter.
 
-    Equal returns get the mean of their ranks.
-
-    Args:
-      fitness: returns; nan counts as the lowest. `[E]`
-
-    Returns:
-      The ranks; their sum is 0. `[E]` float32
+    Equal returns get the mean of their ranks; nan counts as the lowest.
     """
     fitness = jnp.where(jnp.isnan(fitness), -jnp.inf, fitness)
     ordered = jnp.sort(fitness)
@@ -285,18 +239,10 @@ def centered_ranks(fitness: jax.Array) -> jax.Array:
 
 
 def estimate_gradient(utility: jax.Array, noise: jax.Array, noise_scale: float) -> jax.Array:
-    """The gradient of the expected utility of a population with respect to its center, estimated from antithetic pairs.
+    """The gradient `[D]` of the expected utility of a population with respect to its center, from antithetic pairs.
 
     `1 / (E * noise_scale) * sum_i utility[i] * eps[i]`, with `eps[2j] = noise[j]` and `eps[2j + 1] = -noise[j]`
-    (Salimans et al., 2017, algorithm 1, with mirrored sampling).
-
-    Args:
-      utility: utility of each member. `[E]` float32
-      noise: standard normal noise of each pair. `[E / 2, D]` float32
-      noise_scale: standard deviation of the noise on the parameters.
-
-    Returns:
-      The estimate. `[D]` float32
+    (Salimans et al., 2017, algorithm 1, with mirrored sampling), of utilities `[E]` and standard normal noise `[E / 2, D]`.
     """
     pairs = utility.reshape(-1, 2)
     return (pairs[:, 0] - pairs[:, 1]) @ noise / (utility.size * noise_scale)

@@ -39,65 +39,32 @@ class IMPALA:
 
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 8 to 4096.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 20 to 100.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    normalize_observations: bool = field(
-        default=False, doc="whether observations are standardized by running statistics. Usual: True for locomotion."
-    )
-    normalize_rewards: bool = field(
-        default=False,
-        doc="whether rewards are divided by the running standard deviation of the return. Usual: True for locomotion.",
-    )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0.001 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss (half the squared error). Usual: 0.5 to 1.", low=0)
-    learning_rate: float = tunable(default=0.002, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.", above=0)
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    normalize_observations: bool = field(default=False, doc="standardize by running statistics. Usual: True for locomotion.")
+    normalize_rewards: bool = field(default=False, doc="divide by the return's running deviation. Usual: True for locomotion.")
+    entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0.001 to 0.01.")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    learning_rate: float = tunable(default=0.002, above=0, doc="step size of the optimizer. Usual: 1e-4 to 7e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=0.5, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 0.5 to 40.",
-    )
+    max_grad_norm: float = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5 to 40.")
     optimizer: Literal["rmsprop", "adam"] = field(default="rmsprop", doc='"rmsprop" or "adam". Usual: "rmsprop".')
-    rms_decay: float = tunable(
-        default=0.99, doc="decay per update of RMSProp's running mean of squared gradients. Usual: 0.99.", low=0, high=1
-    )
-    epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in the denominator of the update. Usual: 1e-5 to 0.1 for RMSProp, 1e-8 to 1e-5 for Adam.",
-    )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64, 64), doc="widths of the dense layers. Usual: (64, 64), or (128,) after a convolution."
-    )
-    activation: Activation = field(
-        default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh", or "relu" after a convolution.'
-    )
-    network: NetworkKind = field(
-        default="auto",
-        doc='"mlp": dense layers; "cnn": convolutions first; "auto": "cnn" for observations with three dimensions. Usual: '
-        '"auto".',
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    vtrace_lambda: float = tunable(
-        default=0.95, doc="decay per step of the traces, in addition to the discount. Usual: 1, or 0.95.", low=0, high=1
-    )
-    clip_rho: float = tunable(
-        default=1.0, doc="largest importance weight of a temporal-difference error in the value targets. Usual: 1.", above=0
-    )
-    clip_c: float = tunable(default=1.0, doc="largest importance weight of a trace. Usual: 1.", above=0)
-    clip_pg_rho: float = tunable(default=1.0, doc="largest importance weight of a policy gradient. Usual: 1.", above=0)
+    rms_decay: float = tunable(default=0.99, low=0, high=1, doc="decay of RMSProp's mean of squares. Usual: 0.99.")
+    epsilon: float = tunable(default=1e-05, above=0, doc="added to the denominator. Usual: 1e-5 to 0.1; Adam: 1e-8 to 1e-5.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64); (128,) for images.")
+    activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    vtrace_lambda: float = tunable(default=0.95, low=0, high=1, doc="decay of traces, besides the discount. Usual: 1, or 0.95.")
+    clip_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a TD error. Usual: 1.")
+    clip_c: float = tunable(default=1.0, above=0, doc="largest importance weight of a trace. Usual: 1.")
+    clip_pg_rho: float = tunable(default=1.0, above=0, doc="largest importance weight of a policy gradient. Usual: 1.")
     normalize_advantage: Literal["batch", "none"] = field(
-        default="none",
-        doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".',
+        default="none", doc='whether advantages are standardized over the "batch" of an update, or not ("none"). Usual: "none".'
     )
     replay_batches: int = field(
-        default=0, low=0,
-        doc="number of batches kept for replay, the newest included; 0 means no replay. Usual: 0, or 10 to 1000.",
+        default=0, low=0, doc="batches kept for replay, with the newest; 0: none. Usual: 0, 10 to 1000."
     )
-    num_updates: int = field(
-        default=1,
-        doc="updates per iteration, `K`; with replay, each draws one of the kept batches uniformly. Usual: 1, or 2 to 4 with "
-        "replay.",
-    )
+    num_updates: int = field(default=1, doc="updates per iteration, `K`, each from a kept batch. Usual: 1; with replay 2 to 4.")
 
     def check(self) -> None:
         """Raises ValueError unless there is a batch for every update."""
@@ -113,41 +80,24 @@ class IMPALA:
 
 
 class IMPALAState(NamedTuple):
-    """The state of a run.
-
-    Attributes:
-      params: parameters of the `ActorCritic`.
-      opt_state: state of the optimizer.
-      actor_keys: one key per environment, which samples actions. shape=(E,)
-      env_state: state of the vector environment.
-      obs: the observations for the next actions. shape=(E, ...)
-      replay: the kept batches; `()` without replay.
-      replay_key: the buffer's key, for draws. shape=(); `()` without replay.
-    """
+    """The state of a run."""
 
     params: Any
     opt_state: optax.OptState
-    actor_keys: jax.Array
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
-    obs: jax.Array
-    replay: FifoState | tuple[()] = ()
-    replay_key: jax.Array | tuple[()] = ()
+    obs: jax.Array  # for the next actions, [E, ...]
+    replay: FifoState | tuple[()] = ()  # the kept batches; () without replay
+    replay_key: jax.Array | tuple[()] = ()  # for draws; () without replay
 
 
 class Batch(NamedTuple):
-    """The data of one update.
+    """The data of one update."""
 
-    Attributes:
-      trajectory: the experience. shape=(T, E, ...)
-      last_obs: the observations after the trajectory. shape=(E, ...)
-      bootstrap_value: values of the true successors; used where an episode was truncated. shape=(T, E)
-      version: with replay, the version of the acting parameters. shape=(), dtype=uint32
-    """
-
-    trajectory: Trajectory
-    last_obs: jax.Array
-    bootstrap_value: jax.Array
-    version: jax.Array | tuple[()]
+    trajectory: Trajectory  # [T, E, ...]
+    last_obs: jax.Array  # after the trajectory, [E, ...]
+    bootstrap_value: jax.Array  # values of the true successors; used where an episode was truncated, [T, E]
+    version: jax.Array | tuple[()]  # with replay, of the acting parameters, uint32 []
 
 
 def build(env: Environment, config: IMPALA) -> Agent:

@@ -15,7 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress
@@ -25,13 +27,14 @@ from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_v
 from msrl_jax.algorithms.loops.trajectory import next_values, proximal_updates, shuffled_times, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.agents import centralized_network, independent_network
-from msrl_jax.algorithms.networks.distributions import check_policy_space, has_scale
-from msrl_jax.algorithms.networks.layers import forget
+from msrl_jax.algorithms.networks.actor_critic import actor_critic, linear_actor_critic
+from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
+from msrl_jax.algorithms.networks.layers import Torso, dense, forget, make_torso
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward, recurrent_network
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
-from msrl_jax.envs import MultiAgentEnvironment, VectorizedAgents
+from msrl_jax.envs import Box, Discrete, MultiAgentEnvironment, Space, VectorizedAgents
 from msrl_jax.fragments import fragment
 
 
@@ -43,69 +46,40 @@ class IPPO:
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
-    )
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
         default="minibatch", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "minibatch".'
     )
-    clip_ratio: float = tunable(
-        default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0
-    )
-    clip_value: float | None = tunable(
-        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
-    )
+    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
     target_kl: float | None = tunable(
-        default=None,
-        doc="an iteration skips its other updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
-        above=0,
+        default=None, above=0, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03."
     )
-    entropy_coef: float = tunable(default=0.01, doc="weight of the entropy bonus. Usual: 0 to 0.01.", low=0)
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.", low=0)
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    entropy_coef: float = tunable(default=0.01, low=0, doc="weight of the entropy bonus. Usual: 0 to 0.01.")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
     core: Literal["none", "gru", "lstm", "min_gru"] = field(
         default="none", doc='"none", or the recurrent layer of agents that remember. Usual: "none"; "gru" if they see little.'
     )
     memory_size: int = field(default=64, doc="size of the recurrent state. Usual: 64 to 512.")
-    share_parameters: bool = field(
-        default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
-    )
-    agent_ids: bool = field(
-        default=False,
-        doc="whether a shared network also sees which agent it acts for. Usual: False, or True if observations do not tell.",
-    )
-    central_critic: bool = field(
-        default=False, doc="whether the critic sees the global state, and not the observation. Usual: as the algorithm says."
-    )
-    normalize_values: bool = field(
-        default=False,
-        doc="whether critics predict values standardized by running statistics. Usual: True for returns far from 1.",
-    )
+    share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
+    agent_ids: bool = field(default=False, doc="whether a shared network sees which agent it acts for. Usual: False.")
+    central_critic: bool = field(default=False, doc="whether the critic sees the global state. Usual: as the algorithm says.")
+    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides what is shuffled: time steps, or environments."""
         check_minibatches(self, recurrent=self.core != "none")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          ValueError: if the network does not fit.
-          TypeError: if a space is not supported.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         return agent_of(self, env)
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
@@ -114,12 +88,9 @@ class IPPO:
 
 
 MAPPO = variant(
-    IPPO,
-    "MAPPO",
-    "mappo",
-    "PPO for several agents with a critic that sees the global state and which agent it values.",
+    IPPO, "MAPPO", "mappo", "PPO for several agents with a critic that sees the global state and which agent it values.",
     central_critic=True,
-)
+)  # fmt: skip
 
 
 def check_minibatches(config: Any, *, recurrent: bool) -> None:
@@ -134,43 +105,25 @@ def check_minibatches(config: Any, *, recurrent: bool) -> None:
 
 
 class Learner(NamedTuple):
-    """What a team keeps besides its parameters.
+    """What a team keeps besides its parameters."""
 
-    Attributes:
-      opt_state: state of the optimizer, one for each network.
-      key: the learner's key, which shuffles. shape=()
-      actor_keys: one key per agent, which samples actions. shape=(E, A)
-      value_scale: running statistics of the targets of each critic; `()` if values are not normalized.
-    """
-
-    opt_state: optax.OptState
-    key: jax.Array
-    actor_keys: jax.Array
-    value_scale: ValueScale | tuple[()]
+    opt_state: optax.OptState  # one for each network
+    key: jax.Array  # the learner's, which shuffles
+    actor_keys: jax.Array  # one per agent, which samples actions, [E, A]
+    value_scale: ValueScale | tuple[()]  # running statistics of the targets of each critic; () if values are not normalized
 
 
 class Batch(NamedTuple):
-    """The data of an iteration's updates of one network; leaves are `[T, E, ...]`, or `[T, E, A, ...]` if agents share it.
+    """The data of an iteration's updates of one network; leaves are `[T, E, ...]`, or `[T, E, A, ...]` if agents share it."""
 
-    Attributes:
-      inputs: what the network sees.
-      is_first: whether an observation is the first of an episode.
-      action: the actions, before `action_transform`.
-      log_prob: their log-probabilities when they were taken.
-      advantage: the estimated advantages.
-      old_value: values before the updates.
-      target: targets of the values.
-      present: which steps count; all if None.
-    """
-
-    inputs: Any
-    is_first: jax.Array
-    action: jax.Array
-    log_prob: jax.Array
+    inputs: Any  # what the network sees
+    is_first: jax.Array  # whether an observation is the first of an episode
+    action: jax.Array  # before `action_transform`
+    log_prob: jax.Array  # when the actions were taken
     advantage: jax.Array
-    old_value: jax.Array
-    target: jax.Array
-    present: jax.Array | None
+    old_value: jax.Array  # before the updates
+    target: jax.Array  # of the values
+    present: jax.Array | None  # which steps count; all if None
 
 
 def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
@@ -220,10 +173,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         actor_keys, keys = draw_keys(rest.actor_keys)
         return params, rest._replace(actor_keys=actor_keys), keys
 
-    def remembered(is_first: jax.Array, carry: Any) -> Any:
-        """The carry `[E, A, H]` without what agents remember of the last episode, `is_first` `[E]`."""
-        return jax.tree.map(lambda x: forget(is_first, (x,))[0], carry)
-
     def step(params: Any, obs: Any, state: jax.Array, carry: Any) -> tuple[Any, Any]:
         """Distributions and values `[E, A]`, and the carry."""
         one = per_network(network.step, in_axes=(0, agents_at(1), 1), out_axes=1)
@@ -231,7 +180,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
 
     @fragment(role="actor")
     def choose(params, now, carry, keys):
-        (policy, value), carry = step(params, now.obs, now.state, remembered(now.is_first, carry))
+        carry = jax.tree.map(lambda x: forget(now.is_first, (x,))[0], carry)
+        (policy, value), carry = step(params, now.obs, now.state, carry)
         action = policy.sample(keys)
         return action, policy.log_prob(action), value, carry
 
@@ -248,13 +198,11 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
 
     @fragment(role="learner")
     def estimate_advantages(params, experience, now, value, bootstrap_value, scale):
-        t = experience
-        last = bootstrap_value[-1]
+        t, last = experience, bootstrap_value[-1]
         if not recurrent:
-            inputs = inputs_of(t.obs, t.state), inputs_of(now.obs, now.state)
-            values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(2)), 2)
-            last_values = per_network(lambda params, x: network.unroll(params, x, None, memoryless)[0][1], (0, agents_at(1)), 1)
-            value, last = values(params, inputs[0]), last_values(params, inputs[1])
+            values = lambda params, x: network.unroll(params, x, None, memoryless)[0][1]  # noqa: E731
+            value = per_network(values, (0, agents_at(2)), 2)(params, inputs_of(t.obs, t.state))
+            last = per_network(values, (0, agents_at(1)), 1)(params, inputs_of(now.obs, now.state))
         if scale:
             value, last, bootstrap_value = (scale.restore(x) for x in (value, last, bootstrap_value))
         truncated = jnp.broadcast_to(t.truncated[..., None], t.terminated.shape)
@@ -288,19 +236,10 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         def loss(params):
             (policy, value), _ = network.unroll(params, b.inputs, b.is_first, carry)
             return ppo_loss(
-                policy,
-                value,
-                action=b.action,
-                log_prob=b.log_prob,
-                advantage=advantage,
-                old_value=b.old_value,
-                target=b.target,
-                clip_ratio=config.clip_ratio,
-                clip_value=config.clip_value,
-                value_coef=config.value_coef,
-                entropy_coef=config.entropy_coef,
-                counts=b.present,
-            )
+                policy, value, action=b.action, log_prob=b.log_prob, advantage=advantage, old_value=b.old_value,
+                target=b.target, clip_ratio=config.clip_ratio, clip_value=config.clip_value,
+                value_coef=config.value_coef, entropy_coef=config.entropy_coef, counts=b.present,
+            )  # fmt: skip
 
         return jax.grad(loss, has_aux=True)(params)
 
@@ -331,8 +270,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
         agents = Batch(agents_at(2), *[2] * 7)  # type: ignore[arg-type]
         train = per_network(train_network, in_axes=(0, 0, agents, 1, None, None))
         params, opt_state, stats = train(params, opt_state, batch, carry, minibatches, learning_rate)
-        metrics = jax.tree.map(jnp.mean, stats)
-        return params, opt_state, key, scale, metrics | {"learning_rate": learning_rate}
+        return params, opt_state, key, scale, jax.tree.map(jnp.mean, stats) | {"learning_rate": learning_rate}
 
     def learn(
         params: Any, rest: Learner, experience: Experience, now: Now, carry: Any, progress: Progress
@@ -383,12 +321,74 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
 
 
 def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
-    """The network of one agent, or of all."""
+    """The `RecurrentNetwork` of one agent, or of all: from observations to distributions over actions and values `[...]`.
+
+    With a central critic, its inputs are pairs of observations and global states `[..., S]`.
+    """
     identify = config.share_parameters and num_agents > 1
-    space = venv.observation_space
+    space, actions = venv.observation_space, venv.action_space
     if identify and config.agent_ids:
         space = with_ids_space(space, num_agents)
     if config.central_critic:
-        state_size = venv.state_size + (num_agents if identify else 0)
-        return centralized_network(space, venv.action_space, state_size, config)
-    return independent_network(space, venv.action_space, config)
+        return _centralized_network(space, actions, venv.state_size + (num_agents if identify else 0), config)
+    if config.core != "none":
+        return recurrent_network(space, lambda features: linear_actor_critic(features, actions), config)
+    return feed_forward(space, actor_critic(space, actions, config, shared_torso=config.shared_torso))
+
+
+def _centralized_network(observation_space: Space, action_space: Space, state_size: int, config: IPPO) -> RecurrentNetwork:
+    space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
+    actor = _network(observation_space, lambda torso: _Policy(torso, space), config)
+    critic = _network(states, _Value, config)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        actor_key, critic_key = jax.random.split(key)
+        return {"actor": actor.init(actor_key), "critic": critic.init(critic_key)}
+
+    def step(params: Any, inputs: Any, carry: Any) -> tuple[Any, Any]:
+        policy, actor_carry = actor.step(params["actor"], inputs[0], carry[0])
+        value, critic_carry = critic.step(params["critic"], inputs[1], carry[1])
+        return (policy, value), (actor_carry, critic_carry)
+
+    def unroll(params: Any, inputs: Any, is_first: jax.Array, carry: Any) -> tuple[Any, Any]:
+        policy, actor_carry = actor.unroll(params["actor"], inputs[0], is_first, carry[0])
+        value, critic_carry = critic.unroll(params["critic"], inputs[1], is_first, carry[1])
+        return (policy, value), (actor_carry, critic_carry)
+
+    def initial_carry(batch_shape: tuple[int, ...]) -> Any:
+        return actor.initial_carry(batch_shape), critic.initial_carry(batch_shape)
+
+    return RecurrentNetwork(init, initial_carry, step, unroll)
+
+
+class _Policy(nn.Module):
+    """A policy alone: a torso and a linear layer."""
+
+    torso: Torso
+    action_space: Discrete | Box
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> Distribution:
+        """Maps observations to distributions over actions."""
+        size = num_outputs(self.action_space)
+        outputs = dense(size, 0.01)(self.torso(obs))
+        log_scale = self.param("log_scale", nn.initializers.zeros, (size,)) if has_scale(self.action_space) else None
+        return policy_of(self.action_space, outputs, obs, log_scale)
+
+
+class _Value(nn.Module):
+    """A value function alone: a torso and a linear layer."""
+
+    torso: Torso
+
+    @nn.compact
+    def __call__(self, state: jax.Array) -> jax.Array:
+        """Maps states to values `[...]`."""
+        return dense(1, 1.0)(self.torso(state))[..., 0]
+
+
+def _network(space: Space, make: Callable[[Torso], nn.Module], config: Any) -> RecurrentNetwork:
+    """A module on a torso, or linear in the outputs of a recurrent core."""
+    if config.core == "none":
+        return feed_forward(space, make(make_torso(space, config)))
+    return recurrent_network(space, lambda features: make(Torso(features, (), "tanh", convolve=False)), config)

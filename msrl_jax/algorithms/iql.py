@@ -1,25 +1,23 @@
 """Implicit Q-learning (Kostrikov et al., 2021, arXiv 2110.06169): learns from the actions in the data, and values no others.
 
-This file has the losses and the update; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and
+This file has the losses; the loop is in `loops/offline.py`. In the shape descriptions, `B` is `batch_size` and
 `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
 The paper's code updates one network after another.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule
+from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule
 from msrl_jax.algorithms.loops.offline import offline_agent, read_data
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
-from msrl_jax.algorithms.losses.offline import advantage_weight, expectile_loss
-from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry
@@ -36,58 +34,35 @@ class IQL:
     deviation depends on the observation; the paper's does not.
     """
 
-    tau: float = tunable(
-        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
-    )
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     data: str | None = field(default=None, doc="path of the data set, or a `msrl_jax.data.Dataset`; training needs it.")
     num_updates: int = field(default=20, doc="updates per iteration, `K`. Usual: 10 to 100.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: the gcd of `batch_size` and 8. Usual: None."
-    )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size` and 8. Usual: None.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
-    )
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64) to (256, 256).")
+    max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64) to (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     validation_fraction: float = field(
-        default=0.1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1.", low=0, below=1
+        default=0.1, low=0, below=1, doc="share of episodes held out for `validation_` metrics. Usual: 0.1."
     )
     normalize_rewards: bool = field(
         default=True,
-        doc="whether rewards are divided by the range of the episodes' returns over the length of the longest episode, so that "
-        "`inverse_temperature` does not depend on units. Usual: True.",
+        doc="whether rewards are divided by the range of the episodes' returns over the length of the longest episode, so "
+        "that `inverse_temperature` does not depend on units. Usual: True.",
     )
-    expectile: float = tunable(
-        default=0.7, low=0, high=1, doc="expectile of the data's action values to learn; 0.5 is their mean. Usual: 0.7 to 0.9."
-    )
-    inverse_temperature: float = tunable(
-        default=3.0, doc="weight of the advantage in imitation; 0 clones the behavior. Usual: 3 to 10.", low=0
-    )
-    max_weight: float = tunable(
-        default=100.0, above=0, doc="largest weight of an action in imitation; 1 is that of an advantage of 0. Usual: 100."
-    )
+    expectile: float = tunable(default=0.7, low=0, high=1, doc="expectile of the data's values; 0.5: mean. Usual: 0.7 to 0.9.")
+    inverse_temperature: float = tunable(default=3.0, low=0, doc="weight of the advantage; 0 clones behavior. Usual: 3 to 10.")
+    max_weight: float = tunable(default=100.0, above=0, doc="largest weight; 1 for an advantage of 0. Usual: 100.")
 
-    def check(self) -> None:
-        """Raises ValueError unless the data are a path or a data set."""
-        check_data(self)
+    check = check_data
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the data or sizes do not fit, or if actions are not bounded.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         return build(env, self)
 
 
@@ -97,22 +72,21 @@ def build(env: Environment, config: IQL) -> Agent:
     policy = make_policy(env.observation_space, action_space, config)
     critics = make_critics(env.observation_space, action_space, 2, config)
     value = make_value(env.observation_space, config)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update = make_apply_update(optimizer)
+    optimizer = for_each_network(make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8))
 
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
+    def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
         actor_key, critic_key, value_key = jax.random.split(key, 3)
-        params = {
+        return {
             "actor": policy.init(actor_key, obs),
             "critic": critics.init(critic_key, obs),
             "value": value.init(value_key, obs),
         }
-        return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
 
     @fragment(role="learner")
-    def gradients(params, target_critic, e):
+    def gradients(params, target_critic, batch):
+        e = batch.experience
         target = e.reward + e.discount * value.apply(params["value"], e.next_obs)
-        outcome = pessimistic_value(taken_value(critics, target_critic, e.obs, e.action))
+        outcome = taken_value(critics, target_critic, e.obs, e.action).min(0)
         advantage = outcome - value.apply(params["value"], e.obs)
         weight = advantage_weight(advantage, config.inverse_temperature, config.max_weight)
 
@@ -129,16 +103,28 @@ def build(env: Environment, config: IQL) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience)
-        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
-        share = jnp.where(batch.ready, config.tau, 0.0)
-        return Learner(params, polyak_update(learner.target_params, params["critic"], share), opt_state), td_error, stats
-
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         return choose(policy.apply(params["actor"], obs), key), carry
 
     source = read_data(env, config, discount=config.discount, normalize_rewards=config.normalize_rewards)
-    return offline_agent(env, config, Rule(init, update, choose_action), source)
+    rule = gradient_rule(config, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+    return offline_agent(env, config, rule, source)
+
+
+def expectile_loss(error: jax.Array, expectile: float) -> jax.Array:
+    """The asymmetric squared error, which an expectile minimizes (Kostrikov et al., 2021, arXiv 2110.06169, eq. 4).
+
+    Errors above 0 (of predictions that are too low) have the weight `expectile`, others `1 - expectile`: 0.5 gives the mean,
+    and the limit 1 the maximum.
+    """
+    chex.assert_type(error, float)
+    return jnp.where(error > 0, expectile, 1 - expectile) * jnp.square(error)
+
+
+def advantage_weight(advantage: jax.Array, inverse_temperature: float, max_weight: float) -> jax.Array:
+    """The weight of an action in imitation: `exp(inverse_temperature * advantage)`, at most `max_weight`.
+
+    See arXiv 2110.06169, eq. 7, and 1910.00177. No gradient flows through the advantage.
+    """
+    chex.assert_type(advantage, float)
+    return jnp.minimum(jnp.exp(inverse_temperature * jax.lax.stop_gradient(advantage)), max_weight)

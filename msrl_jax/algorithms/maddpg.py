@@ -14,20 +14,20 @@ and `D` the number of discrete actions or the length of a continuous one.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import agents_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, uniform_actions
+from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule, uniform_actions
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import value_loss
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical
@@ -48,62 +48,38 @@ class MADDPG:
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=4, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(
-        default=0.9, low=0, high=1,
-        doc="discount factor per step. Usual: 0.9 or 0.95 (the paper) for games of 25 steps as MPE's, or 0.99.",
+        default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9, 0.95 (the paper) for 25 steps, or 0.99."
     )
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
-    )
-    capacity: int = field(default=100000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
+    capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
         default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_rate: float = tunable(
-        default=0.001, doc="step size of Adam, of actors and critics. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).", above=0
-    )
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 5e-4 (EPyMARL) to 1e-2 (the paper).")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=0.5, doc="largest norm of the gradients of each network; larger ones are scaled down. Usual: 0.5.", above=0
-    )
-    tau: float = tunable(
-        default=0.01, above=0, high=1,
-        doc="share of the way that target networks move towards the trained ones per update. Usual: 0.001 to 0.05.",
-    )
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="largest norm of each network's gradients. Usual: 0.5.")
+    tau: float = tunable(default=0.01, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     temperature: float = tunable(
-        default=1.0, doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5.", above=0
+        default=1.0, above=0, doc="of the softmax that gives discrete actions a gradient. Usual: 1 (the paper), or down to 0.5."
     )
     output_penalty: float = tunable(
-        default=1e-3, doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3, or 0.", low=0
+        default=1e-3, low=0, doc="weight of the mean square of the actors' outputs, before softmax or tanh. Usual: 1e-3, or 0."
     )
-    exploration_noise: float = tunable(
-        default=0.1, doc="standard deviation of the noise on continuous actions in [-1, 1]. Usual: 0.1.", low=0
-    )
+    exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
     share_parameters: bool = field(
-        default=False, doc="whether all agents have one actor and one critic, or each its own. Usual: False (the paper)."
+        default=False, doc="whether agents share one actor and one critic. Usual: False (the paper)."
     )
-    agent_ids: bool = field(
-        default=True,
-        doc="whether a shared actor sees which agent it acts for, as its critic does. Usual: True if observations do not tell.",
-    )
+    agent_ids: bool = field(default=True, doc="whether a shared actor sees which agent it acts for. Usual: True.")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          ValueError: if the sizes of the buffer or the network do not fit, or if actions are not bounded.
-          TypeError: if a space is not supported.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         return agent_of(self, env)
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
@@ -123,13 +99,10 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
     critic = linear_network(states, config, num_outputs=1, scale=1.0)
     buffer = agents_buffer(view, config)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update = make_apply_update(optimizer)
-    init_optimizer = optimizer.init
     if not shared:
-        apply_update = jax.vmap(apply_update, in_axes=(0, 0, 0, None, None))
-        init_optimizer = jax.vmap(init_optimizer)
+        optimizer = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
 
-    def init(key: jax.Array, obs: Any) -> Learner:
+    def init(key: jax.Array, obs: Any) -> dict[str, Any]:
         def networks(key: jax.Array) -> dict[str, Any]:
             actor_key, critic_key = jax.random.split(key)
             inputs = jnp.zeros((1, *states.shape)), jnp.zeros((1, num_agents * size))
@@ -137,9 +110,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
             return {"actor": one, "critic": critic.init(critic_key, *inputs)}
 
         # One after another: a batched QR decomposition of orthogonal initializers is slow.
-        params = networks(key) if shared else jax.lax.map(networks, jax.random.split(key, num_agents))
-        opt_state = {name: init_optimizer(p) for name, p in params.items()}
-        return Learner(params, jax.tree.map(jnp.copy, params), opt_state)
+        return networks(key) if shared else jax.lax.map(networks, jax.random.split(key, num_agents))
 
     def outputs(actors: Any, obs: Any) -> jax.Array:
         """What the actors say about observations `[B, A, ...]`: logits, or actions before `tanh`. `[B, A, D]`"""
@@ -200,14 +171,6 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
-        target_params = polyak_update(learner.target_params, params, jnp.where(batch.ready, config.tau, 0.0))
-        return Learner(params, target_params, opt_state), td_error, stats
-
     def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
         output = outputs(params["actor"], obs.obs)
         if not discrete:
@@ -227,15 +190,8 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: MADDPG) -> Team:
         at_random = uniform_actions(keys.reshape(-1), space, rows).reshape(explored.shape)
         return jnp.where(at_least(steps, buffer.min_size), explored, at_random), carry
 
-    return off_policy_team(
-        view,
-        buffer,
-        Rule(init, update, choose_action),
-        explore,
-        unroll_length=config.unroll_length,
-        num_updates=config.num_updates,
-        rewards="each",
-    )
+    rule = gradient_rule(config, for_each_network(optimizer), init, gradients, choose_action)
+    return off_policy_team(config, view, buffer, rule, explore, rewards="each")
 
 
 def straight_through(logits: jax.Array, temperature: float) -> jax.Array:

@@ -9,7 +9,6 @@ an agent, `L` is `trace_length` and `H` is `memory_size`.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -17,24 +16,24 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.buffers import sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy
+from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule
 from msrl_jax.algorithms.loops.off_policy_team import off_policy_team
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.q_learning import sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.layers import Carry, Network, dense
+from msrl_jax.algorithms.networks.layers import Carry, Network, dense, make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, advance, remainder
+from msrl_jax.fragments.counters import Counter
 from msrl_jax.replay import Transition
 
 
@@ -48,38 +47,24 @@ class QMIX:
     num_envs: int = field(default=32, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=26, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
     discount: float = tunable(
-        default=0.9, low=0, high=1,
-        doc="discount factor per step. Usual: 0.9 for games of 25 steps as MPE's (JaxMARL's tuned value), or 0.99.",
+        default=0.9, low=0, high=1, doc="discount factor per step. Usual: 0.9 for 25 steps as in MPE (JaxMARL), or 0.99."
     )
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
-    )
-    capacity: int = field(default=100000, doc="largest number of environment steps in the replay buffer. Usual: 1e4 to 1e6.")
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
+    capacity: int = field(default=100000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
         default=4000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
-    n_step: int = field(default=1, doc="number of rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_rate: float = tunable(default=0.003, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
+    learning_rate: float = tunable(default=0.003, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=10.0, above=0,
-        doc="largest global norm of the gradients; larger gradients are scaled down to it. Usual: 10 to 40.",
-    )
-    prioritised: bool = field(
-        default=False,
-        doc="whether items with a larger last TD error are drawn more often. Usual: True for images and sequences.",
-    )
-    alpha: float = tunable(
-        default=0.4, doc="exponent of priorities, from 0 (uniform) to 1 (in proportion to errors). Usual: 0.4 to 0.9.", low=0
-    )
+    max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
+    prioritised: bool = field(default=False, doc="whether larger TD errors are drawn more often. Usual: True for images.")
+    alpha: float = tunable(default=0.4, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
     beta: float | None = tunable(
-        default=0.4, low=0, high=1,
-        doc="initial exponent of importance weights, rising to 1 over the run; None: all weight 1. Usual: 0.4 to 0.6, or None.",
+        default=0.4, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
     exploration: Literal["annealed", "per_env"] = field(
         default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
@@ -87,73 +72,33 @@ class QMIX:
     exploration_steps: int = field(
         default=100000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
     )
-    final_epsilon: float = tunable(
-        default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
-    )
+    final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
     base_epsilon: float = tunable(
-        default=0.4, low=0, high=1,
-        doc='"per_env": environment `i` has epsilon `base_epsilon ** (1 + 7 i / (E - 1))` (arXiv 1803.00933). Usual: 0.4.',
+        default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
-    actor_period: int = field(
-        default=1, doc="iterations between two copies of the learner's parameters to the actors. Usual: 1.", high=2**24, low=1
-    )
-    tau: float = tunable(
-        default=0.02, above=0, high=1,
-        doc="share of the way that the target network moves; 1 copies. Usual: 1, or 0.005 to 0.05 with a period of 1.",
-    )
-    target_period: int = field(
-        default=1, high=2**24, low=1,
-        doc="updates between two moves of the target network. Usual: 1 with a small `tau`, or 100 to 10,000.",
-    )
-    dueling: bool = field(
-        default=False,
-        doc="whether the network has separate streams for values and for advantages. Usual: True for images and sequences.",
-    )
-    huber_delta: float | None = tunable(
-        default=None, above=0,
-        doc="errors above this size count linearly (Huber loss), not squared. Usual: None, or 1 if rewards are clipped.",
-    )
-    adam_epsilon: float = tunable(
-        default=1e-05, above=0,
-        doc="small number in Adam's denominator; larger ones shorten steps along small gradients. Usual: 1e-8 to 1e-3.",
-    )
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
-    )
+    actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
+    tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
+    dueling: bool = field(default=False, doc="whether values and advantages have streams of their own. Usual: True for images.")
+    huber_delta: float | None = tunable(default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1.")
+    adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
+    hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    core: Literal["none", "gru", "lstm", "min_gru"] = field(
-        default="gru", doc='"gru", "lstm" or "min_gru" for recurrent networks, or "none". Usual: "gru".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    core: Literal["none", "gru", "lstm", "min_gru"] = field(default="gru", doc='recurrent layer, or "none". Usual: "gru".')
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64.")
-    mixer: Literal["monotonic", "sum"] = field(
-        default="monotonic", doc='"monotonic" for QMIX, "sum" for VDN. Usual: as the algorithm says.'
-    )
+    mixer: Literal["monotonic", "sum"] = field(default="monotonic", doc='as the name says: "monotonic", or for VDN "sum".')
     mixing_size: int = field(default=32, doc="width of the hidden layer of the monotonic mixer. Usual: 32.")
-    hyper_size: int = field(
-        default=64, doc="width of the hidden layers of the networks that compute the mixer's weights. Usual: 64."
-    )
-    burn_in: int = field(default=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.", low=0)
+    hyper_size: int = field(default=64, doc="width of the hidden layers of the mixer's hypernetworks. Usual: 64.")
+    burn_in: int = field(default=0, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(
-        default=25,
-        doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: the length of an episode, or 16 to 80.",
+        default=25, doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: an episode, or 16 to 80."
     )
-    share_parameters: bool = field(
-        default=True, doc="whether all agents have one network, or each its own. Usual: True for agents of one kind."
-    )
-    agent_ids: bool = field(
-        default=True, doc="whether a shared network also sees which agent it acts for. Usual: True if observations do not tell."
-    )
+    share_parameters: bool = field(default=True, doc="whether agents share one network. Usual: True for one kind of agents.")
+    agent_ids: bool = field(default=True, doc="whether a shared network sees which agent it acts for. Usual: True.")
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          ValueError: if the sizes of the buffer or the network do not fit.
-          TypeError: if a space is not supported.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         return agent_of(self, env)
 
     def build_team(self, venv: VectorizedAgents, num_agents: int) -> Team:
@@ -167,35 +112,27 @@ VDN = variant(QMIX, "VDN", "vdn", "Q-learning of a team whose joint value is the
 def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
     """The team of `QMIX.build_team`."""
     action_space = check_discrete(type(config).__name__, venv.action_space)
-    view, recurrent = TeamView(venv, num_agents, central=config.mixer == "monotonic"), config.core != "none"
+    view = TeamView(venv, num_agents, central=config.mixer == "monotonic")
     network = agent_values(view.observation_space, action_space, num_agents, config)
     mixer = sum_mixer()
     if config.mixer == "monotonic":
         sizes = {"mixing_size": config.mixing_size, "hyper_size": config.hyper_size}
         mixer = monotonic_mixer(num_agents, view.state_size, **sizes)
-    buffer = sequence_buffer(
-        view.observation_type,
-        jax.ShapeDtypeStruct((num_agents,), jnp.int32),
-        config,
-        length=config.burn_in + config.trace_length + config.n_step - 1,
-        length_is="burn_in + trace_length + n_step - 1 are",
-        stride=max(config.trace_length // 2, 1),
-        carry=jax.eval_shape(lambda: network.initial_carry(())),
-    )
+    carry, action = jax.eval_shape(lambda: network.initial_carry(())), jax.ShapeDtypeStruct((num_agents,), jnp.int32)
+    buffer = sequence_buffer(view.observation_type, action, config, carry)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-    apply_update = make_apply_update(optimizer)
 
-    def init(key: jax.Array, obs: Any) -> Learner:
+    def init(key: jax.Array, obs: Any) -> dict[str, Any]:
         network_key, mixer_key = jax.random.split(key)
-        params = {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
-        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
+        return {"agents": network.init(network_key), "mixer": mixer.init(mixer_key)}
 
     def mix(params: Any, values: jax.Array, obs: JointObservation) -> jax.Array:
         """The values of joint actions `[...]`, from those of the agents `[..., A]`; absent agents add nothing."""
         return mixer.apply(params["mixer"], jnp.where(obs.present, values, 0.0), obs.state)
 
     @fragment(role="learner")
-    def gradients(params, target_params, window: Transition, weight):
+    def gradients(params, target_params, batch: Batch):
+        window: Transition = batch.experience
         after = jax.tree.map(lambda x: x[config.burn_in :], window)
         target_agents = target_params["agents"]
         next_values = replay_successors(
@@ -212,17 +149,9 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
             delta = config.huber_delta
             losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
             stats = {"loss": losses.mean(), "value": taken.mean()}
-            return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
+            return (batch.weight * losses.mean(0)).mean(), (sequence_priority(target - taken, 0.9), stats)
 
         return jax.grad(loss, has_aux=True)(params)
-
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
-        moves = batch.ready & (remainder(advance(batch.update), config.target_period) == 0)
-        target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
-        return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: JointObservation, key: Any, carry: Carry) -> tuple[jax.Array, Carry]:
         values, carry = network.step(params["agents"], obs, carry)
@@ -234,18 +163,13 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: QMIX) -> Team:
 
     def explore(params: Any, obs: JointObservation, keys: jax.Array, steps: Counter, carry: Carry) -> tuple[jax.Array, Carry]:
         greedy, carry = choose_action(params, obs, None, carry)
-        rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, _keys_of_agents(keys, num_agents)))
+        keys = jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
+        rows, keys = jax.tree.map(lambda x: x.reshape(everyone, *x.shape[2:]), (obs.obs, keys))
         return randomly(greedy.reshape(-1), keys, steps, rows).reshape(greedy.shape), carry
 
-    return off_policy_team(
-        view,
-        buffer,
-        Rule(init, update, choose_action, (lambda num_envs: network.initial_carry((num_envs,))) if recurrent else None),
-        explore,
-        unroll_length=config.unroll_length,
-        num_updates=config.num_updates,
-        refresh_period=config.actor_period,
-    )
+    initial_carry = (lambda num_envs: network.initial_carry((num_envs,))) if config.core != "none" else None
+    rule = gradient_rule(config, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
+    return off_policy_team(config, view, buffer, rule, explore)
 
 
 def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
@@ -253,29 +177,17 @@ def _of_actions(values: jax.Array, action: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, action[..., None], -1)[..., 0]
 
 
-def _keys_of_agents(keys: jax.Array, num_agents: int) -> jax.Array:
-    """A key for every agent `[E, A]`, from one for every environment `[E]`."""
-    return jax.vmap(lambda key: jax.random.split(key, num_agents))(keys)
-
-
 def agent_values(observation_space: Space, action_space: Discrete, num_agents: int, config: Any) -> RecurrentNetwork:
-    """Makes the action values of every agent of a team, from joint observations.
+    """Makes the action values `[..., A, N]` of every agent of a team, from `JointObservation`s; the carry is `[..., A, H]`.
 
-    Args:
-      observation_space: the space of one agent's observations.
-      action_space: the space of one agent's `N` actions.
-      num_agents: number of agents, `A`.
-      config: the layers; whether the network is `dueling`, whether agents `share_parameters`, and whether a shared network
-        also sees `agent_ids`.
-
-    Returns:
-      The network: it takes `JointObservation`s; its outputs are values `[..., A, N]`, and its carry is `[..., A, H]`.
+    The spaces are those of one agent; the config says whether agents `share_parameters`, and whether a shared network also sees
+    `agent_ids`.
     """
     shared = config.share_parameters
     identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
     if config.core == "none":
-        values = q_network(space, action_space, config, dueling=config.dueling)
+        values = q_network(make_torso(space, config), action_space, dueling=config.dueling)
         one = feed_forward(space, Network(values.init, lambda params, obs: values.apply(params, obs)[..., 0]))
     else:
         one = recurrent_q_network(space, action_space, config, dueling=config.dueling)

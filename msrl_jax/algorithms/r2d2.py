@@ -1,14 +1,13 @@
 """R2D2: recurrent deep Q-learning from replayed sequences (Kapturowski et al., 2019).
 
 "Recurrent Experience Replay in Distributed Reinforcement Learning", https://openreview.net/forum?id=r1lyTjAqYX. This file has
-the loss and the update; the loop is in `loops/off_policy.py`.
+the loss; the loop and the update are in `loops/off_policy.py`.
 
 In the shape descriptions, `T` is `unroll_length`, `B` is `batch_size`, `A` the number of actions, `H` is `memory_size`, `L` is
 `trace_length` and `S` the length of a window. A window has three parts. The first `burn_in` steps only refresh the stored
 carry. The loss is taken over the next `L` steps. The final `n_step - 1` steps are only used in targets.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -16,17 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, epsilon_greedy, off_policy_agent
-from msrl_jax.algorithms.loops.sequences import (
-    recurrent_q_network,
-    replay_successors,
-    replay_values,
-    sequence_target,
-)
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.loops.off_policy import Batch, epsilon_greedy, gradient_rule, off_policy_agent
+from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_successors, replay_values, sequence_target
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry
@@ -34,8 +28,8 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.host.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal
 from msrl_jax.fragments import fragment
-from msrl_jax.fragments.counters import Counter, advance, remainder
-from msrl_jax.replay import Replay, Transition
+from msrl_jax.fragments.counters import Counter
+from msrl_jax.replay import Transition
 
 
 @config("r2d2")
@@ -49,34 +43,23 @@ class R2D2:
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=16, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=4, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=32, doc="windows per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
-    )
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=50000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int | None = field(
         default=2000, doc="environment steps at random before the first update; None: what a batch needs. Usual: 1e3 to 5e4."
     )
     n_step: int = field(default=5, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float = tunable(
-        default=10.0, above=0, doc="largest global norm of the gradients; larger ones are scaled down. Usual: 10 to 40."
-    )
-    prioritised: bool = field(
-        default=True, doc="whether items with larger TD errors are drawn more often. Usual: True for images."
-    )
-    alpha: float = tunable(default=0.9, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.", low=0)
+    max_grad_norm: float = tunable(default=10.0, above=0, doc="gradients are clipped to this global norm. Usual: 10 to 40.")
+    prioritised: bool = field(default=True, doc="whether larger TD errors are drawn more often. Usual: True for images.")
+    alpha: float = tunable(default=0.9, low=0, doc="exponent of priorities; 0 draws uniformly. Usual: 0.4 to 0.9.")
     beta: float | None = tunable(
-        default=None,
-        low=0,
-        high=1,
-        doc="initial exponent of importance weights, which rises to 1; None: all are 1. Usual: 0.4 to 0.6.",
+        default=None, low=0, high=1, doc="exponent of importance weights, rising to 1; None: all are 1. Usual: 0.4 to 0.6."
     )
     exploration: Literal["annealed", "per_env"] = field(
         default="annealed", doc='one epsilon that falls, or "per_env": a constant one for each environment. Usual: "annealed".'
@@ -84,82 +67,40 @@ class R2D2:
     exploration_steps: int = field(
         default=20000, doc='"annealed": environment steps over which epsilon falls linearly from 1. Usual: a tenth of the run.'
     )
-    final_epsilon: float = tunable(
-        default=0.05, doc='epsilon after `exploration_steps`; for "annealed". Usual: 0.01 to 0.1.', low=0, high=1
-    )
+    final_epsilon: float = tunable(default=0.05, low=0, high=1, doc="epsilon after `exploration_steps`. Usual: 0.01 to 0.1.")
     base_epsilon: float = tunable(
         default=0.4, low=0, high=1, doc='"per_env": environment `i` has `base_epsilon ** (1 + 7 i / (E - 1))`. Usual: 0.4.'
     )
-    actor_period: int = field(
-        default=1, doc="iterations between two copies of parameters to the actors. Usual: 1.", high=2**24, low=1
-    )
-    tau: float = tunable(
-        default=0.02, above=0, high=1, doc="share of the way that the target moves; 1 copies. Usual: 1, or 0.005 to 0.05."
-    )
-    target_period: int = field(
-        default=1, high=2**24, low=1, doc="updates between two moves of the target. Usual: 1, or 100 to 10,000."
-    )
+    actor_period: int = field(default=1, low=1, high=2**24, doc="iterations between two copies to the actors. Usual: 1.")
+    tau: float = tunable(default=0.02, above=0, high=1, doc="how far the target moves; 1 copies. Usual: 1, or 0.005 to 0.05.")
+    target_period: int = field(default=1, low=1, high=2**24, doc="updates per move of the target. Usual: 1, or 100 to 10,000.")
     dueling: bool = field(default=True, doc="whether values and advantages have streams of their own. Usual: True for images.")
-    huber_delta: float | None = tunable(
-        default=None, above=0, doc="errors above this size count linearly (Huber loss). Usual: None, or 1."
-    )
+    huber_delta: float | None = tunable(default=None, above=0, doc="errors above it count linearly (Huber). Usual: None, or 1.")
     adam_epsilon: float = tunable(default=1e-05, above=0, doc="small number in Adam's denominator. Usual: 1e-8 to 1e-3.")
-    hidden_sizes: tuple[int, ...] = field(
-        default=(64,), doc="widths of the dense layers before the core. Usual: (64,), or (128,) after a convolution."
-    )
+    hidden_sizes: tuple[int, ...] = field(default=(64,), doc="widths of layers before the core. Usual: (64,); images (128,).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     core: Literal["gru", "lstm", "min_gru"] = field(
         default="gru",
-        doc='"gru", "lstm", or "min_gru", whose gates do not wait for the step before: the fastest. Usual: "gru".',
+        doc='recurrent layer; "min_gru", whose gates do not wait for the step before, is the fastest. Usual: "gru".',
     )
     memory_size: int = field(default=64, doc="size of the recurrent state, `H`. Usual: 64 to 512.")
-    burn_in: int = field(
-        default=8,
-        low=0,
-        doc="first steps of a window, which only refresh the stored carry; 0 uses the stored carry unchanged. Usual: 0 to 40.",
-    )
+    burn_in: int = field(default=8, low=0, doc="first steps of a window, which only refresh the stored carry. Usual: 0 to 40.")
     trace_length: int = field(
-        default=32,
-        doc="steps of a window in the loss, `L`, and of the flow of gradients; windows overlap by half of it. Usual: 16 to 80.",
+        default=32, doc="steps of a window in the loss, `L`; windows overlap by half of it. Usual: 16 to 80."
     )
     rescale_epsilon: float | None = tunable(
-        default=None,
-        above=0,
-        doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593); None: the "
-        "return itself. Usual: 1e-3 for rewards of any size, or None.",
+        default=None, above=0,
+        doc="the network learns the return as `sign(x) (sqrt(|x| + 1) - 1) + rescale_epsilon x` (arXiv 1805.11593), or None: "
+        "itself. Usual: None, or 1e-3.",
     )
     eta: float = tunable(
-        default=0.9,
-        low=0,
-        high=1,
-        doc="weight of a window's largest error in its priority; the mean error has the weight `1 - eta`. Usual: 0.9.",
+        default=0.9, low=0, high=1, doc="weight of the largest error in a priority; the mean error has `1 - eta`. Usual: 0.9."
     )
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the sizes of the buffer or the network do not fit.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
         return build(env, self)
-
-
-def make_buffer(env: Environment, carry: Any, config: R2D2) -> Replay:
-    """The replay buffer of windows of `Transition`, with the carries of the acting network, arrays `[H]`."""
-    return sequence_buffer(
-        observation_type(env),
-        action_type(env.action_space),
-        config,
-        length=config.burn_in + config.trace_length + config.n_step - 1,
-        length_is="burn_in + trace_length + n_step - 1 are",
-        stride=max(config.trace_length // 2, 1),
-        carry=carry,
-        may_be_absent=is_on_host(env),
-    )
 
 
 def build(env: Environment, config: R2D2) -> Agent:
@@ -167,16 +108,14 @@ def build(env: Environment, config: R2D2) -> Agent:
     action_space = check_discrete("R2D2", env.action_space)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     network = recurrent_q_network(venv.observation_space, action_space, config, dueling=config.dueling)
-    buffer = make_buffer(env, jax.eval_shape(lambda: network.initial_carry(())), config)
+    carry = jax.eval_shape(lambda: network.initial_carry(()))
+    obs, action = observation_type(env), action_type(action_space)
+    buffer = sequence_buffer(obs, action, config, carry, may_be_absent=is_on_host(env))
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=config.adam_epsilon)
-    apply_update = make_apply_update(optimizer)
-
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
-        params = network.init(key)
-        return Learner(params, jax.tree.map(jnp.copy, params), optimizer.init(params))
 
     @fragment(role="learner")
-    def gradients(params, target_params, window: Transition, weight):
+    def gradients(params, target_params, batch: Batch):
+        window: Transition = batch.experience
         after = jax.tree.map(lambda x: x[config.burn_in :], window)
         next_target = replay_successors(
             network, target_params, after, *replay_values(network, target_params, window, config.burn_in)
@@ -193,17 +132,9 @@ def build(env: Environment, config: R2D2) -> Agent:
             delta = config.huber_delta
             losses = optax.l2_loss(taken, target) if delta is None else optax.huber_loss(taken, target, delta=delta)
             stats = {"loss": losses.mean(), "value": taken.mean()}
-            return (weight * losses.mean(0)).mean(), (sequence_priority(target - taken, config.eta), stats)
+            return (batch.weight * losses.mean(0)).mean(), (sequence_priority(target - taken, config.eta), stats)
 
         return jax.grad(loss, has_aux=True)(params)
-
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch.experience, batch.weight)
-        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
-        moves = batch.ready & (remainder(advance(batch.update), config.target_period) == 0)
-        target_params = polyak_update(learner.target_params, params, jnp.where(moves, config.tau, 0.0))
-        return Learner(params, target_params, opt_state), td_error, stats
 
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         values, carry = network.step(params, obs, carry)
@@ -215,12 +146,6 @@ def build(env: Environment, config: R2D2) -> Agent:
         greedy, carry = choose_action(params, obs, None, carry)
         return randomly(greedy, keys, steps, obs), carry
 
-    return off_policy_agent(
-        venv,
-        buffer,
-        Rule(init, update, choose_action, lambda num_envs: network.initial_carry((num_envs,))),
-        explore,
-        unroll_length=config.unroll_length,
-        num_updates=config.num_updates,
-        refresh_period=config.actor_period,
-    )
+    init, initial_carry = lambda key, obs: network.init(key), lambda num_envs: network.initial_carry((num_envs,))
+    rule = gradient_rule(config, optimizer, init, gradients, choose_action, initial_carry=initial_carry)
+    return off_policy_agent(config, venv, buffer, rule, explore)

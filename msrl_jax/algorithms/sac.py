@@ -1,25 +1,24 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv 1801.01290, 1812.05905), and a variant for discrete actions (1910.07207).
 
-This file has the networks, the losses and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `E` is
-`num_envs`, `B` is `batch_size` and `C` denotes the two critics. One update takes all gradients at the same parameters, so that
-devices exchange gradients once. The papers update the critics first.
+The loop and the update are in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`
+and `C` denotes the two critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
+The papers update the critics first.
 """
 
 import math
-from collections.abc import Collection, Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from msrl_jax import envs
-from msrl_jax.algorithms.agent import Agent, Progress
+from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, uniform_actions
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
-from msrl_jax.algorithms.losses.soft_actor_critic import expected_soft_value, pessimistic_value, soft_value, temperature_loss
+from msrl_jax.algorithms.loops.off_policy import for_each_network, gradient_rule, off_policy_agent, uniform_actions
+from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.networks.actions import check_discrete_or_bounded
 from msrl_jax.algorithms.networks.distributions import Categorical, choose
 from msrl_jax.algorithms.networks.layers import Carry
@@ -39,36 +38,24 @@ class SAC:
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=16, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
-    )
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
-    data_fraction: float = field(
-        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
-    )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
-    max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
-    )
-    tau: float = tunable(
-        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
-    )
-    hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
+    max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
+    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    initial_temperature: float = tunable(default=1.0, doc="initial weight of the entropy. Usual: 0.1 to 1.", above=0)
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    initial_temperature: float = tunable(default=1.0, above=0, doc="initial weight of the entropy. Usual: 0.1 to 1.")
     learn_temperature: bool = field(default=True, doc="whether the temperature is learned. Usual: True.")
     target_entropy: float | None = tunable(
         default=None,
@@ -76,21 +63,10 @@ class SAC:
         "of legal discrete actions (the paper takes 98 %, which is almost random). Usual: None.",
     )
 
-    def check(self) -> None:
-        """Raises ValueError unless the data are a path or a data set, with a share of every batch."""
-        check_data(self)
-
-    def check_given(self, names: Collection[str]) -> None:
-        """Raises ValueError if a share is given of no data."""
-        check_data(self, names)
+    check = check_given = check_data
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the sizes of the buffer, the data or the network do not fit, or if actions are not bounded.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         return build(env, self)
 
 
@@ -100,17 +76,15 @@ def build(env: Environment, config: SAC) -> Agent:
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
     policy = make_policy(venv.observation_space, action_space, config)
     critics = make_critics(venv.observation_space, action_space, 2, config)
-    optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8)
-    apply_update = make_apply_update(optimizer)
+    optimizer = for_each_network(make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-8))
 
-    def init(key: jax.Array, obs: jax.Array) -> Learner:
+    def init(key: jax.Array, obs: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
-        params = {
+        return {
             "actor": policy.init(actor_key, obs),
             "critic": critics.init(critic_key, obs),
             "log_temperature": jnp.log(jnp.float32(config.initial_temperature)),
         }
-        return Learner(params, params["critic"], {name: optimizer.init(p) for name, p in params.items()})
 
     def target_entropy(obs):
         if config.target_entropy is not None:
@@ -121,12 +95,15 @@ def build(env: Environment, config: SAC) -> Agent:
         return 0.5 * math.log(action_space.n) if legal is None else 0.5 * jnp.log(jnp.maximum(legal.sum(-1), 1))
 
     def policy_value(critic, distribution, obs, temperature, keys):
-        """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete."""
+        """Soft values `[B]` and log-probabilities `[B]`: of drawn actions, or expectations if actions are discrete.
+
+        Of the two critics, the lower value counts, against overestimation (Fujimoto et al., 2018, arXiv 1802.09477, eq. 10).
+        """
         if isinstance(distribution, Categorical):
-            q = pessimistic_value(critics.apply(critic, obs))
+            q = critics.apply(critic, obs).min(0)
             return expected_soft_value(q, jax.nn.log_softmax(distribution.logits), temperature, mask_of(obs))
         action, log_prob = distribution.sample_and_log_prob(keys)
-        q = pessimistic_value(critics.apply(critic, obs, action))
+        q = critics.apply(critic, obs, action).min(0)
         return soft_value(q, log_prob, temperature), log_prob
 
     @fragment(role="learner")
@@ -157,14 +134,6 @@ def build(env: Environment, config: SAC) -> Agent:
 
         return jax.grad(loss, has_aux=True)(params)
 
-    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
-        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
-        params, opt_state, rate = {}, {}, annealed(config.learning_rate, progress, config.anneal_learning_rate)
-        for name, old in learner.params.items():
-            params[name], opt_state[name] = apply_update(old, learner.opt_state[name], grads[name], rate, batch.ready)
-        share = jnp.where(batch.ready, config.tau, 0.0)
-        return Learner(params, polyak_update(learner.target_params, params["critic"], share), opt_state), td_error, stats
-
     def choose_action(params: Any, obs: jax.Array, key: jax.Array | None, carry: Carry) -> tuple[jax.Array, Carry]:
         return choose(policy.apply(params["actor"], obs), key), carry
 
@@ -172,11 +141,40 @@ def build(env: Environment, config: SAC) -> Agent:
         explored = policy.apply(params["actor"], obs).sample(keys)
         return jnp.where(at_least(steps, config.learning_starts), explored, uniform_actions(keys, action_space, obs)), carry
 
-    return off_policy_agent(
-        venv,
-        n_step_buffer(env, config),
-        Rule(init, update, choose_action),
-        explore,
-        unroll_length=config.unroll_length,
-        num_updates=config.num_updates,
-    )
+    rule = gradient_rule(config, optimizer, init, gradients, choose_action, target=lambda params: params["critic"])
+    return off_policy_agent(config, venv, n_step_buffer(env, config), rule, explore)
+
+
+def soft_value(q: jax.Array, log_prob: jax.Array, temperature: jax.Array) -> jax.Array:
+    """The soft value of actions drawn from a policy, from values and log-probabilities `[...]` (arXiv 1812.05905, eq. 3).
+
+    Its negative is the loss of the actor (eq. 7) if the action is reparameterized.
+    """
+    chex.assert_equal_shape((q, log_prob))
+    chex.assert_rank(temperature, 0)
+    return q - temperature * log_prob
+
+
+def expected_soft_value(
+    q: jax.Array, log_probs: jax.Array, temperature: jax.Array, legal: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The soft value of a discrete policy (Christodoulou, 2019, arXiv 1910.07207, eq. 10), and the expected log-probability.
+
+    The first is the expectation of `soft_value`, the second the negative entropy, `[...]` each, from values `[..., N]` and
+    log-probabilities `[..., N]`; the log-probability of an action that is not `legal` is -inf.
+    """
+    chex.assert_equal_shape((q, log_probs))
+    chex.assert_rank(temperature, 0)
+    probs = jnp.exp(log_probs)
+    if legal is not None:
+        log_probs = jnp.where(legal, log_probs, 0.0)  # an action of probability 0 adds nothing
+    return jnp.sum(probs * (q - temperature * log_probs), axis=-1), jnp.sum(probs * log_probs, axis=-1)
+
+
+def temperature_loss(log_temperature: jax.Array, log_prob: jax.Array, target_entropy: float | jax.Array) -> jax.Array:
+    """The loss that raises the temperature while the entropy is below its target, in nats (arXiv 1812.05905, eq. 18).
+
+    No gradient flows through the log-probabilities `[...]` of actions drawn from the policy.
+    """
+    chex.assert_rank(log_temperature, 0)
+    return -jnp.exp(log_temperature) * (jax.lax.stop_gradient(log_prob) + target_entropy)

@@ -49,61 +49,36 @@ class SelfPlay:
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 256.")
     num_epochs: int = field(default=4, doc="passes over the batch per iteration. Usual: 3 to 10.")
     num_minibatches: int = field(default=4, doc="updates per pass. Usual: 4 to 32.")
-    learning_rate: float = tunable(default=1e-3, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    learning_rate: float = tunable(default=1e-3, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=True, doc="whether the learning rate falls linearly to 0. Usual: True.")
-    max_grad_norm: float | None = tunable(
-        default=0.5, doc="largest global norm of the gradients; larger ones are scaled down to it. Usual: 0.5.", above=0
-    )
-    discount: float = tunable(
-        default=1.0, doc="discount factor per step. Usual: 1 for short games, else 0.99 to 0.999.", low=0, high=1
-    )
-    gae_lambda: float = tunable(
-        default=0.95, doc="lambda of advantages, from 0 (more bias) to 1 (more variance). Usual: 0.95.", low=0, high=1
-    )
+    max_grad_norm: float | None = tunable(default=0.5, above=0, doc="gradients are clipped to this global norm. Usual: 0.5.")
+    discount: float = tunable(default=1.0, low=0, high=1, doc="discount factor per step. Usual: 1, or 0.99 to 0.999.")
+    gae_lambda: float = tunable(default=0.95, low=0, high=1, doc="lambda of advantages: 0 bias, 1 variance. Usual: 0.95.")
     normalize_advantage: Literal["minibatch", "batch", "none"] = field(
         default="none", doc='whether advantages are standardized, per "minibatch" or "batch". Usual: "none".'
     )
-    clip_ratio: float = tunable(
-        default=0.2, doc="how far the ratio of probabilities may be from 1. Usual: 0.1 to 0.3.", above=0
-    )
-    clip_value: float | None = tunable(
-        default=None, doc="how far a value may change in an iteration, in units of the return. Usual: None.", above=0
-    )
+    clip_ratio: float = tunable(default=0.2, above=0, doc="clip of the probability ratio around 1. Usual: 0.1 to 0.3.")
+    clip_value: float | None = tunable(default=None, above=0, doc="clip of a value's change, in units of returns. Usual: None.")
     target_kl: float | None = tunable(
-        default=None,
-        doc="an iteration skips its other updates once the policy has moved farther, in nats. Usual: None, or 0.01 to 0.03.",
-        above=0,
+        default=None, above=0, doc="an iteration ends once the policy moved this far, in nats. Usual: None, or 0.01 to 0.03."
     )
-    entropy_coef: float = tunable(
-        default=0.15, doc="weight of the entropy bonus, in units of the return. Usual: 0.05 to 0.3 for returns near 1.", low=0
-    )
-    value_coef: float = tunable(default=0.5, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.", low=0)
-    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of the dense layers. Usual: (64, 64).")
+    entropy_coef: float = tunable(default=0.15, low=0, doc="weight of the entropy bonus. Usual: 0.05 to 0.3 (returns near 1).")
+    value_coef: float = tunable(default=0.5, low=0, doc="weight of the value loss, half the squared error. Usual: 0.5 to 1.")
+    hidden_sizes: tuple[int, ...] = field(default=(64, 64), doc="widths of dense layers. Usual: (64, 64).")
     activation: Activation = field(default="tanh", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "tanh".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
-    shared_torso: bool = field(
-        default=False, doc="whether policy and value share all but their last layers. Usual: False, or True for images."
-    )
-    normalize_values: bool = field(
-        default=False,
-        doc="whether critics predict values standardized by running statistics. Usual: True for returns far from 1.",
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
+    shared_torso: bool = field(default=False, doc="whether policy and value share a torso. Usual: False; images: True.")
+    normalize_values: bool = field(default=False, doc="whether values are standardized. Usual: True if returns are not near 1.")
     pool_size: int = field(default=16, doc="number of past parameters in the pool, `K`. Usual: 8 to 64.")
-    pool_period: int = field(default=10, doc="iterations between two copies of the parameters into the pool. Usual: 1 to 100.")
-    latest_share: float = tunable(
-        default=0.8, low=0, high=1,
-        doc="probability that an opponent is the current parameters, not past ones. Usual: 0.5 to 1.",
-    )
+    pool_period: int = field(default=10, doc="iterations between two copies into the pool. Usual: 1 to 100.")
+    latest_share: float = tunable(default=0.8, low=0, high=1, doc="probability of playing the current policy. Usual: 0.5 to 1.")
     opponents: Literal["uniform", "payoff"] = field(
         default="uniform",
         doc='how they are drawn from the pool: "uniform", or "payoff" by the equilibrium between its members. Usual: '
         '"uniform", or "payoff" for games in which policies beat each other in circles.',
     )
     num_opponents: int = field(
-        default=8,
-        doc="opponents drawn per iteration, `G`; each plays in `num_envs / num_opponents` environments. Usual: 4 to 32.",
+        default=8, doc="opponents drawn per iteration, `G`, for `num_envs / G` environments each. Usual: 4 to 32."
     )
 
     def check(self) -> None:
@@ -118,64 +93,36 @@ class SelfPlay:
             )
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one game of two players: both players of the current policy.
-
-        Raises:
-          ValueError: if the environment has not two agents, or if the network does not fit.
-          TypeError: if a space is not supported.
-        """
+        """Builds the agent for one game of two players; raises TypeError or ValueError if the game or a space does not fit."""
         return build(env, self)
 
 
 class Standings(NamedTuple):
-    """What is known of the games between past policies, and of the current one against them.
+    """What is known of the games between past policies, and of the current one against them."""
 
-    Attributes:
-      payoff: the mean return of one policy against another. shape=(K, K)
-      weights: the equilibrium of that game. shape=(K,)
-      total: the sum of the current policy's returns against each, since the last policy entered. shape=(K,)
-      games: their number. shape=(K,)
-    """
-
-    payoff: jax.Array
-    weights: jax.Array
-    total: jax.Array
-    games: jax.Array
+    payoff: jax.Array  # the mean return of one policy against another, [K, K]
+    weights: jax.Array  # the equilibrium of that game, [K]
+    total: jax.Array  # the sum of the current policy's returns against each, since the last policy entered, [K]
+    games: jax.Array  # their number, [K]
 
 
 class Pool(NamedTuple):
-    """The opponents.
+    """The opponents."""
 
-    Attributes:
-      params: past parameters. shape=(K, ...)
-      filled: how many there are. shape=(), dtype=int32
-      slot: where the next ones go. shape=(), dtype=int32
-      wait: iterations until then. shape=(), dtype=int32
-      drawn: who plays in this iteration: a slot, or -1 for the current parameters. shape=(G,), dtype=int32
-      key: the key that draws them. shape=()
-      actor_keys: one key per environment, which samples the actions of the opponent. shape=(E,)
-      standings: the game between them; `()` if they are drawn uniformly.
-    """
-
-    params: Any
-    filled: jax.Array
-    slot: jax.Array
-    wait: jax.Array
-    drawn: jax.Array
-    key: jax.Array
-    actor_keys: jax.Array
-    standings: Standings | tuple[()]
+    params: Any  # past parameters, [K, ...]
+    filled: jax.Array  # how many there are, int32 []
+    slot: jax.Array  # where the next ones go, int32 []
+    wait: jax.Array  # iterations until then, int32 []
+    drawn: jax.Array  # who plays in this iteration: a slot, or -1 for the current parameters, int32 [G]
+    key: jax.Array  # draws them
+    actor_keys: jax.Array  # one per environment, which samples the actions of the opponent, [E]
+    standings: Standings | tuple[()]  # () if opponents are drawn uniformly
 
 
 class Players(NamedTuple):
-    """What self-play keeps besides the parameters.
+    """What self-play keeps besides the parameters."""
 
-    Attributes:
-      learner: what the learner's team keeps.
-      pool: the opponents.
-    """
-
-    learner: Any
+    learner: Any  # what the learner's team keeps
     pool: Pool
 
 
@@ -365,18 +312,10 @@ def draw(standings: Standings, key: jax.Array, filled: jax.Array, count: int) ->
 
 
 def replicator_dynamics(payoff: jax.Array, there: jax.Array, rounds: int = _ROUNDS) -> jax.Array:
-    """An approximate equilibrium of a symmetric game whose payoffs sum to zero.
+    """An approximate equilibrium of a symmetric game whose payoffs sum to zero: probabilities `[K]`, 0 for who is not `there`.
 
     The mean over the rounds of discrete replicator dynamics, which are multiplicative weights (Freund and Schapire, 1999): the
-    best reply to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff.
-
-    Args:
-      payoff: the row's payoff against the column, antisymmetric. `[K, K]`
-      there: whether there is such a policy. `[K]` bool
-      rounds: the number of rounds.
-
-    Returns:
-      The probability of each policy; 0 where there is none. `[K]`
+    best reply to it gains at most `sqrt(2 log(K) / rounds)` of the largest payoff. `payoff` is the row's, `[K, K]`.
     """
     both = there[:, None] & there
     scaled = jnp.where(both, payoff / jnp.maximum(jnp.max(jnp.abs(payoff), initial=0.0, where=both), 1e-8), 0.0)

@@ -1,12 +1,12 @@
-"""Twin delayed deep deterministic policy gradients (Fujimoto et al., 2018, arXiv 1802.09477).
+"""Twin delayed deep deterministic policy gradients (Fujimoto et al., 2018, arXiv 1802.09477), and DDPG.
 
-This file has the networks, the losses and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `E` is
-`num_envs`, `B` is `batch_size`, `C` the number of critics and `D` the length of an action. One update takes all gradients at
-the same parameters, so that devices exchange gradients once. The paper updates the critics first.
+This file has the losses and the update; the loop is in `loops/off_policy.py`. In the shape descriptions, `B` is `batch_size`
+and `C` the number of critics. One update takes all gradients at the same parameters, so that devices exchange gradients once.
+The paper updates the critics first.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,10 +19,10 @@ from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, f
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, uniform_actions
 from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
-from msrl_jax.algorithms.losses.soft_actor_critic import pessimistic_value, smoothed_action
 from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
+from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least, remainder
@@ -37,65 +37,38 @@ class TD3:
 
     num_envs: int = field(default=16, doc="environments stepped in parallel, `E`. Usual: 1 to 256.")
     unroll_length: int = field(default=2, doc="steps of every environment per iteration, `T`. Usual: 1 to 40.")
-    discount: float = tunable(default=0.99, doc="discount factor per step. Usual: 0.99.", low=0, high=1)
+    discount: float = tunable(default=0.99, low=0, high=1, doc="discount factor per step. Usual: 0.99.")
     num_updates: int = field(default=8, doc="updates per iteration, `K`. Usual: 1/8 to 1 per environment step.")
     batch_size: int = field(default=256, doc="transitions per update, `B`. Usual: 32 to 512.")
-    storage: Codec | None = field(
-        default=None, doc='codec of observations: "uint8", "scaled_uint8" (over 255), "bfloat16". Usual: None; images: "uint8".'
-    )
-    shards: int | None = field(
-        default=None, doc="parts of the buffer, for several devices; None: gcd of `batch_size`, `num_envs` and 8. Usual: None."
-    )
+    storage: Codec | None = field(default=None, doc='codec of observations ("scaled_uint8": over 255). Usual: None, "uint8".')
+    shards: int | None = field(default=None, doc="parts of the buffer; None: gcd of `batch_size`, `num_envs`, 8. Usual: None.")
     capacity: int = field(default=200000, doc="environment steps that the buffer holds. Usual: 1e4 to 1e6.")
     learning_starts: int = field(default=1000, doc="steps at random before the first update. Usual: 1e3 to 1e4.")
     n_step: int = field(default=1, doc="rewards that a target sums up before it bootstraps. Usual: 1 to 5.")
     data: str | None = field(default=None, doc="path of a data set to mix in, or a `msrl_jax.data.Dataset`. Usual: None.")
-    data_fraction: float = field(
-        default=0.5, above=0, high=1, doc="share of `data` in every batch, rounded to rows per shard. Usual: 0.5."
-    )
-    learning_rate: float = tunable(default=0.001, doc="step size of Adam. Usual: 1e-4 to 1e-3.", above=0)
+    data_fraction: float = field(default=0.5, above=0, high=1, doc="share of `data` in a batch, rounded per shard. Usual: 0.5.")
+    learning_rate: float = tunable(default=0.001, above=0, doc="step size of Adam. Usual: 1e-4 to 1e-3.")
     anneal_learning_rate: bool = field(default=False, doc="whether the learning rate falls linearly to 0. Usual: False.")
-    max_grad_norm: float | None = tunable(
-        default=None, doc="largest norm of each network's gradients; larger ones are scaled down. Usual: None.", above=0
-    )
-    tau: float = tunable(
-        default=0.005, above=0, high=1, doc="share of the way that target networks move per update. Usual: 0.001 to 0.05."
-    )
-    hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of the dense layers. Usual: (256, 256).")
+    max_grad_norm: float | None = tunable(default=None, above=0, doc="largest norm of each network's gradients. Usual: None.")
+    tau: float = tunable(default=0.005, above=0, high=1, doc="share that targets move per update. Usual: 0.001 to 0.05.")
+    hidden_sizes: tuple[int, ...] = field(default=(256, 256), doc="widths of dense layers. Usual: (256, 256).")
     activation: Activation = field(default="relu", doc='"tanh", "relu", "elu", "gelu" or "silu". Usual: "relu".')
-    network: NetworkKind = field(
-        default="auto", doc='dense layers, or convolutions first; "auto" convolves images. Usual: "auto".'
-    )
+    network: NetworkKind = field(default="auto", doc='dense, or convolutions first; "auto" convolves images. Usual: "auto".')
     num_critics: int = field(default=2, doc="number of critics, `C`; targets use their minimum. Usual: 2.")
-    policy_period: int = field(
-        default=2, doc="updates of the critics per update of actor and targets. Usual: 2.", high=2**24, low=1
-    )
-    exploration_noise: float = tunable(default=0.1, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.", low=0)
-    policy_noise: float = tunable(
-        default=0.2, doc="deviation of the noise on the target actor's actions. Usual: 0.2, or 0.", low=0
-    )
-    noise_clip: float = tunable(default=0.5, doc="that noise is clipped to this size. Usual: 0.5.", low=0)
+    policy_period: int = field(default=2, low=1, high=2**24, doc="critics' updates per one of actor and targets. Usual: 2.")
+    exploration_noise: float = tunable(default=0.1, low=0, doc="deviation of the noise on actions in [-1, 1]. Usual: 0.1.")
+    policy_noise: float = tunable(default=0.2, low=0, doc="deviation of the target actor's noise. Usual: 0.2, or 0.")
+    noise_clip: float = tunable(default=0.5, low=0, doc="that noise is clipped to this size. Usual: 0.5.")
 
-    def check(self) -> None:
-        """Raises ValueError unless the data are a path or a data set, with a share of every batch."""
-        check_data(self)
-
-    def check_given(self, names: Collection[str]) -> None:
-        """Raises ValueError if a share is given of no data."""
-        check_data(self, names)
+    check = check_given = check_data
 
     def build(self, env: Environment) -> Agent:
-        """Builds the agent for one environment.
-
-        Raises:
-          TypeError: if a space is not supported.
-          ValueError: if the sizes of the buffer, the data or the network do not fit, or if actions are not bounded.
-        """
+        """Builds the agent for one environment; raises TypeError or ValueError if a space, a size or the data do not fit."""
         return build(env, self)
 
 
 def build(env: Environment, config: Any) -> Agent:
-    """The agent of `TD3.build`, and of its variants."""
+    """The agent of `TD3.build` and of `DDPG.build`."""
     action_space = check_bounded(config.name, env.action_space)
     size = math.prod(action_space.shape)
     venv = envs.EpisodeStatistics(envs.vectorize(env, config.num_envs))
@@ -121,8 +94,10 @@ def build(env: Environment, config: Any) -> Agent:
         next_action = policy(target_params["actor"], e.next_obs)
         if not is_constant(config.policy_noise, 0):
             smoothing = config.policy_noise * noise(jax.random.split(batch.key, config.batch_size))
-            next_action = smoothed_action(next_action, smoothing, config.noise_clip)
-        next_q = pessimistic_value(critics.apply(target_params["critic"], e.next_obs, next_action))
+            # Similar actions have similar values (eq. 14).
+            next_action = jnp.clip(next_action + jnp.clip(smoothing, -config.noise_clip, config.noise_clip), -1.0, 1.0)
+        # The minimum of the critics counts, against overestimation (eq. 10).
+        next_q = critics.apply(target_params["critic"], e.next_obs, next_action).min(0)
         target = e.reward + e.discount * next_q
 
         def critic_loss(critic):
@@ -158,11 +133,19 @@ def build(env: Environment, config: Any) -> Agent:
         explored = jnp.clip(policy(params["actor"], obs) + config.exploration_noise * noise(keys), -1.0, 1.0)
         return jnp.where(at_least(steps, config.learning_starts), explored, uniform_actions(keys, action_space)), carry
 
-    return off_policy_agent(
-        venv,
-        n_step_buffer(env, config),
-        Rule(init, update, choose_action),
-        explore,
-        unroll_length=config.unroll_length,
-        num_updates=config.num_updates,
-    )
+    return off_policy_agent(config, venv, n_step_buffer(env, config), Rule(init, update, choose_action), explore)
+
+
+DDPG = variant(
+    TD3,
+    "DDPG",
+    "ddpg",
+    """Deep deterministic policy gradients (Lillicrap et al., 2016, arXiv 1509.02971): TD3 without its three additions.
+
+    It has one critic, no noise on the target actor, and an actor that moves as often. The exploration noise is independent at
+    every step, as in TD3; the paper's noise is correlated in time.
+    """,
+    num_critics=1,
+    policy_period=1,
+    policy_noise=0.0,
+)

@@ -42,8 +42,8 @@ class Teams:
     unroll_length: int = field(default=32, doc="steps of every environment per iteration, `T`. Usual: 16 to 128.")
     teams: Mapping[str, Any] | tuple[str, ...] = field(
         default=(),
-        doc='`TEAM=ALGORITHM:field=value,...` each; the algorithm may be "random". Its agents are those whose names begin with '
-        "TEAM, or fit the field `agents`, such as `agents=ally_*|medic`. Usual: adversary=mappo agent=ippo.",
+        doc='`TEAM=ALGORITHM:field=value,...` each; the algorithm may be "random". Its agents are those whose names begin '
+        'with TEAM, or fit the field `agents`, such as `agents=ally_*|medic`. Usual: adversary=mappo agent=ippo.',
     )
 
     def check(self) -> None:
@@ -67,28 +67,17 @@ class Teams:
         return [_entry(*_split(text), self) for text in self.teams]
 
     def build(self, env: MultiAgentEnvironment) -> Agent:
-        """Builds the agent for one environment; its metrics have the names `METRIC/TEAM`.
-
-        Raises:
-          ValueError: if an agent has no team or several, or if an algorithm does not fit.
-          TypeError: if a space is not supported.
-        """
+        """Builds the agent for one environment; raises ValueError or TypeError unless agents, teams and spaces fit."""
         return build(env, self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A team of a config.
-
-    Attributes:
-      name: its name.
-      patterns: patterns of the names of its agents; those that begin with its own name if there are none.
-      config: the config of its algorithm; None for random actions.
-    """
+    """A team of a config."""
 
     name: str
-    patterns: tuple[str, ...]
-    config: Any
+    patterns: tuple[str, ...]  # of the names of its agents; those that begin with its own name if there are none
+    config: Any  # of its algorithm; None for random actions
 
     def fits(self, agent: str) -> bool:
         """Whether an agent belongs to the team, by its name."""

@@ -11,6 +11,7 @@ import msrl_jax as msrl
 from msrl_jax import algorithms, counters, envs
 from msrl_jax.algorithms import DQN, ApexDQN, counted
 from msrl_jax.algorithms.loops.buffers import n_step_buffer
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.envs import Box, Discrete
 from tests.support import off_policy as reference
@@ -152,7 +153,7 @@ def test_training_equals_a_plain_loop(name, options, staleness):
 def test_advantages_of_a_dueling_network_are_relative(obs_shape, hidden_sizes):
     """The mean over the actions equals the output of the value stream, for any constant added to all advantages."""
     config = DQN(hidden_sizes=hidden_sizes, activation="relu")
-    network = q_network(Box(0.0, 1.0, obs_shape), Discrete(4), config, dueling=True, num_atoms=3)
+    network = q_network(make_torso(Box(0.0, 1.0, obs_shape), config), Discrete(4), dueling=True, num_atoms=3)
     obs = jnp.ones((2, *obs_shape))
     params = network.init(jax.random.key(0), obs)
     outputs = network.apply(params, obs)

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 import msrl_jax as msrl
 from msrl_jax import cli, envs, replay
 from msrl_jax.algorithms import R2D2, counted, r2d2
+from msrl_jax.algorithms.loops.buffers import action_type, sequence_buffer
 from msrl_jax.algorithms.loops.sequences import recurrent_q_network
 from msrl_jax.algorithms.losses.q_learning import rescale, sequence_priority, unrescale
+from msrl_jax.envs.masks import observation_type
 from tests.support.compiled import collectives
 from tests.support.off_policy import adam, assert_close, counting, num_params, start, wide
 from tests.support.random_walk import RandomWalk
@@ -117,7 +119,7 @@ def walk(request):
     agent = config.build(RandomWalk())
     env = RandomWalk()
     network = recurrent_q_network(env.observation_space, env.action_space, config, dueling=config.dueling)
-    buffer = r2d2.make_buffer(env, network.initial_carry(()), config)
+    buffer = sequence_buffer(observation_type(env), action_type(env.action_space), config, network.initial_carry(()))
     return agent, config, network, buffer, counting(agent, TOTAL)
 
 

@@ -23,117 +23,69 @@ from msrl_jax.fragments import fragment, fragment_scope
 
 
 class Experience(NamedTuple):
-    """The experience of a team in an unroll.
+    """The experience of a team in an unroll."""
 
-    Attributes:
-      obs: the observations for every action. shape=(T, E, A, ...)
-      state: the global states. shape=(T, E, S)
-      is_first: whether an observation is the first of an episode. shape=(T, E)
-      action: the actions, before `action_transform`. shape=(T, E, A, ...)
-      extras: what else `Team.act` returned.
-      reward: rewards. shape=(T, E, A)
-      terminated: whether the agent has terminated. shape=(T, E, A)
-      truncated: whether the episode was cut short. shape=(T, E)
-      present: whether the agent was in the episode when it acted; other steps count for nothing. shape=(T, E, A)
-      final_obs: the true next observations, before any reset. shape=(T, E, A, ...)
-      final_state: their global states. shape=(T, E, S)
-    """
-
-    obs: Any
-    state: jax.Array
-    is_first: jax.Array
-    action: jax.Array
-    extras: Any
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    present: jax.Array
-    final_obs: Any
-    final_state: jax.Array
+    obs: Any  # for every action, [T, E, A, ...]
+    state: jax.Array  # the global states, [T, E, S]
+    is_first: jax.Array  # whether an observation is the first of an episode, [T, E]
+    action: jax.Array  # before `action_transform`, [T, E, A, ...]
+    extras: Any  # what else `Team.act` returned
+    reward: jax.Array  # [T, E, A]
+    terminated: jax.Array  # whether the agent has terminated, [T, E, A]
+    truncated: jax.Array  # whether the episode was cut short, [T, E]
+    present: jax.Array  # whether the agent was in the episode when it acted; other steps count for nothing, [T, E, A]
+    final_obs: Any  # the true next observations, before any reset, [T, E, A, ...]
+    final_state: jax.Array  # their global states, [T, E, S]
 
 
 class Now(NamedTuple):
-    """What a team sees before it acts.
+    """What a team sees before it acts."""
 
-    Attributes:
-      obs: its observations. shape=(E, A, ...)
-      state: the global states. shape=(E, S)
-      is_first: whether they are the first of an episode. shape=(E,)
-    """
-
-    obs: Any
-    state: jax.Array
-    is_first: jax.Array
+    obs: Any  # [E, A, ...]
+    state: jax.Array  # the global states, [E, S]
+    is_first: jax.Array  # whether they are the first of an episode, [E]
 
 
 @dataclasses.dataclass(frozen=True)
 class Team:
     """An algorithm for a team of agents, as functions that call fragments.
 
-    The config of an algorithm that can train a team makes it with a method `build_team(venv, num_agents) -> Team`.
-
-    Attributes:
-      init: `(params_key, actor_key, learner_key) -> (params, rest)`: the parameters, and what else the team keeps, such as
-        states of optimizers and keys.
-      axes: logical axes of the parameters and of the rest.
-      begin: `(params, rest, progress) -> (acting, rest, keys [T, ...])`: what acts in an unroll, such as the parameters, and
-        its keys.
-      act: `(acting, now, carry, keys) -> (action [E, A, ...], extras, carry)`.
-      learn: `(params, rest, experience, now, carry, progress) -> (params, rest, metrics)`; `now` is what follows the
-        experience, and `carry` what the team remembered before it.
-      choose_action: `(params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)`, outside of training.
-      initial_carry: `(num_envs) -> carry [E, A, ...]`; an empty pytree for networks without a memory.
-      recurrent: whether the team remembers.
-      updates_per_iteration: largest number of gradient steps per iteration.
-      probabilities: `(params, rest, obs [E, A, ...]) -> probabilities of the actions [E, A, N]`, outside of training; None if
-        the policy is not categorical, or if the team remembers.
-      agent_axes: the logical axes of its arrays `[E, A, ...]`: `P("env", "agent")` if every agent has its own network.
-      env_group: size of a group of adjacent environments that must be on one device.
+    The config of an algorithm that can train a team makes it with a method `build_team(venv, num_agents) -> Team`. Outside of
+    training, a team acts by `choose_action`.
     """
 
+    # (params_key, actor_key, learner_key) -> (params, rest); the rest is what else it keeps, such as optimizer states and keys
     init: Callable[[jax.Array, jax.Array, jax.Array], tuple[Any, Any]]
-    axes: tuple[Any, Any]
+    axes: tuple[Any, Any]  # logical axes of params and rest
+    # (params, rest, progress) -> (acting, rest, keys [T, ...]): what acts in an unroll, such as the parameters, and its keys
     begin: Callable[[Any, Any, Progress], tuple[Any, Any, Any]]
+    # (acting, now, carry, keys) -> (action [E, A, ...], extras, carry)
     act: Callable[..., tuple[jax.Array, Any, Any]]
+    # (params, rest, experience, now, carry, progress) -> (params, rest, metrics); `now` is after, `carry` before the experience
     learn: Callable[..., tuple[Any, Any, Metrics]]
+    # (params, rest, obs [E, A, ...], key, carry) -> (action [E, A, ...], carry)
     choose_action: Callable[..., tuple[jax.Array, Any]]
-    initial_carry: Callable[[int], Any]
-    recurrent: bool
-    updates_per_iteration: int
-    agent_axes: P
+    initial_carry: Callable[[int], Any]  # num_envs -> carry [E, A, ...], an empty pytree for networks without a memory
+    recurrent: bool  # whether the team remembers
+    updates_per_iteration: int  # the largest number of gradient steps
+    agent_axes: P  # of its arrays [E, A, ...]: P("env", "agent") if every agent has its own network
+    # (params, rest, obs [E, A, ...]) -> probabilities [E, A, N]; None if the policy is not categorical, or remembers
     probabilities: Callable[[Any, Any, Any], jax.Array] | None = None
-    env_group: int = 1
+    env_group: int = 1  # size of a group of adjacent environments that must be on one device
 
 
 class TeamsState(NamedTuple):
-    """The state of a run; mappings have one entry for each team.
-
-    Attributes:
-      params: parameters.
-      teams: what else the teams keep.
-      carry: what the teams remember within an episode. shape=(E, A, ...)
-      env_state: state of the vector environment.
-      now: what the teams see.
-    """
+    """The state of a run; mappings have one entry for each team."""
 
     params: dict[str, Any]
-    teams: dict[str, Any]
-    carry: dict[str, Any]
+    teams: dict[str, Any]  # what else the teams keep
+    carry: dict[str, Any]  # what the teams remember within an episode, [E, A, ...]
     env_state: Any
     now: dict[str, Now]
 
 
 def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_length: int) -> Agent:
-    """Builds the agent of a run with several agents.
-
-    Args:
-      venv: the vector environment; its `teams` have the same names.
-      teams: the algorithm of each team.
-      unroll_length: steps of every environment per iteration, `T`.
-
-    Returns:
-      The agent. Metrics of several teams have the names `METRIC/TEAM`.
-    """
+    """Builds the agent of a run with several agents; metrics of several teams have the names `METRIC/TEAM`."""
     everyone = tuple(range(venv.num_agents))
     members = {name: venv.teams.get(name, everyone) for name in teams}
     to_env_action = action_transform(venv.action_space)
@@ -146,7 +98,6 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
         return jnp.concatenate(list(parts.values()), axis=1)[:, np.argsort(order)]
 
     def joint_action(actions: Mapping[str, jax.Array]) -> jax.Array:
-        """The actions of all agents in the environments `[E, A, ...]`, from those of the teams."""
         return together({name: to_env_action(action) for name, action in actions.items()})
 
     def of_team(name: str, x: Any) -> Any:
@@ -175,17 +126,9 @@ def teams_agent(venv: VectorizedAgents, teams: Mapping[str, Team], *, unroll_len
     @fragment(role="env")
     def env_step(env_state, actions):
         env_state, t = venv.step(env_state, joint_action(actions))
-        outcome = {
-            name: {
-                "reward": of_team(name, t.reward),
-                "terminated": of_team(name, t.terminated),
-                "truncated": t.truncated,
-                "present": of_team(name, t.present),
-                "final_obs": of_team(name, t.final_obs),
-                "final_state": t.final_state,
-            }
-            for name in teams
-        }
+        own = {field: getattr(t, field) for field in ("reward", "terminated", "present", "final_obs")}
+        shared = {"truncated": t.truncated, "final_state": t.final_state}
+        outcome = {name: of_team(name, own) | shared for name in teams}
         return env_state, seen(t.obs, t.state, t.ended), outcome
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)

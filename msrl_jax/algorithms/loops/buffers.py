@@ -46,28 +46,19 @@ def action_type(space: Space) -> jax.ShapeDtypeStruct:
 def n_step_buffer(env: Environment, config: Any) -> Replay:
     """Makes the replay buffer of n-step transitions; it mixes in the data set of the config, if there is one.
 
-    Args:
-      env: the environment, for the shapes of its steps.
-      config: the size and kind of the buffer; it may ask for priorities.
-
-    Returns:
-      The buffer.
-
-    Raises:
-      ValueError: if the sizes are inconsistent or too large for the devices, if observations do not fit the codec, or if the
-        data do not fit the environment.
+    Raises ValueError if sizes do not fit each other or the devices, observations the codec, or the data the environment.
     """
     windows = {"length": config.n_step, "discount": config.discount, "may_be_absent": is_on_host(env)}
     obs, action = observation_type(env), action_type(env.action_space)
     if getattr(config, "data", None) is None:
-        return _buffer(obs, action, config, "n_step is", config.batch_size, config.shards, **windows)
+        return _buffer(obs, action, config, config.batch_size, config.shards, **windows)
     own_rows, data_rows, shards = split_batch(config)
     dataset = load_data(config.data, env)
     mixed_in = data.buffer(
         dataset, batch_size=data_rows, shards=shards, storage=storage_of(config.storage, obs),
         length=config.n_step, discount=config.discount,
     )  # fmt: skip
-    return mix(_buffer(obs, action, config, "n_step is", own_rows, shards, **windows), *mixed_in)
+    return mix(_buffer(obs, action, config, own_rows, shards, **windows), *mixed_in)
 
 
 def agents_buffer(view: TeamView, config: Any) -> Replay:
@@ -75,50 +66,23 @@ def agents_buffer(view: TeamView, config: Any) -> Replay:
     one, agents = action_type(view.action_space), (view.num_agents,)
     action = jax.ShapeDtypeStruct((*agents, *one.shape), one.dtype)
     windows = {"length": config.n_step, "discount": config.discount}
-    return _buffer(
-        view.observation_type, action, config, "n_step is", config.batch_size, config.shards, agents=agents, **windows
-    )
+    return _buffer(view.observation_type, action, config, config.batch_size, config.shards, agents=agents, **windows)
 
 
-def sequence_buffer(
-    obs: Any,
-    action: Any,
-    config: Any,
-    *,
-    length: int,
-    length_is: str,
-    stride: int,
-    carry: Any,
-    may_be_absent: bool = False,
-) -> Replay:
-    """Makes the replay buffer of sequences of steps; every step has the carry of the acting network.
+def sequence_buffer(obs: Any, action: Any, config: Any, carry: Any, *, may_be_absent: bool = False) -> Replay:
+    """Makes the replay buffer of windows of steps, each with the carry of the acting network.
 
-    Args:
-      obs: shapes and dtypes of one observation.
-      action: shape and dtype of one action of a policy.
-      config: the size and kind of the buffer, as in `n_step_buffer`.
-      length: steps of a sequence.
-      length_is: subject and verb for error messages: the config fields that set the length, such as "burn_in + n_step are".
-      stride: steps between the starts of two sequences.
-      carry: shapes and dtypes of the carry of one environment.
-      may_be_absent: whether steps say if they are `present`.
-
-    Returns:
-      The buffer.
-
-    Raises:
-      ValueError: if the sizes are inconsistent or too large for the devices, or if observations do not fit the codec.
+    `obs`, `action` and `carry` are shapes and dtypes of one environment. Raises ValueError as `n_step_buffer` does.
     """
+    length = config.burn_in + config.trace_length + config.n_step - 1
     buffer = _buffer(
-        obs, action, config, length_is, config.batch_size, config.shards, carry,
-        may_be_absent=may_be_absent, length=length, stride=stride,
+        obs, action, config, config.batch_size, config.shards, carry,
+        may_be_absent=may_be_absent, length=length, stride=max(config.trace_length // 2, 1),
     )  # fmt: skip
-    return buffer if length > 1 else _of_one_step(buffer)
+    if length > 1:
+        return buffer
 
-
-def _of_one_step(buffer: Replay) -> Replay:
-    """A buffer whose sequences of one step have the dimension of time, `[1, B, ...]`, which windows of one step lack."""
-
+    # Windows of one step lack the dimension of time.
     def sample(*args: Any) -> Sample:
         drawn = buffer.sample(*args)
         return drawn._replace(experience=jax.tree.map(lambda x: x[None], drawn.experience))
@@ -139,7 +103,6 @@ def _buffer(
     obs: Any,
     action: Any,
     config: Any,
-    length_is: str,
     batch_size: int,
     shards: int | None,
     carry: Any = (),
@@ -165,21 +128,15 @@ def _buffer(
     try:
         return make(example, **options)
     except ValueError as error:
+        length_is = "burn_in + trace_length + n_step - 1 are" if "stride" in windows else "n_step is"
         text = str(error).replace("min_size", "learning_starts")  # the name of the config field and of the flag
         raise ValueError(f"{type(config).__name__}, whose {length_is} the buffer's length: {text}") from None
 
 
 def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
-    """Makes a buffer that draws every batch from two buffers.
+    """Makes a buffer that draws every batch from `own`, the run's experience, and `data`, whose state is `held`.
 
-    Args:
-      own: the buffer of the run's experience.
-      data: the buffer of a data set, with the same number of shards and the same items.
-      held: the state of `data`, as host arrays.
-
-    Returns:
-      The buffer: `own` with mixed batches. Rows of the data have weight 1 and no valid index, and `update` ignores their
-      errors. `Replay.data` is `held`.
+    Rows of the data have weight 1 and no valid index, and `update` ignores their errors. `Replay.data` is `held`.
     """
 
     def join(own_rows: jax.Array, data_rows: jax.Array) -> jax.Array:
@@ -207,10 +164,9 @@ def mix(own: Replay, data: Replay, held: ReplayState) -> Replay:
 
 
 def split_batch(config: Any) -> tuple[int, int, int]:
-    """The numbers of rows of the run, of rows of the data, and of shards: in every shard, `data_fraction` of the rows, rounded.
+    """The numbers of rows of the run, of rows of the data, and of shards; raises ValueError if a shard has none of one kind.
 
-    Raises:
-      ValueError: if a shard has no row of the run or no row of the data.
+    In every shard, `data_fraction` of the rows are data, rounded.
     """
     shards = math.gcd(config.num_envs, config.batch_size, 8) if config.shards is None else config.shards
     rows = config.batch_size // shards
@@ -225,10 +181,6 @@ def split_batch(config: Any) -> tuple[int, int, int]:
 
 
 def load_data(source: str | Dataset, env: Environment) -> Dataset:
-    """Reads a data set for an environment, and converts its actions to a policy's actions.
-
-    Raises:
-      ValueError: if the file cannot be read, or the data do not fit the environment's spaces.
-    """
+    """Reads a data set for an environment, with a policy's actions; raises ValueError if it cannot be read, or does not fit."""
     dataset = data.check_spaces(data.load(source), env)
     return dataclasses.replace(dataset, action=policy_actions(env.action_space, dataset.action))

@@ -7,7 +7,7 @@ number of updates per iteration. An iteration
 2. updates the priorities in the buffer with the TD errors of the iteration before, then inserts the steps,
 3. draws `K` batches at once,
 4. learns from the batches one after another,
-5. refreshes the acting parameters every `refresh_period` iterations.
+5. refreshes the acting parameters every `actor_period` iterations.
 
 An algorithm defines its `Rule` (what it learns) and its `Explore` function in its own file. The buffer handles data sets,
 priorities and importance weights. A network without a recurrent state acts with the empty carry `()`.
@@ -24,7 +24,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.loops.updates import select
+from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, polyak_update, select
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
@@ -38,126 +38,131 @@ from msrl_jax.replay import SHARD_AXIS, Indices, Replay, ReplayState, Transition
 
 
 class Learner(NamedTuple):
-    """The part of the state that an update changes; every algorithm decides the structure of the trees.
+    """The part of the state that an update changes; every algorithm decides the structure of the trees."""
 
-    Attributes:
-      params: parameters of all trained networks.
-      target_params: parameters of the target networks.
-      opt_state: states of the optimizers.
-    """
-
-    params: Any
+    params: Any  # of all trained networks
     target_params: Any
     opt_state: Any
 
 
 class Batch(NamedTuple):
-    """The data of one update.
+    """The data of one update."""
 
-    Attributes:
-      experience: items of the buffer, such as an `NStep`. shape=(B, ...)
-      weight: importance weights, 1 without priorities. shape=(B,)
-      key: key for the randomness of the update. shape=()
-      update: the number of the update from 0 on; those before the buffer was ready count too. shape=()
-      ready: whether the buffer holds enough steps; if not, the batch has no meaning. shape=(), dtype=bool
-    """
-
-    experience: Any
-    weight: jax.Array
-    key: jax.Array
-    update: Counter
-    ready: jax.Array
+    experience: Any  # items of the buffer, such as an `NStep`, [B, ...]
+    weight: jax.Array  # importance weights, 1 without priorities, [B]
+    key: jax.Array  # for the randomness of the update
+    update: Counter  # the number of the update from 0 on; those before the buffer was ready count too
+    ready: jax.Array  # whether the buffer holds enough steps; if not, the batch has no meaning; bool []
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """What an algorithm learns from a batch.
-
-    Attributes:
-      init: `(key, obs [..., *observation_shape]) -> Learner`; only the shapes of observations matter.
-      update: `(learner, batch, progress) -> (learner, TD errors [B], statistics)`. If the batch is not `ready`, the learner
-        must not change: give `batch.ready` to the fragment of `make_apply_update`, and a share of 0 to `polyak_update`.
-      choose_action: `(params, obs [E, ...], key, carry) -> (action [E, ...], carry)`, with actions before `action_transform`;
-        the best or most probable one if `key` is None.
-      initial_carry: `num_envs -> carry`, zeros; None if networks have no recurrent state, and the carry is `()`.
-    """
-
-    init: Callable[[jax.Array, jax.Array], Learner]
-    update: Callable[[Learner, Batch, Progress], tuple[Learner, jax.Array, Mapping[str, jax.Array]]]
-    choose_action: Callable[[Any, Any, jax.Array | None, Carry], tuple[jax.Array, Carry]]
-    initial_carry: Callable[[int], Carry] | None = None
-
-
+Update = Callable[[Learner, Batch, Progress], tuple[Learner, jax.Array, Mapping[str, jax.Array]]]
+"""`(learner, batch, progress) -> (learner, TD errors [B], statistics)`; it changes nothing if the batch is not `ready`."""
+ChooseAction = Callable[[Any, Any, jax.Array | None, Carry], tuple[jax.Array, Carry]]
+"""`(params, obs [E, ...], key, carry) -> (action [E, ...], carry)` outside of training, before `action_transform`; the best or
+most probable action if `key` is None."""
 Explore = Callable[[Any, Any, jax.Array, Counter, Carry], tuple[jax.Array, Carry]]
 """`(params, obs [E, ...], keys [E], steps, carry) -> (action [E, ...], carry)`: acts after `steps` environment steps."""
 
 
-class Pending(NamedTuple):
-    """TD errors for the next update of the buffer's priorities.
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What an algorithm learns from a batch; networks without a recurrent state have no `initial_carry`."""
 
-    Attributes:
-      indices: the windows in the buffer. shape=(K, B)
-      td_error: their errors; nan where there are none. shape=(K, B)
+    init: Callable[[jax.Array, Any], Learner]  # (key, obs [..., *observation_shape]); only the shapes of observations matter
+    update: Update
+    choose_action: ChooseAction
+    initial_carry: Callable[[int], Carry] | None = None  # num_envs -> zeros
+
+
+def gradient_rule(
+    config: Any,
+    optimizer: optax.GradientTransformation,
+    init: Callable[[jax.Array, Any], Any],
+    gradients: Callable[[Any, Any, Batch], tuple[Any, tuple[jax.Array, Mapping[str, jax.Array]]]],
+    choose_action: ChooseAction,
+    *,
+    target: Callable[[Any], Any] | None = lambda params: params,
+    initial_carry: Callable[[int], Carry] | None = None,
+) -> Rule:
+    """The rule that descends along gradients, and moves target parameters by `config.tau`, every `target_period` updates.
+
+    `init` is `(key, obs) -> params`, and `gradients` is `(params, target_params, batch) -> (gradients, (TD errors [B],
+    statistics))`. `target` selects the parameters that have a target network; None if there are none.
     """
+    apply_update, period = make_apply_update(optimizer), getattr(config, "target_period", 1)
 
-    indices: Indices
-    td_error: jax.Array
+    def begin(key: jax.Array, obs: Any) -> Learner:
+        params = init(key, obs)
+        # A copy: a state in which two leaves are one array cannot be donated.
+        return Learner(params, jax.tree.map(jnp.copy, target(params)) if target else (), optimizer.init(params))
+
+    def update(learner: Learner, batch: Batch, progress: Progress) -> tuple[Learner, jax.Array, Mapping[str, jax.Array]]:
+        grads, (td_error, stats) = gradients(learner.params, learner.target_params, batch)
+        rate = annealed(config.learning_rate, progress, config.anneal_learning_rate)
+        params, opt_state = apply_update(learner.params, learner.opt_state, grads, rate, batch.ready)
+        target_params = ()
+        if target:
+            moves = batch.ready & (remainder(advance(batch.update), period) == 0) if period > 1 else batch.ready
+            target_params = polyak_update(learner.target_params, target(params), jnp.where(moves, config.tau, 0.0))
+        return Learner(params, target_params, opt_state), td_error, stats
+
+    return Rule(begin, update, choose_action, initial_carry)
+
+
+def for_each_network(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer of several networks by name, which treats each by itself: it clips the norm of each one's gradients."""
+
+    def init(params: Any) -> Any:
+        return {name: optimizer.init(p) for name, p in params.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        new = {name: optimizer.update(u, state[name], params[name]) for name, u in updates.items()}
+        return {name: u for name, (u, _) in new.items()}, {name: own for name, (_, own) in new.items()}
+
+    return optax.GradientTransformation(init, update)
+
+
+class Pending(NamedTuple):
+    """TD errors for the next update of the buffer's priorities."""
+
+    indices: Indices  # the windows in the buffer, [K, B]
+    td_error: jax.Array  # their errors; nan where there are none, [K, B]
 
 
 class OffPolicyState(NamedTuple):
-    """The state of a run, or of a team of agents, which keeps no environments.
-
-    Attributes:
-      params: parameters of all trained networks.
-      target_params: parameters of the target networks.
-      opt_state: states of the optimizers.
-      key: the learner's key. shape=()
-      acting_params: the acting parameters, and the iterations done at their last refresh; `()` if the newest parameters act.
-      actor_keys: one key per environment, which samples actions. shape=(E,)
-      replay: state of the buffer.
-      replay_key: the buffer's key, for draws. shape=()
-      pending: TD errors for the buffer.
-      data: `Replay.data` of a buffer that mixes in a data set; `()` without one.
-      carry: the recurrent state of the actors, zeros at the start of an episode; `()` without one. shape=(E, ...)
-      env_state: state of the vector environment.
-      obs: the observations for the next actions. shape=(E, ...)
-    """
+    """The state of a run, or of a team of agents, which keeps no environments."""
 
     params: Any
     target_params: Any
     opt_state: Any
-    key: jax.Array
-    acting_params: tuple[Any, Counter] | tuple[()]
-    actor_keys: jax.Array
+    key: jax.Array  # the learner's
+    acting_params: tuple[Any, Counter] | tuple[()]  # with the iterations done at their last refresh; () if the newest act
+    actor_keys: jax.Array  # they sample actions, [E]
     replay: ReplayState
-    replay_key: jax.Array
+    replay_key: jax.Array  # for draws
     pending: Pending
-    data: Any = ()
-    carry: Carry = ()
+    data: Any = ()  # `Replay.data` of a buffer that mixes in a data set
+    carry: Carry = ()  # the recurrent state of the actors, [E, ...]
     env_state: Any = ()
-    obs: Any = ()
+    obs: Any = ()  # for the next actions, [E, ...]
 
 
 class Replaying(NamedTuple):
-    """What an off-policy algorithm does besides stepping environments, as functions that call fragments.
+    """What an off-policy algorithm does besides stepping environments, as functions that call fragments."""
 
-    Attributes:
-      init: `(params_key, actor_key, learner_key, replay_key, obs [..., *observation_shape]) -> state`, without environments.
-      begin: `(state, progress) -> (acting_params, state, (keys [T, E], steps [T]))`, as `Explore` takes them one by one.
-      finish: `(state, items [T, E, ...], progress) -> (state, metrics)`: stores the steps, and learns.
-      axes: logical axes of the state but for the fields of the environments, by name.
-    """
-
+    # (params_key, actor_key, learner_key, replay_key, obs [..., *observation_shape]) -> a state without environments
     init: Callable[..., OffPolicyState]
+    # (state, progress) -> (acting_params, state, (keys [T, E], steps [T])), as `Explore` takes them one by one
     begin: Callable[[OffPolicyState, Progress], tuple[Any, OffPolicyState, tuple[jax.Array, Counter]]]
+    # (state, items [T, E, ...], progress) -> (state, metrics): stores the steps, and learns
     finish: Callable[[OffPolicyState, Transition, Progress], tuple[OffPolicyState, Metrics]]
-    axes: Mapping[str, Any]
+    axes: Mapping[str, Any]  # of the state but for the fields of the environments
 
 
-def replaying(
-    buffer: Replay, rule: Rule, *, num_envs: int, unroll_length: int, num_updates: int, refresh_period: int = 1
-) -> Replaying:
+def replaying(config: Any, buffer: Replay, rule: Rule, num_envs: int) -> Replaying:
     """Builds what `off_policy_agent` does besides stepping environments; the arguments and metrics are the same."""
+    unroll_length, num_updates = config.unroll_length, config.num_updates
+    actor_period = getattr(config, "actor_period", 1)
 
     def init(
         params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array, replay_key: jax.Array, obs: Any
@@ -169,7 +174,7 @@ def replaying(
             *learner,
             key=learner_key,
             # A copy: a state in which two leaves are one array cannot be donated.
-            acting_params=(jax.tree.map(jnp.copy, learner.params), counter()) if refresh_period > 1 else (),
+            acting_params=(jax.tree.map(jnp.copy, learner.params), counter()) if actor_period > 1 else (),
             actor_keys=jax.random.split(actor_key, num_envs),
             replay=buffer.init(),
             replay_key=replay_key,
@@ -216,7 +221,7 @@ def replaying(
     def refresh(acting_params, params, progress, version):
         count = advance(progress.iteration)
         age = parameter_age(progress.iteration, version)
-        return select(remainder(count, refresh_period) == 0, (params, count), acting_params), {"parameter_age": age}
+        return select(remainder(count, actor_period) == 0, (params, count), acting_params), {"parameter_age": age}
 
     def begin(state: OffPolicyState, progress: Progress) -> tuple[Any, OffPolicyState, tuple[jax.Array, Counter]]:
         actor_keys, keys, steps = draw_keys(state.actor_keys, progress)
@@ -252,34 +257,15 @@ def replaying(
     return Replaying(init, begin, finish, axes)
 
 
-def off_policy_agent(
-    venv: VectorEnvironment,
-    buffer: Replay,
-    rule: Rule,
-    explore: Explore,
-    *,
-    unroll_length: int,
-    num_updates: int,
-    refresh_period: int = 1,
-) -> Agent:
-    """Builds an agent that learns from a replay buffer.
+def off_policy_agent(config: Any, venv: VectorEnvironment, buffer: Replay, rule: Rule, explore: Explore) -> Agent:
+    """Builds an agent that learns from a replay buffer of items like `Transition`.
 
-    Args:
-      venv: the vector environment.
-      buffer: the buffer, of items like `Transition`.
-      rule: what the agent learns from a batch.
-      explore: chooses actions in training.
-      unroll_length: steps of every environment per iteration, `T`.
-      num_updates: updates per iteration, `K`.
-      refresh_period: iterations between two refreshes of the acting parameters.
-
-    Returns:
-      The agent. Its metrics are the statistics of the rule, as `Mean`s over the updates (without samples until the buffer is
-      ready), the report of the buffer, and with a `refresh_period` above 1 the age of the acting parameters.
+    The config has `unroll_length`, `num_updates` and, unless it is 1, `actor_period`. The metrics are the statistics of the
+    rule, as `Mean`s over the updates (without samples until the buffer is ready), the report of the buffer, and with an
+    `actor_period` above 1 the age of the acting parameters.
     """
     num_envs, to_env_action = venv.num_envs, action_transform(venv.action_space)
-    sizes = {"num_envs": num_envs, "unroll_length": unroll_length, "num_updates": num_updates}
-    replayer = replaying(buffer, rule, **sizes, refresh_period=refresh_period)
+    replayer = replaying(config, buffer, rule, num_envs)
 
     def init(key: jax.Array) -> OffPolicyState:
         params_key, env_key, actor_key, learner_key, replay_key = jax.random.split(key, 5)
@@ -320,8 +306,8 @@ def off_policy_agent(
         iteration=iteration,
         act=act_in_env,
         axes=logical_axes(OffPolicyState, **replayer.axes, carry=P("env"), env_state=venv.axes, obs=P("env")),
-        steps_per_iteration=num_envs * unroll_length,
-        updates_per_iteration=num_updates,
+        steps_per_iteration=num_envs * config.unroll_length,
+        updates_per_iteration=config.num_updates,
         env=venv,
         initial_carry=rule.initial_carry,
         data={"data": buffer.data} if buffer.data else {},
@@ -331,15 +317,8 @@ def off_policy_agent(
 def epsilon_greedy(config: Any, *, num_envs: int, num_actions: int, random_steps: int) -> Callable[..., jax.Array]:
     """Makes a function that replaces actions by random ones with probability epsilon (per environment: arXiv 1803.00933).
 
-    Args:
-      config: the schedule of epsilon: `exploration`, `exploration_steps`, `final_epsilon` and `base_epsilon`.
-      num_envs: number of environments, `E`.
-      num_actions: number of actions.
-      random_steps: number of environment steps at the start of the run with random actions only.
-
-    Returns:
-      `(greedy actions [E] int32, keys [E], environment steps taken, obs=None) -> actions [E] int32`; with `MaskedObservation`s,
-      random actions are legal.
+    It is `(greedy actions [E] int32, keys [E], environment steps taken, obs=None) -> actions [E] int32`; random actions are
+    legal if observations have masks. The first `random_steps` environment steps of a run take random actions only.
     """
     rank = jnp.arange(num_envs) / max(num_envs - 1, 1)
     by_env = config.base_epsilon ** (1 + 7 * rank)
@@ -362,15 +341,9 @@ def epsilon_greedy(config: Any, *, num_envs: int, num_actions: int, random_steps
 
 
 def uniform_actions(keys: jax.Array, space: Space, obs: Any = None) -> jax.Array:
-    """Draws uniform actions of a policy, before `action_transform`.
+    """Draws uniform actions of a policy, before `action_transform`, with one key for each `[E]`; legal ones if `obs` has masks.
 
-    Args:
-      keys: one per action. `[E]`
-      space: a `Box`, or `Discrete`.
-      obs: the observations acted on; with `MaskedObservation`s, actions are legal. `[E, ...]`
-
-    Returns:
-      Continuous actions in [-1, 1] `[E, D]`, discrete ones `[E]` int32, or integers counted from 0 `[E, K]` int32.
+    Continuous actions are in [-1, 1] `[E, D]`, discrete ones `[E]` int32, integers counted from 0 `[E, K]` int32.
     """
     if (mask := mask_of(obs)) is not None:
         return jax.vmap(sample_legal)(keys, mask)

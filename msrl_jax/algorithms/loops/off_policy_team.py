@@ -20,37 +20,14 @@ from msrl_jax.replay import Replay, Transition
 
 
 def off_policy_team(
-    view: TeamView,
-    buffer: Replay,
-    rule: Rule,
-    explore: Explore,
-    *,
-    unroll_length: int,
-    num_updates: int,
-    refresh_period: int = 1,
-    rewards: Literal["summed", "each"] = "summed",
+    config: Any, view: TeamView, buffer: Replay, rule: Rule, explore: Explore, *, rewards: Literal["summed", "each"] = "summed"
 ) -> Team:
-    """Makes a team that learns from a replay buffer; other arguments are those of `off_policy_agent`.
+    """Makes a team that learns from a replay buffer, as `off_policy_agent` does.
 
-    Args:
-      view: what the team sees of its environments.
-      buffer: the buffer, of `Transition`s with `JointObservation`s and joint actions.
-      rule: what the team learns from a batch.
-      explore: chooses actions in training.
-      rewards: "summed" for the reward of the team and one end of its episode; "each" keeps those of every agent, `[A]`.
-
-    Returns:
-      The team.
+    The buffer holds `Transition`s with `JointObservation`s and joint actions. Rewards are "summed", with one end of an
+    episode, or "each" agent's own, `[A]`.
     """
-
-    def act_jointly(params, now, keys, steps, carry):
-        carry = forget(now.is_first, carry)
-        action, next_carry = explore(params, view.observe(now.obs), keys, steps, carry)
-        return action, carry, next_carry
-
-    explore_jointly: Any = fragment(role="actor", name="explore")(act_jointly)
-    sizes = {"num_envs": view.num_envs, "unroll_length": unroll_length, "num_updates": num_updates}
-    replayer = replaying(buffer, rule, **sizes, refresh_period=refresh_period)
+    replayer = replaying(config, buffer, rule, view.num_envs)
 
     def init(params_key: jax.Array, actor_key: jax.Array, learner_key: jax.Array) -> tuple[Any, OffPolicyState]:
         learner_key, replay_key = jax.random.split(learner_key)
@@ -62,8 +39,15 @@ def off_policy_team(
         acting, begun, keys = replayer.begin(rest._replace(params=params), progress)
         return acting, begun._replace(params=()), keys
 
+    @fragment(role="actor", name="explore")
+    def act_jointly(params, obs, is_first, keys, steps, carry):
+        carry = forget(is_first, carry)
+        action, next_carry = explore(params, view.observe(obs), keys, steps, carry)
+        return action, carry, next_carry
+
     def act(acting: Any, now: Now, carry: Any, keys: Any) -> tuple[jax.Array, Any, Any]:
-        return explore_jointly(acting, now._replace(state=()), *keys, carry)
+        step_keys, steps = keys
+        return act_jointly(acting, now.obs, now.is_first, step_keys, steps, carry)
 
     @fragment(role="env")
     def of_team(reward, terminated, truncated):
@@ -98,6 +82,6 @@ def off_policy_team(
         choose_action=choose_action,
         initial_carry=rule.initial_carry or (lambda num_envs: ()),
         recurrent=rule.initial_carry is not None,
-        updates_per_iteration=num_updates,
+        updates_per_iteration=config.num_updates,
         agent_axes=P("env"),
     )

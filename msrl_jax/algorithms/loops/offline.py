@@ -29,66 +29,37 @@ from msrl_jax.replay import Replay, ReplayState
 
 
 class Data(NamedTuple):
-    """A data set as the states of two buffers; both hold whole episodes.
-
-    Attributes:
-      training: the training episodes.
-      validation: the held-out episodes; `()` if there are none.
-    """
+    """A data set as the states of two buffers; both hold whole episodes."""
 
     training: ReplayState
-    validation: ReplayState | tuple[()]
+    validation: ReplayState | tuple[()]  # the held-out episodes; () if there are none
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The buffers of a data set.
-
-    Attributes:
-      training: the buffer of the training episodes.
-      validation: the buffer of held-out episodes; None if there are none.
-      data: the states of the buffers, as host arrays.
-    """
+class Source(NamedTuple):
+    """The buffers of a data set, and their states as host arrays."""
 
     training: Replay
-    validation: Replay | None
+    validation: Replay | None  # of held-out episodes
     data: Data
 
 
 class OfflineState(NamedTuple):
-    """The state of a run.
-
-    Attributes:
-      params: parameters of all trained networks.
-      target_params: parameters of the target networks.
-      opt_state: states of the optimizers.
-      key: the learner's key. shape=()
-      data_key: the buffers' key, for draws. shape=()
-      env_state: always `()`.
-      data: the data; `()` in a state for acting only.
-    """
+    """The state of a run."""
 
     params: Any
     target_params: Any
     opt_state: Any
-    key: jax.Array
-    data_key: jax.Array
+    key: jax.Array  # the learner's
+    data_key: jax.Array  # for draws
     env_state: tuple[()] = ()
-    data: Data | tuple[()] = ()
+    data: Data | tuple[()] = ()  # () in a state for acting only
 
 
 def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | None) -> Agent:
-    """Builds an agent that learns from a data set.
+    """Builds an agent that learns from a data set, and counts its steps in updates; without a source it only acts.
 
-    Args:
-      env: the environment for the trained policy.
-      config: sizes of batches.
-      rule: what the agent learns from a batch; its networks have no carry.
-      source: the buffers. If it is None, the agent can act, but not train.
-
-    Returns:
-      The agent; it counts its steps in updates. Its metrics are the statistics of the rule, averaged over the updates, and the
-      statistics of one held-out batch, with the prefix `validation_`.
+    Its metrics are the statistics of the rule, averaged over the updates, and those of one held-out batch, with the prefix
+    `validation_`. The rule's networks have no carry.
     """
     num_updates = config.num_updates
     venv = envs.vectorize(env, _shards(config))
@@ -161,19 +132,9 @@ def offline_agent(env: Environment, config: Any, rule: Rule, source: Source | No
 
 
 def read_data(env: Environment, config: Any, *, discount: float = 1.0, normalize_rewards: bool = False) -> Source | None:
-    """Reads the data set of a config, and splits off the held-out episodes.
+    """Reads the data set of a config, and splits off the held-out episodes; None without one.
 
-    Args:
-      env: the environment; the data must fit its spaces.
-      config: the data set, the share to hold out, and the sizes of batches.
-      discount: discount factor per step.
-      normalize_rewards: whether to divide rewards by `reward_scale`.
-
-    Returns:
-      The buffers; None if the config has no data.
-
-    Raises:
-      ValueError: if the data do not fit the environment, or sizes do not fit.
+    With `normalize_rewards`, rewards are divided by `reward_scale`. Raises ValueError if data or sizes do not fit.
     """
     if config.data is None:
         return None

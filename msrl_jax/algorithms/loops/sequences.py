@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from msrl_jax.algorithms.loops.memory import truncated_values
 from msrl_jax.algorithms.losses.q_learning import rescale, unrescale
 from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
-from msrl_jax.algorithms.networks.q_network import q_network_on
+from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.returns.estimators import n_step_return
 from msrl_jax.envs import Box, Discrete, Space
@@ -27,7 +27,7 @@ def recurrent_q_network(observation_space: Space, action_space: Discrete, config
 
     def make_heads(features: Box) -> Network:
         torso = Torso(features, config.hidden_sizes[-1:] if dueling else (), config.activation, convolve=False)
-        heads = q_network_on(torso, action_space, dueling=dueling)
+        heads = q_network(torso, action_space, dueling=dueling)
         return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
 
     return recurrent_network(observation_space, make_heads, config)

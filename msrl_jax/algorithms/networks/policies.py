@@ -13,13 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.distributions import (
-    Categorical,
-    Normal,
-    discrete_policy,
-    has_scale,
-    num_outputs,
-)
+from msrl_jax.algorithms.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
 from msrl_jax.algorithms.networks.layers import Layers, Network, Torso, dense, make_torso
 from msrl_jax.envs import Box, Discrete, Space
 
@@ -85,30 +79,18 @@ class _Linear(nn.Module):
 
 
 def linear_network(observation_space: Space, config: Layers, *, num_outputs: int, scale: float) -> Network:
-    """Makes a network of a torso and a linear layer, whose initial weights have a scale.
-
-    It maps `(params, obs [..., *observation_shape])` to `[..., num_outputs]`; actions `[..., D]` may follow `obs`.
-    """
+    """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
     module = _Linear(make_torso(observation_space, config), num_outputs, scale)
     return Network(module.init, module.apply)
 
 
 def make_actor(observation_space: Space, num_outputs: int, config: Layers) -> Network:
-    """Makes the network of a policy: a `linear_network` with initial outputs near 0."""
+    """The network of a policy: a `linear_network` with initial outputs near 0."""
     return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
 
 
 def make_policy(observation_space: Space, action_space: Discrete | Box, config: Layers) -> Network:
-    """Makes a stochastic policy: discrete, or continuous in [-1, 1] with a scale that depends on the observation.
-
-    Args:
-      observation_space: any space.
-      action_space: `Discrete`, or a `Box` of floats or of integers.
-      config: the layers.
-
-    Returns:
-      The network: `(params, obs [..., *observation_shape]) -> Categorical or TanhNormal`.
-    """
+    """A stochastic policy: `(params, obs) -> Categorical or TanhNormal`, whose scale depends on `obs`."""
     if not has_scale(action_space):
         logits = make_actor(observation_space, num_outputs(action_space), config)
         return Network(logits.init, lambda params, obs: discrete_policy(action_space, logits.apply(params, obs), obs))
@@ -132,15 +114,8 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
 def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Layers) -> Network:
     """Makes critics with different initial parameters; one batched product computes a layer of all critics.
 
-    Args:
-      observation_space: any space.
-      action_space: `Discrete`, or a `Box`.
-      num_critics: number of critics, `C`.
-      config: the layers.
-
-    Returns:
-      The network: `(params, obs [B, ...]) -> values [C, B, N]` for discrete actions, or `(params, obs, action [B, D]) ->
-      values [C, B]` for continuous ones. Its `init` takes the observations alone.
+    They map `(params, obs [B, ...])` to values `[C, B, N]` for discrete actions, or `(params, obs, action [B, D])` to values
+    `[C, B]` for continuous ones. Their `init` takes the observations alone.
     """
     discrete = isinstance(action_space, Discrete)
     critic = linear_network(observation_space, config, num_outputs=action_space.n if discrete else 1, scale=1.0)

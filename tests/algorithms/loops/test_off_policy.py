@@ -1,5 +1,7 @@
 """What all off-policy algorithms rely on: errors reach their windows, and the ratio of updates to steps is the declared one."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +55,8 @@ def agent():
         return (obs @ params).argmax(1), carry
 
     rule = off_policy.Rule(init, update, choose_action)
-    return off_policy.off_policy_agent(venv, buffer, rule, explore, unroll_length=T, num_updates=K)
+    config = types.SimpleNamespace(unroll_length=T, num_updates=K)
+    return off_policy.off_policy_agent(config, venv, buffer, rule, explore)
 
 
 @pytest.fixture(scope="module")
