@@ -52,17 +52,13 @@ def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> 
 
 
 class RecordedState(NamedTuple):
-    """State of `RecordedVectorEnvironment`: that of the environments, and the raw observations for the next actions `[E, ...]`.
-
-    `rows` is a ring with the last steps `[S, E, ...]`, `position` its row for the next one, and `taken` counts the steps of
-    every environment.
-    """
+    """State of `RecordedVectorEnvironment`."""
 
     env_state: PyTree
-    obs: jax.Array
-    rows: Transition | AgentsTransition
-    position: jax.Array
-    taken: Counter
+    obs: jax.Array  # raw, for the next actions. `[E, ...]`
+    rows: Transition | AgentsTransition  # a ring with the last steps. `[S, E, ...]`
+    position: jax.Array  # int32: the row of the ring for the next step
+    taken: Counter  # steps of every environment so far
 
 
 @dataclasses.dataclass(frozen=True)

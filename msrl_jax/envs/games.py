@@ -48,7 +48,7 @@ class RockPaperScissors:
     def exploitability(self, policy: ArrayLike) -> float:
         """How much both players could gain on average by best responses to a policy `[2, I=1, 3]`; at most 1, in float64.
 
-        Raises ValueError if the policy has no probabilities.
+        Raises ValueError unless these are probabilities.
         """
         one, two = _checked(policy, np.ones((2, 1, 3), bool))[:, 0]
         return float(((self.payoffs @ two).max() + (-one @ self.payoffs).max()) / 2)
@@ -118,7 +118,7 @@ class KuhnPoker:
     def exploitability(self, policy: ArrayLike) -> float:
         """How much both players could gain on average by best responses to a policy `[2, I=6, 3]`; 11/24 for random play.
 
-        It is computed in float64. Raises ValueError if the policy has no probabilities of legal actions in the states of
+        It is computed in float64. Raises ValueError unless these are probabilities of legal actions in the states of
         `information_states`.
         """
         legal = np.broadcast_to([False, True, True], (2, 6, 3))

@@ -53,16 +53,12 @@ class VectorWrapper(Wrapper):
 
 
 class EpisodeStatisticsState(NamedTuple):
-    """State of `EpisodeStatistics`; all fields except `env_state` are float32 `[E]`.
-
-    Returns (undiscounted) and lengths (in steps) of the running episodes; and the sums of those of the episodes that were
-    completed since `pop_episodes`, and their number.
-    """
+    """State of `EpisodeStatistics`; all fields except `env_state` are float32 `[E]`."""
 
     env_state: PyTree
-    episode_return: jax.Array
-    episode_length: jax.Array
-    return_sum: jax.Array
+    episode_return: jax.Array  # undiscounted, of the running episode
+    episode_length: jax.Array  # in steps
+    return_sum: jax.Array  # of the episodes that were completed since `pop_episodes`
     length_sum: jax.Array
     num_episodes: jax.Array
 

@@ -110,9 +110,9 @@ class Workers:
         num_workers: int,
         faults: Faults,
     ):
-        """Starts workers, of which each has an environment; `factory` is a pickled function that makes one.
+        """Starts the workers, at most one for each environment.
 
-        `unflatten` makes an observation of its arrays in the shared memory.
+        `factory` is a pickled function that makes an environment; `unflatten` makes an observation of its arrays.
         """
         self._name, self._factory, self._layout, self._unflatten, self._faults = name, factory, layout, unflatten, faults
         with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:

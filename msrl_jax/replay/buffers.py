@@ -27,12 +27,10 @@ REPLICATED = P()
 
 
 class Priorities(NamedTuple):
-    """The state of prioritized sampling, by shard: a sum tree over windows, `[G, nodes]` of each level, and the largest
-    priority so far, which new windows get, `[G]`.
-    """
+    """The state of prioritized sampling, by shard."""
 
-    tree: sum_tree.Tree
-    largest: jax.Array
+    tree: sum_tree.Tree  # over the windows. `[G, nodes]` of each level
+    largest: jax.Array  # the largest priority so far, which new windows get. `[G]`
 
 
 def uniform(

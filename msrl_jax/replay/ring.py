@@ -62,7 +62,7 @@ def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
 
 
 def item_format(example: Any, storage: Storage | None) -> ItemFormat:
-    """Decides how items like an example are stored; raises ValueError if a codec cannot pack its leaves, or has none."""
+    """Decides how items like an example are stored; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
     leaves = jax.tree.leaves_with_path(example)
     if not leaves:
