@@ -12,19 +12,8 @@ _SEEDS = 2**32
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Checks and converts a whole number, such as `1_000_000` or `1e6`.
-
-    Args:
-      name: the argument's name, for messages.
-      value: an integer, or a float without a fraction.
-      least: the smallest number that is allowed.
-      most: the largest number that is allowed, if there is one.
-
-    Returns:
-      The number as an `int`.
-
-    Raises:
-      ValueError: if the value is not a whole number, below `least` or above `most`.
+    """Converts a whole number, such as `1_000_000` or `1e6`, to an `int`; raises ValueError, which names the argument, if it
+    is none, below `least` or above `most`.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
@@ -36,19 +25,7 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 
 def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
-    """Checks seeds of random number generators; a seed has 32 bits.
-
-    Args:
-      seed: the first seed.
-      seeds: number of consecutive seeds.
-      name: the argument's name, for messages.
-
-    Returns:
-      The first seed as an `int`.
-
-    Raises:
-      ValueError: if a seed is below 0 or needs more than 32 bits.
-    """
+    """Converts the first of some consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
     first = whole(name, seed, least=0)
     if first + seeds > _SEEDS:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
@@ -57,19 +34,7 @@ def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
 
 
 def as_path(name: str, value: Any) -> Path:
-    """Checks and converts a path.
-
-    Args:
-      name: the argument's name, for messages.
-      value: text, or an object that stands for a path.
-
-    Returns:
-      The path.
-
-    Raises:
-      TypeError: if the value is neither.
-      ValueError: if the text is empty.
-    """
+    """Converts text, or an object that stands for a path; raises TypeError for anything else, ValueError if it is empty."""
     if value == "":
         raise ValueError(f"{name}='' names no path; give one, or leave it out")
     if not isinstance(value, str | os.PathLike):

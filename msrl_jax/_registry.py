@@ -9,20 +9,7 @@ T = TypeVar("T")
 
 
 def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
-    """Adds an entry.
-
-    Args:
-      kind: kind of the entries, for messages.
-      table: the entries by name.
-      name: the name of the new entry.
-      value: the new entry; adding it again changes nothing.
-
-    Returns:
-      `value`.
-
-    Raises:
-      ValueError: if another entry has the name.
-    """
+    """Adds an entry of a kind, and returns it; raises ValueError if another entry has the name."""
     if table.setdefault(name, value) is not value:
         article = "an" if kind[0] in "aeiou" else "a"
         raise ValueError(f"{article} {kind} named {name!r} is registered already; choose another name")
@@ -30,20 +17,7 @@ def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
 
 
 def find(kind: str, table: Mapping[str, T], name: str) -> T:
-    """Looks up an entry.
-
-    Args:
-      kind: kind of the entries, for messages.
-      table: the entries by name.
-      name: the name; case is ignored.
-
-    Returns:
-      The entry.
-
-    Raises:
-      TypeError: if the name is no text.
-      ValueError: if the name is unknown; suggests the nearest.
-    """
+    """Looks up an entry of a kind, in any case; raises ValueError, which suggests the nearest, if the name is unknown."""
     if not isinstance(name, str):
         raise TypeError(f"the name of the {kind} is {name!r}; choose from {', '.join(map(repr, sorted(table)))}")
     by_lower = {other.lower(): other for other in table}

@@ -30,13 +30,7 @@ class Leaf(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The shared memory of `E` environments.
-
-    Attributes:
-      num_envs: number of environments, `E`.
-      obs: the arrays of an observation.
-      action: shape and dtype of an action.
-    """
+    """The shared memory of environments: the arrays of an observation, and shape and dtype of an action."""
 
     num_envs: int
     obs: tuple[Leaf, ...]
@@ -71,19 +65,12 @@ def _padded(shape: tuple[int, ...], dtype: str) -> int:
 
 
 class Order(NamedTuple):
-    """What the parent asks for.
+    """What the parent asks for."""
 
-    Attributes:
-      what: "make" with the layout and a pickled function that makes an environment as `payload`, "reset" or "step".
-      envs: numbers of the environments.
-      each: whether to answer for each environment.
-      payload: see `what`.
-    """
-
-    what: str
-    envs: tuple[int, ...]
-    each: bool = False
-    payload: Any = None
+    what: str  # "make", "reset" or "step"
+    envs: tuple[int, ...]  # their numbers
+    each: bool = False  # whether to answer for each environment
+    payload: Any = None  # of "make": the layout, and a pickled function that makes an environment
 
 
 class _Worker:

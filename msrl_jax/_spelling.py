@@ -6,15 +6,9 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
-    """Finds the option that a misspelled or shortened name probably means; case is ignored.
+    """Finds the option that a misspelled or shortened name probably means, in any case; None if there is none.
 
-    Args:
-      name: the unknown name.
-      options: the known names.
-
-    Returns:
-      An option with these initials (`lr` for `learning-rate`), else one of similar spelling, else one that starts with the
-      name; None if there is none.
+    It is one with these initials (`lr` for `learning-rate`), else one of similar spelling, else one that starts with the name.
     """
     lower, by_lower = name.lower(), {option.lower(): option for option in options}
     near = [option for option in by_lower if len(lower) > 1 and _initials(option) == lower]

@@ -11,31 +11,17 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A collection of environments that is published as a package; `PREFIX:NAME` names one of them.
-
-    Attributes:
-      prefix: what stands before the colon.
-      package: the package on PyPI.
-      oldest: the first two numbers of the oldest version that will do.
-      extra: the extra of this package that installs it.
-      adapter: the module of `msrl_jax.envs` with the function `make(name, **params)`.
-      title: the suite's name in text.
-      files: where its names are: patterns of paths from where packages are installed; none if they are not in files.
-      pattern: what its names look like there, a regular expression with one group.
-      hidden: a regular expression of the names of those that cannot be made by name here.
-      needs: packages that it does not bring, and regular expressions of the names that need them.
-    """
+    """A package with environments: `PREFIX:NAME` names one of them, and `envs/suites/PREFIX_env.py` makes it."""
 
     prefix: str
-    package: str
-    oldest: tuple[int, int]
-    extra: str
-    adapter: str
+    package: str  # on PyPI
+    oldest: tuple[int, int]  # the first two numbers of the oldest version that will do
+    extra: str  # the extra of this package that installs it
     title: str
-    files: tuple[str, ...] = ()
-    pattern: str = ""
-    hidden: str = "(?!)"
-    needs: tuple[tuple[str, str], ...] = ()
+    files: tuple[str, ...] = ()  # that have its names: patterns of paths from where packages are installed
+    pattern: str = ""  # what its names look like there, a regular expression with one group
+    hidden: str = "(?!)"  # a regular expression of the names of those that cannot be made by name here
+    needs: tuple[tuple[str, str], ...] = ()  # packages that it does not bring, and regular expressions of the names for them
 
     @property
     def install(self) -> str:
@@ -93,27 +79,27 @@ _MUJOCO = r"(Reacher|Pusher|Inverted\w*|HalfCheetah|Hopper|Swimmer|Walker2d|Ant|
 SUITES: dict[str, Suite] = {
     suite.prefix: suite
     for suite in (
-        Suite("brax", "brax", (0, 14), "brax", "suites.brax_env", "Brax", ("brax/envs/__init__.py",), _IN_TABLE),
-        Suite("craftax", "craftax", (1, 5), "craftax", "suites.craftax_env", "Craftax", ("craftax/craftax_env.py",),
+        Suite("brax", "brax", (0, 14), "brax", "Brax", ("brax/envs/__init__.py",), _IN_TABLE),
+        Suite("craftax", "craftax", (1, 5), "craftax", "Craftax", ("craftax/craftax_env.py",),
               r'"(Craftax-[\w-]+-v1)"', hidden=".*AutoReset.*"),
-        Suite("envpool", "envpool", (1, 2), "envpool", "suites.envpool_env", "EnvPool"),
+        Suite("envpool", "envpool", (1, 2), "envpool", "EnvPool"),
         # Versions that Gymnasium keeps for an error message alone have no path of a class; Pusher-v4 needs an old MuJoCo.
-        Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "suites.gymnasium_env", "Gymnasium",
+        Suite("gymnasium", "gymnasium", (1, 0), "gymnasium", "Gymnasium",
               ("gymnasium/envs/__init__.py",), r'id="([^"]+)",\s+entry_point="', hidden="Pusher-v4",
               needs=(("mujoco", _MUJOCO), ("Box2D", r"(LunarLander|BipedalWalker|CarRacing).*"))),
-        Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "agents.jaxmarl_env", "JaxMARL", ("jaxmarl/registration.py",), _IN_LIST,
+        Suite("jaxmarl", "jaxmarl", (0, 2), "marl", "JaxMARL", ("jaxmarl/registration.py",), _IN_LIST,
               hidden="LearnedPolicyEnemySMAX",  # which takes a policy and its parameters
               needs=(("brax", r"ant_4x2|halfcheetah_6x1|hopper_3x1|humanoid_9\|8|walker2d_2x3"),
                      ("jaxrobotarium", "JaxRobotarium.*"))),
-        Suite("jumanji", "jumanji", (1, 1), "jumanji", "suites.jumanji_env", "Jumanji", ("jumanji/__init__.py",), _ID),
-        Suite("navix", "navix", (4, 0), "navix", "suites.navix_env", "NAVIX", ("navix/environments/*.py",),
+        Suite("jumanji", "jumanji", (1, 1), "jumanji", "Jumanji", ("jumanji/__init__.py",), _ID),
+        Suite("navix", "navix", (4, 0), "navix", "NAVIX", ("navix/environments/*.py",),
               r'"(Navix-[\w-]+-v\d+)"'),
-        Suite("pgx", "pgx", (2, 6), "marl", "agents.pgx_env", "Pgx", ("pgx/core.py",), _IN_LIST,
+        Suite("pgx", "pgx", (2, 6), "marl", "Pgx", ("pgx/core.py",), _IN_LIST,
               hidden="2048|bridge_bidding|sparrow_mahjong|minatar-.*"),  # not of two players
-        Suite("playground", "playground", (0, 2), "playground", "suites.playground_env", "MuJoCo Playground",
+        Suite("playground", "playground", (0, 2), "playground", "MuJoCo Playground",
               tuple(f"mujoco_playground/_src/{k}/__init__.py" for k in ("dm_control_suite", "locomotion", "manipulation")),
               _IN_TABLE),
-        Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "suites.xminigrid_env", "XLand-MiniGrid",
+        Suite("xminigrid", "xminigrid", (0, 9), "xminigrid", "XLand-MiniGrid",
               ("xminigrid/__init__.py",), _ID),
     )
 }  # fmt: skip

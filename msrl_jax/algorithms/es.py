@@ -23,8 +23,7 @@ from msrl_jax.algorithms.loops.updates import annealed, descend
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
-from msrl_jax.envs.base import env_name
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.fragments import fragment
 
 

@@ -25,7 +25,7 @@ from msrl_jax.algorithms.losses.q_learning import greedy_target, sequence_priori
 from msrl_jax.algorithms.networks.actions import check_discrete
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.envs import Environment
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type, only_legal
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter

@@ -9,7 +9,7 @@ from msrl_jax import replay
 from msrl_jax.data.dataset import MASKS, Dataset
 from msrl_jax.envs import MaskedObservation
 from msrl_jax.replay import Replay, ReplayState, Transition
-from msrl_jax.replay.storage import Storage
+from msrl_jax.replay.ring import Storage
 
 
 def buffer(

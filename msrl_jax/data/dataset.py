@@ -6,12 +6,11 @@ of shards of a buffer and `A` the number of agents of one environment.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from msrl_jax.data.parts import NESTED, fields_of, named, nested
 from msrl_jax.envs import MaskedObservation
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
@@ -20,6 +19,10 @@ MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}
 PRESENT = "present"
 """The field that a data set of several agents has, and no other."""
 OPTIONAL = (*MASKS.values(), PRESENT)
+NESTED = ("obs", "next_obs")
+"""The fields that may have parts, in nested dicts and tuples. In columns and files, a part is named by its path: `obs/position`
+is the entry `position` of a dict, and `obs/0` the first entry of a tuple.
+"""
 
 
 class Episodes(NamedTuple):
@@ -253,15 +256,45 @@ class Dataset:
         return self.select(np.flatnonzero(~rows)), self.select(np.flatnonzero(rows))
 
 
-def columns(rows: Any) -> dict[str, Any]:
-    """The columns of a data set from transitions, whose observations may have masks and parts.
+def named(value: Any, name: str) -> dict[str, Any]:
+    """The parts of nested dicts and tuples by their paths, which begin with `name`; anything else is the only part.
 
-    Args:
-      rows: the fields of a data set as attributes.
-
-    Returns:
-      The arrays by the names of `Dataset.columns`.
+    Raises ValueError if there is no part, or if a name of a part cannot be one in a path.
     """
+    if not isinstance(value, Mapping | tuple):
+        return {name: value}
+    if not value:
+        raise ValueError(f"{name} is an empty {type(value).__name__}, which data sets cannot hold; give it a part")
+    found: dict[str, Any] = {}
+    for key, part in sorted(value.items()) if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(value, Mapping) and (not isinstance(key, str) or not key or "/" in key or key.isdigit()):
+            raise ValueError(
+                f"{name} has a part with the name {key!r}, which data sets cannot hold, as its path would be that of another "
+                "part; name it by text that has no '/' and is no number"
+            )
+        found |= named(part, f"{name}/{key}")
+    return found
+
+
+def nested(arrays: Mapping[str, Any], name: str) -> Any:
+    """Puts the parts of a value together: the inverse of `named`; raises ValueError if a tuple lacks a part."""
+    if name in arrays:
+        return arrays[name]
+    keys = sorted({path[len(name) + 1 :].partition("/")[0] for path in arrays if path.startswith(f"{name}/")})
+    if not all(key.isdigit() for key in keys):
+        return {key: nested(arrays, f"{name}/{key}") for key in keys}
+    if lacking := [str(i) for i in range(len(keys)) if str(i) not in keys]:
+        raise ValueError(f"{name} has the parts {', '.join(keys)} of a tuple, but not {name}/{lacking[0]}; add it")
+    return tuple(nested(arrays, f"{name}/{i}") for i in range(len(keys)))
+
+
+def fields_of(paths: Iterable[str]) -> dict[str, None]:
+    """The fields that paths lead into, in the order in which they come."""
+    return dict.fromkeys(path.partition("/")[0] if path.startswith(tuple(f"{f}/" for f in NESTED)) else path for path in paths)
+
+
+def columns(rows: Any) -> dict[str, Any]:
+    """The arrays of transitions, with the fields of a data set as attributes, by the names of `Dataset.columns`."""
     found: dict[str, Any] = {}
     masks: dict[str, Any] = {}
     for name in FIELDS:
@@ -281,15 +314,9 @@ def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
-    """Joins the steps of parallel environments, one environment after another.
+    """Joins the columns `[T, E, ...]` of `E` environments, one environment after another, each of which is cut at its end.
 
-    Args:
-      rows: the columns of a data set, with the steps of `E` environments `[T, E, ...]`. Those of one agent that are not
-        `present` are left out.
-      about: the origin of the rows.
-
-    Returns:
-      The data set: all steps of the first environment, then of the second, and so on; each environment is cut at its end.
+    Steps of one agent that are not `present` are left out.
     """
     fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
     cut = np.zeros_like(fields["truncated"])

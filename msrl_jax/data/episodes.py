@@ -1,14 +1,11 @@
 """Episodes with one more observation than actions, as in RLDS and Minari."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from msrl_jax.data.dataset import Dataset, from_columns
-from msrl_jax.data.parquet import require
-from msrl_jax.data.parts import named
+from msrl_jax.data.dataset import Dataset, from_columns, named
 
 NAMES = {
     "obs": ("obs", "observation", "observations"),
@@ -93,37 +90,3 @@ def _rows(episode: Mapping[str, Any], where: str) -> dict[str, np.ndarray]:
     truncated[-1] |= not found["terminated"][-1]
     before, after = {path: x[:-1] for path, x in obs.items()}, {f"next_{path}": x[1:] for path, x in obs.items()}
     return {**found, **before, **after, "truncated": truncated}
-
-
-def read_minari(source: str | Path) -> Dataset:
-    """Reads a local Minari data set (minari.farama.org).
-
-    Args:
-      source: its folder, or its id, such as "mujoco/hopper/medium-v0".
-
-    Returns:
-      The data set.
-
-    Raises:
-      ImportError: if minari is not installed; the message says how to install it.
-      ValueError: if the data set does not exist locally or cannot be read, or if its actions are not arrays.
-    """
-    minari = require("minari", "a Minari data set")
-    try:
-        if isinstance(source, Path):
-            stored = minari.MinariDataset(source / "data" if (source / "data").is_dir() else source)
-        else:
-            stored = minari.load_dataset(source)
-        episodes = [vars(episode) for episode in stored.iterate_episodes()]
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or name its folder"
-        ) from error
-    spec = stored.env_spec
-    about = {
-        "env": spec.id if spec is not None else stored.id,
-        "observation_space": str(stored.observation_space),
-        "action_space": str(stored.action_space),
-        "made_by": f"Minari data set {stored.id}",
-    }
-    return from_episodes(episodes, about)

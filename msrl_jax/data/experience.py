@@ -21,19 +21,11 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.data.dataset import FIELDS, Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.data.spaces import check_recordable
-from msrl_jax.envs import (
-    Environment,
-    MultiAgentTimeStep,
-    TimeStep,
-    VectorEnvironment,
-    VectorizedAgents,
-    has_agents,
-    vectorize,
-    vectorize_agents,
-)
-from msrl_jax.envs.base import ENV_AXIS, PyTree
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs import Environment, MultiAgentTimeStep, TimeStep, VectorEnvironment, has_agents
+from msrl_jax.envs.agents import vectorize_agents
+from msrl_jax.envs.base import ENV_AXIS, PyTree, is_on_host
 from msrl_jax.envs.spaces import struct
+from msrl_jax.envs.vector import vectorize
 from msrl_jax.envs.vector_wrappers import VectorWrapper
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter, remainder
@@ -54,46 +46,24 @@ class AgentsTransition(NamedTuple):
 
 
 def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition | AgentsTransition:
-    """The row of a data set for a step of `E` environments.
-
-    Args:
-      obs: the observations before the step. `[E, ...]`
-      action: the actions, in the dtype of the action space. `[E, ...]`
-      t: the outcome.
-
-    Returns:
-      The row. `[E, ...]`
-    """
+    """The row of a data set `[E, ...]` for a step: the observations before it, and actions in the dtype of their space."""
     row = obs, action, t.reward, t.terminated, t.truncated, t.final_obs
     return AgentsTransition(*row, t.present) if isinstance(t, MultiAgentTimeStep) else Transition(*row, present=t.present)
 
 
 class RecordedState(NamedTuple):
-    """State of `RecordedVectorEnvironment`.
-
-    Attributes:
-      env_state: state of the environments.
-      obs: the raw observations for the next actions. `[E, ...]`
-      rows: a ring with the last `S` steps. `[S, E, ...]`
-      position: the row of the ring for the next step. int32
-      taken: number of steps so far of every environment.
-    """
+    """State of `RecordedVectorEnvironment`."""
 
     env_state: PyTree
-    obs: jax.Array
-    rows: Transition | AgentsTransition
-    position: jax.Array
-    taken: Counter
+    obs: jax.Array  # raw, for the next actions. `[E, ...]`
+    rows: Transition | AgentsTransition  # a ring with the last steps. `[S, E, ...]`
+    position: jax.Array  # int32: the row of the ring for the next step
+    taken: Counter  # steps of every environment so far
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedEnvironment(EnvironmentWrapper):
-    """An environment, of one agent or several, with a vectorized form that keeps its last steps.
-
-    Attributes:
-      env: the environment; actions of an agent are arrays.
-      steps: number of steps to keep of each copy, `S`.
-    """
+    """An environment, of one agent or several, with a vectorized form that keeps the last `S` steps of each copy."""
 
     env: Environment
     steps: int
@@ -113,10 +83,6 @@ class RecordedVectorEnvironment(VectorWrapper):
     """A vector environment that keeps its last steps in its state.
 
     If it has several agents, it has the members of `VectorizedAgents`; else those raise AttributeError.
-
-    Attributes:
-      env: the vector environment.
-      steps: number of steps to keep, `S`.
     """
 
     env: VectorEnvironment
@@ -154,33 +120,14 @@ class RecordedVectorEnvironment(VectorWrapper):
         rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
         return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
 
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """The names of the agents."""
-        return self._several.agents
-
-    @property
-    def num_agents(self) -> int:
-        """The number of agents, `A`."""
-        return self._several.num_agents
-
-    @property
-    def teams(self) -> Mapping[str, tuple[int, ...]]:
-        """The indices of the agents of each team."""
-        return self._several.teams
-
-    @property
-    def state_size(self) -> int:
-        """The length of a global state."""
-        return self._several.state_size
+    def __getattr__(self, name: str) -> Any:
+        if name in ("agents", "num_agents", "teams", "state_size"):
+            return getattr(self.env, name)
+        raise AttributeError(f"a recorded environment has no attribute {name!r}", name=name, obj=self)
 
     def global_state(self, state: RecordedState, obs: PyTree) -> jax.Array:
         """See `VectorizedAgents`."""
-        return self._several.global_state(state.env_state, obs)
-
-    @property
-    def _several(self) -> VectorizedAgents:
-        return self.env  # type: ignore[return-value]
+        return self.env.global_state(state.env_state, obs)  # type: ignore[attr-defined]
 
 
 def _is_recorded(x: Any) -> bool:
@@ -199,15 +146,7 @@ def at_rest(state: Any) -> Any:
 
 
 def awake(state: Any, like: Any) -> Any:
-    """A state that can run, with an empty ring of steps.
-
-    Args:
-      state: the result of `at_rest`.
-      like: the types of the result; the ring may have another size than before.
-
-    Returns:
-      The state.
-    """
+    """The result of `at_rest` as a state that can run, of the types `like`, with an empty ring, maybe of another size."""
 
     def wake(x: Any, kind: Any) -> Any:
         if not _is_recorded(x):
@@ -226,15 +165,10 @@ class ExperienceWriter:
     """
 
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any], done: Mapping[str, int] | None = None):
-        """Checks the path; `add` creates the folder of the parts.
+        """Checks the path of the data set `about` something; `add` creates the folder of the parts.
 
-        Args:
-          path: file of the data set, with a suffix that `save` knows.
-          about: the origin of the rows, as in `Dataset.about`.
-          done: what `progress` returned when the run that goes on was saved; later parts are removed.
-
-        Raises:
-          ValueError: if the file or its parts exist, or those to go on from do not, or the suffix is unknown.
+        In a run that goes on, `done` is what `progress` returned when it was saved; later parts are removed. Raises ValueError
+        if the file or its parts exist, or those to go on from do not, or the suffix is unknown.
         """
         self._path, self._about, self._taken, self._count = Path(path), dict(about), 0, 0
         self._parts = self._path.with_name(self._path.name + PARTS)
@@ -262,14 +196,9 @@ class ExperienceWriter:
         return {"steps": self._taken, "parts": self._count}
 
     def add(self, state: Any, steps: int) -> None:
-        """Writes the steps of a chunk of iterations.
+        """Writes the `steps` that every environment took in a chunk, from the state of a run, or of its members.
 
-        Args:
-          state: state of the run, or of its members.
-          steps: number of steps of every environment in the chunk.
-
-        Raises:
-          RuntimeError: if the environments took a different number of steps.
+        Raises RuntimeError if the environments took a different number of steps.
         """
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
         leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
@@ -291,14 +220,7 @@ class ExperienceWriter:
         self._count += 1
 
     def finish(self, *, goes_on: bool = False) -> Dataset | None:
-        """Joins the parts into the file.
-
-        Args:
-          goes_on: whether the parts are kept, because the run may go on later.
-
-        Returns:
-          The data set, or None if there are no steps.
-        """
+        """Joins the parts into the file, and keeps them if the run may go on later; None if there are no steps."""
         if jax.process_index() or not self._parts.exists():
             return None
         dataset = read_parts(self._parts)

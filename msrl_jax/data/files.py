@@ -1,5 +1,9 @@
-"""Data sets on disk."""
+"""Data sets on disk: npz and Parquet files, Minari data sets, and the parts of a recording.
 
+A Parquet file has one column per field or part of it, with lists of fixed size for arrays; the shapes are in the metadata.
+"""
+
+import importlib
 import json
 import os
 import re
@@ -7,18 +11,19 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from msrl_jax._checks import writing
-from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, from_columns, from_lanes
-from msrl_jax.data.episodes import read_minari
-from msrl_jax.data.parquet import read_parquet, write_parquet
-from msrl_jax.data.parts import fields_of
+from msrl_jax.data.dataset import FIELDS, OPTIONAL, Dataset, columns, fields_of, from_columns, from_lanes
+from msrl_jax.data.episodes import from_episodes
 from msrl_jax.replay import Transition
 
 ABOUT, CUT = "about", "cut"
+_KEY = b"msrl_jax"
+"""Names our metadata in Parquet files."""
 PARTS = ".parts"
 """Suffix of the folder that holds an incomplete recording."""
 
@@ -67,9 +72,9 @@ def load(path: str | os.PathLike | Dataset) -> Dataset:
         return path
     name, path = os.fspath(path), Path(path)
     if path.is_dir():
-        return read_parts(path) if path.suffix == PARTS else read_minari(path)
+        return read_parts(path) if path.suffix == PARTS else _read_minari(path)
     if not path.exists() and re.fullmatch(r"([\w-]+/)*[\w-]+-v\d+", name):
-        return read_minari(name)
+        return _read_minari(name)
     check_suffix(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}; msrl_jax.data.record and train(record=...) write data sets")
@@ -118,12 +123,12 @@ def read_parts(folder: Path) -> Dataset:
     parts = []
     for path in paths:
         try:
-            with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-                if not set(FIELDS) <= set(fields_of(file.files)):
-                    raise ValueError(f"it has {', '.join(file.files)}")
-                parts.append({name: file[name] for name in file.files})
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
+            arrays, names = _npz(path)
+            if not set(FIELDS) <= set(fields_of(names)):
+                raise ValueError(f"it has {', '.join(names)}")
+        except _DAMAGED as error:
             raise ValueError(f"{path} is damaged ({error}); restore it, or delete it and all later parts") from error
+        parts.append(arrays)
     try:
         about = json.loads((folder / "about.json").read_text())
     except (OSError, ValueError) as error:
@@ -131,20 +136,23 @@ def read_parts(folder: Path) -> Dataset:
     return from_lanes({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, about)
 
 
+_DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError)
+
+
+def _npz(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The arrays of a data set in a file, and the names of all that is in it."""
+    with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
+        ours = {*FIELDS, *OPTIONAL, CUT, ABOUT}
+        return {name: file[name] for name in file.files if fields_of([name]).keys() <= ours}, file.files
+
+
 def _read_npz(path: Path) -> Dataset:
     try:
-        with path.open("rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-            names = file.files
-            ours = (*FIELDS, *OPTIONAL, CUT, ABOUT)
-            arrays = {name: file[name] for name in names if fields_of([name]).keys() <= set(ours)}
-            about = json.loads(str(arrays.pop(ABOUT, "{}")))
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError) as error:
+        arrays, names = _npz(path)
+        about = json.loads(str(arrays.pop(ABOUT, "{}")))
+    except _DAMAGED as error:
         raise ValueError(f"{path} is no npz file of numbers, or it is damaged ({error}); write it again") from error
     return _dataset(path, arrays, about, names)
-
-
-def _read_parquet(path: Path) -> Dataset:
-    return _dataset(path, *read_parquet(path))
 
 
 def _dataset(path: Path, arrays: dict[str, Any], about: dict[str, Any], names: list[str]) -> Dataset:
@@ -163,7 +171,89 @@ def _write_npz(dataset: Dataset, path: Path) -> None:
     np.savez_compressed(path, **arrays, about=np.array(json.dumps(dataset.about)))
 
 
+def _require(module: str, what: str) -> ModuleType:
+    """Imports a package of the extra `data` for a format; if it is not installed, ImportError says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{what} needs the package {package!r}; install it with: pip install 'msrl-jax[data]'") from error
+
+
+def _write_parquet(dataset: Dataset, path: Path) -> None:
+    pa, parquet = _require("pyarrow", "Parquet"), _require("pyarrow.parquet", "Parquet")
+
+    def column(x: np.ndarray) -> Any:
+        flat = pa.array(x.reshape(-1))
+        return flat if x.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, int(np.prod(x.shape[1:])))
+
+    arrays = dataset.columns
+    about = {
+        "shapes": {name: x.shape[1:] for name, x in arrays.items()},
+        ABOUT: dict(dataset.about),
+        CUT: np.flatnonzero(dataset.cut).tolist(),
+    }
+    table = pa.table({name: column(x) for name, x in arrays.items()})
+    parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(about).encode()}), path)
+
+
+def _read_parquet(path: Path) -> Dataset:
+    pa, parquet = _require("pyarrow", "Parquet"), _require("pyarrow.parquet", "Parquet")
+    try:
+        table = parquet.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no Parquet file, or it is damaged ({error}); write it again") from error
+    said = json.loads((table.schema.metadata or {}).get(_KEY, b"{}"))
+    arrays = {}
+    for name in table.column_names:
+        if fields_of([name]).keys() <= {*FIELDS, *OPTIONAL}:
+            x = _array(table[name].combine_chunks(), f"column {name} of {path}")
+            arrays[name] = x.reshape(len(x), *said["shapes"][name]) if said else x
+    if CUT in said:
+        arrays[CUT] = np.isin(np.arange(len(table)), said[CUT])
+    return _dataset(path, arrays, said.get(ABOUT, {}), table.column_names)
+
+
+def _array(column: Any, what: str) -> np.ndarray:
+    pa, compute = _require("pyarrow", "Parquet"), _require("pyarrow.compute", "Parquet")
+    shape = [len(column)]
+    while True:
+        if column.null_count:
+            raise ValueError(f"{what} has {column.null_count} empty cells; fill them, or leave such rows out")
+        kind = column.type
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+            return np.asarray(column.to_numpy(zero_copy_only=False)).reshape(shape)
+        lengths = np.unique(compute.list_value_length(column).to_numpy(zero_copy_only=False))
+        if len(lengths) != 1:
+            raise ValueError(f"{what} has lists of {len(lengths)} different lengths; every row has to have the same shape")
+        shape.append(int(lengths[0]))
+        column = column.flatten()
+
+
+def _read_minari(source: str | Path) -> Dataset:
+    """Reads a local Minari data set (minari.farama.org): its folder, or its id, such as "mujoco/hopper/medium-v0"."""
+    minari = _require("minari", "a Minari data set")
+    try:
+        if isinstance(source, Path):
+            stored = minari.MinariDataset(source / "data" if (source / "data").is_dir() else source)
+        else:
+            stored = minari.load_dataset(source)
+        episodes = [vars(episode) for episode in stored.iterate_episodes()]
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{source} cannot be read as a Minari data set ({error}); download it with: minari download ID, or name its folder"
+        ) from error
+    spec = stored.env_spec
+    about = {
+        "env": spec.id if spec is not None else stored.id,
+        "observation_space": str(stored.observation_space),
+        "action_space": str(stored.action_space),
+        "made_by": f"Minari data set {stored.id}",
+    }
+    return from_episodes(episodes, about)
+
+
 _FORMATS: dict[str, tuple[Callable[[Path], Dataset], Callable[[Dataset, Path], None]]] = {
     ".npz": (_read_npz, _write_npz),
-    ".parquet": (_read_parquet, write_parquet),
+    ".parquet": (_read_parquet, _write_parquet),
 }

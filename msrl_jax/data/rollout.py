@@ -16,10 +16,9 @@ from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.files import check_new, save
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment, has_agents, vectorize
-from msrl_jax.envs.host.base import release
+from msrl_jax.envs.base import release
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
-from msrl_jax.envs.param_source import with_source
-from msrl_jax.envs.params import GivenParams, ParamSource
+from msrl_jax.envs.params import GivenParams, ParamSource, with_source
 from msrl_jax.fragments.graph.host import host_errors
 from msrl_jax.fragments.runtime.memory import Fitting
 
@@ -27,44 +26,24 @@ _CHUNK = 1024
 """Approximate number of rows on the device at once."""
 
 
-class Acting(Protocol):
-    """The behavior of a trained policy, such as `training.acting.Behavior`."""
+class _Acting(Protocol):
+    """The behavior of a trained policy; `msrl_jax.experiment` has it."""
 
     @property
-    def env(self) -> Environment:
-        """The environment of training."""
-        ...
-
-    def source(self, state: Any) -> ParamSource | tuple[()]:
-        """What a state draws the parameters of its environments from; `()` if they are constants."""
-        ...
-
-    def elsewhere(self, env_params: GivenParams) -> "Acting":
-        """The same behavior where parameters of the environment are drawn from something else."""
-        ...
-
-    def take(self, state: Any) -> list[jax.Array]:
-        """Copies the leaves of a state that acting needs to one device."""
-        ...
-
-    def restore(self, leaves: list[jax.Array]) -> Any:
-        """Rebuilds a state from these leaves, under `jit`."""
-        ...
-
-    def initial_carry(self, num_envs: int) -> Any:
-        """The carry of a recurrent policy at the start of an episode, `[E, ...]`; `()` for other policies."""
-        ...
-
-    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Actions for raw observations `[E, ...]` and the next carry; the most probable actions if `key` is None."""
-        ...
+    def env(self) -> Environment: ...
+    def source(self, state: Any) -> ParamSource | tuple[()]: ...
+    def elsewhere(self, env_params: GivenParams) -> "_Acting": ...
+    def take(self, state: Any) -> list[jax.Array]: ...
+    def restore(self, leaves: list[jax.Array]) -> Any: ...
+    def initial_carry(self, num_envs: int) -> Any: ...
+    def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]: ...
 
 
 class TrainedRun(Protocol):
-    """A run with a trained policy, such as `training.Result`."""
+    """A run with a trained policy, such as `Result`."""
 
     @property
-    def behavior(self) -> Acting:
+    def behavior(self) -> _Acting:
         """The behavior of one member."""
         ...
 

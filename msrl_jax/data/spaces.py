@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._device_memory import check_fits_host, tree_bytes
-from msrl_jax.data.dataset import Dataset
-from msrl_jax.data.parts import named, nested, spaces_of
-from msrl_jax.envs import Box, Discrete, Environment, Space, has_agents
+from msrl_jax.data.dataset import Dataset, named, nested
+from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.spaces import struct
@@ -43,7 +42,7 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     check_actions(env)
     fitting = {}
     for field, space in spaces.items():
-        arrays, parts = named(getattr(dataset, field), field), spaces_of(space, field)
+        arrays, parts = named(getattr(dataset, field), field), _spaces_of(space, field)
         if arrays.keys() != parts.keys():
             raise ValueError(
                 f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with "
@@ -140,19 +139,24 @@ def check_actions(env: Environment) -> None:
         )
 
 
+def _spaces_of(space: Space, name: str) -> dict[str, Space]:
+    """The spaces of the parts of a value by their paths, as `named` has them."""
+
+    def by_part(space: Space) -> Any:
+        if isinstance(space, Dict):
+            return {key: by_part(part) for key, part in space.spaces.items()}
+        return tuple(map(by_part, space.spaces)) if isinstance(space, Tuple) else space
+
+    return named(by_part(space), name)
+
+
 def check_recordable(env: Environment) -> None:
-    """Checks that data sets can hold the steps of an environment.
-
-    Args:
-      env: the environment, of one agent or several.
-
-    Raises:
-      TypeError: if its actions are no arrays.
-      ValueError: if a part of its observations has a name that cannot be one in a path.
+    """Raises TypeError unless the actions of an environment are arrays, ValueError if a part of its observations has a name
+    that cannot be one in a path.
     """
     check_actions(env)
     try:
-        spaces_of(env.observation_space, "obs")
+        _spaces_of(env.observation_space, "obs")
     except ValueError as error:
         raise ValueError(f"{env_name(env)} cannot be recorded: {error}") from None
 
@@ -174,15 +178,6 @@ def agents_of(env: Any) -> dict[str, list[str]]:
 
 
 def check_rows_fit(env: Environment, rows: int, remedy: str) -> None:
-    """Raises ValueError if a data set of an environment's steps takes more memory than there is, as it is joined there.
-
-    Args:
-      env: the environment.
-      rows: number of steps.
-      remedy: how to need less, for the message.
-
-    Raises:
-      TypeError: if the actions of the environment are not arrays.
-    """
+    """Raises ValueError, which ends with the `remedy`, if so many steps of an environment take more memory than there is."""
     row = bytes_per_step(env)
     check_fits_host(2 * rows * row, f"a data set of {rows:,} rows of {row} bytes, twice while its parts are joined,", remedy)

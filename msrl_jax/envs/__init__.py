@@ -1,18 +1,16 @@
 """Environments: the protocols, `make`, `vectorize` and the wrappers."""
 
-from msrl_jax.envs.agents.base import MultiAgentEnvironment as MultiAgentEnvironment
-from msrl_jax.envs.agents.base import MultiAgentTimeStep as MultiAgentTimeStep
-from msrl_jax.envs.agents.base import has_agents as has_agents
-from msrl_jax.envs.agents.joint import JointObservation as JointObservation
-from msrl_jax.envs.agents.joint import TeamView as TeamView
-from msrl_jax.envs.agents.stacked import DictEnvironment as DictEnvironment
-from msrl_jax.envs.agents.stacked import stack_agents as stack_agents
-from msrl_jax.envs.agents.vector import VectorizedAgents as VectorizedAgents
-from msrl_jax.envs.agents.vector import vectorize_agents as vectorize_agents
+from msrl_jax.envs.agents import JointObservation as JointObservation
+from msrl_jax.envs.agents import TeamView as TeamView
+from msrl_jax.envs.agents import VectorizedAgents as VectorizedAgents
+from msrl_jax.envs.agents import vectorize_agents as vectorize_agents
 from msrl_jax.envs.base import Environment as Environment
 from msrl_jax.envs.base import MaskedObservation as MaskedObservation
+from msrl_jax.envs.base import MultiAgentEnvironment as MultiAgentEnvironment
+from msrl_jax.envs.base import MultiAgentTimeStep as MultiAgentTimeStep
 from msrl_jax.envs.base import TimeStep as TimeStep
 from msrl_jax.envs.base import VectorEnvironment as VectorEnvironment
+from msrl_jax.envs.base import has_agents as has_agents
 from msrl_jax.envs.check_values import Report as Report
 from msrl_jax.envs.check_values import check as check
 from msrl_jax.envs.distributions import choice as choice
@@ -24,7 +22,6 @@ from msrl_jax.envs.params import RandomizeParams as RandomizeParams
 from msrl_jax.envs.registry import make as make
 from msrl_jax.envs.registry import names as names
 from msrl_jax.envs.registry import register as register
-from msrl_jax.envs.reset_pool import ResetPool as ResetPool
 from msrl_jax.envs.running import RunningStatistics as RunningStatistics
 from msrl_jax.envs.spaces import Box as Box
 from msrl_jax.envs.spaces import Dict as Dict
@@ -32,6 +29,8 @@ from msrl_jax.envs.spaces import Discrete as Discrete
 from msrl_jax.envs.spaces import MultiDiscrete as MultiDiscrete
 from msrl_jax.envs.spaces import Space as Space
 from msrl_jax.envs.spaces import Tuple as Tuple
+from msrl_jax.envs.stacked import DictEnvironment as DictEnvironment
+from msrl_jax.envs.stacked import stack_agents as stack_agents
 from msrl_jax.envs.suites.gymnasium_env import GymnasiumEnvironment as GymnasiumEnvironment
 from msrl_jax.envs.vector import Vectorized as Vectorized
 from msrl_jax.envs.vector import VectorState as VectorState
@@ -41,4 +40,5 @@ from msrl_jax.envs.vector_wrappers import NormalizeObservation as NormalizeObser
 from msrl_jax.envs.vector_wrappers import NormalizeReward as NormalizeReward
 from msrl_jax.envs.wrappers import FlattenObservation as FlattenObservation
 from msrl_jax.envs.wrappers import FrameStack as FrameStack
+from msrl_jax.envs.wrappers import ResetPool as ResetPool
 from msrl_jax.envs.wrappers import TimeLimit as TimeLimit

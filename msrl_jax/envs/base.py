@@ -1,8 +1,9 @@
 """The protocols of environments: `Environment`, which a user writes, and `VectorEnvironment`, which training uses.
 
-In the shape descriptions, `E` is the number of parallel environments.
+In the shape descriptions of this package, `E` is the number of parallel environments and `A` the number of agents of one.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -14,6 +15,12 @@ from msrl_jax.fragments.metrics import Mean
 
 PyTree: TypeAlias = Any
 """A pytree of arrays."""
+
+Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
+"""What a step of an environment returns: the state, the observation, the reward, `terminated` and `truncated`."""
+
+ENV_AXIS = PartitionSpec("env")
+"""The logical axis of arrays with one entry per environment."""
 
 
 class Environment(Protocol):
@@ -37,17 +44,10 @@ class Environment(Protocol):
         ...
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts an episode.
-
-        Args:
-          key: typed PRNG key (`jax.random.key`).
-
-        Returns:
-          The state, and the first observation.
-        """
+        """Starts an episode from a typed PRNG key (`jax.random.key`); returns the state, and the first observation."""
         ...
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         """Advances an episode by one action.
 
         Args:
@@ -105,6 +105,79 @@ class TimeStep(NamedTuple):
         return self.terminated | self.truncated
 
 
+class MultiAgentEnvironment(Protocol):
+    """An environment with `A` agents as pure functions: no automatic reset, no key in the state.
+
+    Arrays of agents have a leading dimension `A`; all agents have the same spaces (`stack_agents` pads others). The attribute
+    `agents` tells such an environment from one with a single agent.
+
+    Two methods are optional. `action_mask(state) -> [A, n]` bool: the legal actions of every agent. `global_state(state) ->
+    [S]` float32: what a centralized critic or a mixer sees; without it, they see the observations of all agents.
+    """
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The names of the agents, in the order of all arrays."""
+        ...
+
+    @property
+    def observation_space(self) -> Space:
+        """The space of the observations of one agent."""
+        ...
+
+    @property
+    def action_space(self) -> Space:
+        """The space of the actions of one agent."""
+        ...
+
+    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Starts an episode from a typed PRNG key; returns the state, and the first observations `[A, ...]`."""
+        ...
+
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
+        """Advances an episode by one action of every agent.
+
+        Args:
+          key: typed PRNG key, a fresh one for every step.
+          state: the state that `reset` or the last `step` returned.
+          action: an element of `action_space` for every agent; those of agents that have left are ignored. `[A, ...]`
+
+        Returns:
+          The next state; the next observations `[A, ...]`; the rewards `[A]`; `terminated` `[A]` bool: which agents have
+          reached a terminal state, so that no reward of theirs can follow; `truncated`, a bool: the episode was cut short.
+          The episode ends when it is truncated, or when all agents have terminated.
+        """
+        ...
+
+
+class MultiAgentTimeStep(NamedTuple):
+    """The outcome of one step of `E` environments with `A` agents.
+
+    An agent that has terminated is absent until its episode ends: its rewards are 0, and it stays terminated.
+
+    Attributes:
+      obs: observations for the next actions; the first of a new episode if the episode ended. `[E, A, ...]`
+      reward: rewards. `[E, A]` float32
+      terminated: which agents have terminated in this step or before. `[E, A]` bool
+      truncated: whether the episode was cut short. `[E]` bool
+      final_obs: the true next observations, before any reset. `[E, A, ...]`
+      present: which agents were in the episode when they acted, so that the step counts for them. `[E, A]` bool
+      ended: whether the episode ended: it was truncated, or all agents have terminated. `[E]` bool
+      state: the global state for the next actions. `[E, S]` float32
+      final_state: the global state that belongs to `final_obs`. `[E, S]` float32
+    """
+
+    obs: PyTree
+    reward: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    final_obs: PyTree
+    present: jax.Array
+    ended: jax.Array
+    state: jax.Array
+    final_state: jax.Array
+
+
 class VectorEnvironment(Protocol):
     """`E` parallel environments with automatic reset.
 
@@ -132,26 +205,11 @@ class VectorEnvironment(Protocol):
         ...
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts all environments, each with its own key.
-
-        Args:
-          key: one typed PRNG key.
-
-        Returns:
-          The state, and the first observations `[E, ...]`.
-        """
+        """Starts all environments, each with a key of its own; returns the state, and the first observations `[E, ...]`."""
         ...
 
     def step(self, state: PyTree, action: PyTree) -> tuple[PyTree, TimeStep]:
-        """Advances every environment by one action, and resets environments at the end of an episode.
-
-        Args:
-          state: the state that `reset` or the last `step` returned.
-          action: one action for each environment. `[E, ...]`
-
-        Returns:
-          The next state, and the `TimeStep`.
-        """
+        """Advances every environment by one action `[E, ...]`, and resets environments at the end of an episode."""
         ...
 
     def pop_episodes(self, state: PyTree) -> tuple[PyTree, dict[str, Mean]]:
@@ -159,15 +217,7 @@ class VectorEnvironment(Protocol):
         ...
 
     def observe(self, state: PyTree, obs: PyTree) -> PyTree:
-        """Transforms raw observations in the same way as `step`, for example normalizes them.
-
-        Args:
-          state: the state with the statistics.
-          obs: observations of the innermost environment, `[..., *obs_shape]`.
-
-        Returns:
-          Observations like those of `reset` and `step`, of the same shape.
-        """
+        """Transforms observations of the innermost environment `[..., *obs_shape]` as `step` does, such as normalizes them."""
         ...
 
     def statistics(self, state: PyTree) -> PyTree:
@@ -180,11 +230,7 @@ class VectorEnvironment(Protocol):
 
 
 class Wrapper:
-    """What wrappers share: the name and the spaces of what is inside.
-
-    Attributes:
-      env: what is inside, an environment or a vector environment.
-    """
+    """What wrappers share: the name and the spaces of `env`, the environment or vector environment inside."""
 
     env: Any
 
@@ -204,8 +250,22 @@ class Wrapper:
         return self.env.action_space
 
 
-ENV_AXIS = PartitionSpec("env")
-"""The logical axis of arrays with one entry per environment."""
+class WithoutStatistics:
+    """A part of vector environments without running statistics: it passes observations through unchanged."""
+
+    axes = ENV_AXIS
+
+    def observe(self, state: PyTree, obs: PyTree) -> PyTree:
+        """Returns the observations unchanged."""
+        return obs
+
+    def statistics(self, state: PyTree) -> tuple[()]:
+        """Returns `()`: there are no statistics."""
+        return ()
+
+    def with_statistics(self, state: PyTree, statistics: tuple[()]) -> PyTree:
+        """Returns the state unchanged."""
+        return state
 
 
 def env_name(env: Environment | VectorEnvironment) -> str:
@@ -217,6 +277,35 @@ def check_made(env: Any) -> None:
     """Raises TypeError if an environment is given as a class, not as an instance of it."""
     if isinstance(env, type):
         raise TypeError(f"the environment {env.__name__} is a class; give one of its instances, {env.__name__}(...)")
+
+
+def has_agents(env: Any) -> bool:
+    """Whether an environment has several agents: whether it has an attribute `agents`."""
+    return hasattr(env, "agents")
+
+
+def is_on_host(env: Any) -> bool:
+    """Whether an environment, or the one in its wrappers, is simulated on the host: it has copies, but no state of its own."""
+    return any(getattr(inner, "on_host", False) for inner in layers(env))
+
+
+def layers(env: Any) -> Iterator[Any]:
+    """An environment and what its wrappers have inside, the outermost first."""
+    while env is not None:
+        yield env
+        env = getattr(env, "env", None)
+
+
+def release(env: Any) -> None:
+    """Ends the simulators of a vector environment, until they are needed again; does nothing if it has none."""
+    for inner in layers(env):
+        if is_on_host(inner) and hasattr(inner, "simulators"):
+            inner.simulators.close()
+
+
+def emitted(function: Callable[[jax.Array], PyTree]) -> PyTree:
+    """The shapes and dtypes that a function of a typed key returns, without computing anything."""
+    return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def strong(tree: Any) -> Any:

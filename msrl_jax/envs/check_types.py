@@ -7,22 +7,14 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, env_name, strong
-from msrl_jax.envs.masks import check_masks, has_masks
+from msrl_jax.envs.base import PyTree, emitted, env_name, strong
+from msrl_jax.envs.masks import has_masks
 
 _MEMBERS = ("observation_space", "action_space", "reset", "step")
 
 
 def check_types(env: Any, several: bool = False) -> None:
-    """Checks the types of the results of an environment, without computing anything.
-
-    Args:
-      env: the environment.
-      several: whether it has several agents.
-
-    Raises:
-      TypeError: if a member is missing, or a result does not fit the protocol; the message names it.
-    """
+    """Raises TypeError if an environment, of one agent or several, lacks a member, or a result does not fit the protocol."""
     name, members = env_name(env), ("agents", *_MEMBERS) if several else _MEMBERS
     if missing := [member for member in members if not hasattr(env, member)]:
         dicts = "; stack_agents(env) makes them of dicts by agent name" if hasattr(env, "observation_spaces") else ""
@@ -38,33 +30,30 @@ def check_types(env: Any, several: bool = False) -> None:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype), spaces.struct(space))
         for space in (env.observation_space, env.action_space)
     )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    started = jax.eval_shape(lambda key: strong(returned(env.reset(key), f"{name}.reset", "state, obs")), key)
-    state, obs = started
+    state, obs = emitted(lambda key: strong(returned(env.reset(key), f"{name}.reset", "state, obs")))
     compare_types(obs, observation, f"the observation of {name}.reset", f"its observation_space{each}")
 
-    parts = "state, obs, reward, terminated, truncated"
-    stepped = jax.eval_shape(
-        lambda key, state, action: strong(returned(env.step(key, state, action), f"{name}.step", parts)),
-        key, state, action,
-    )  # fmt: skip
-    next_state, next_obs, reward, terminated, truncated = stepped
+    def step(key, state, action):
+        return strong(returned(env.step(key, state, action), f"{name}.step", "state, obs, reward, terminated, truncated"))
+
+    next_state, next_obs, reward, terminated, truncated = jax.eval_shape(step, emitted(lambda key: key), state, action)
     compare_types(next_state, state, f"the state of {name}.step", f"that of {name}.reset")
     compare_types(next_obs, observation, f"the observation of {name}.step", f"its observation_space{each}")
-    if getattr(reward, "shape", None) != lead or not is_real(reward):
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)  # no complex numbers, and no keys
+    if getattr(reward, "shape", None) != lead or not any(jnp.issubdtype(reward.dtype, kind) for kind in kinds):
         wanted = f"one number{each}" if several else "a scalar"
         raise TypeError(f"the reward of {name}.step is {show(reward)}; return {wanted}, float32{list(lead)}")
     scalar = "a scalar bool, jnp.asarray(False) if never"
     _check_flag(terminated, lead, f"terminated of {name}.step", f"one flag{each}, bool{list(lead)}" if several else scalar)
     _check_flag(truncated, (), f"truncated of {name}.step", scalar)
-    if has_masks(env) and not several:
-        check_masks(env)
-    elif has_masks(env):
-        if not isinstance(env.action_space, spaces.Discrete):
-            raise TypeError(f"{name} has action_mask, but its actions are in {env.action_space}; masks need a Discrete space")
-        shape = (*lead, env.action_space.n)
-        mask = jax.eval_shape(env.action_mask, state)
-        _check_flag(mask, shape, f"{name}.action_mask", f"one flag per action{each}, bool{list(shape)}")
+    if has_masks(env):
+        if not isinstance(space := env.action_space, spaces.Discrete):
+            raise TypeError(
+                f"{name} has a method action_mask, but its action_space is {space}; only actions of a Discrete space can be "
+                "illegal: use Discrete, or remove action_mask"
+            )
+        shape, mask = (*lead, space.n), jax.eval_shape(env.action_mask, state)
+        _check_flag(mask, shape, f"{name}.action_mask", f"bool{list(shape)}, whether each action of {space} is legal{each}")
     if several and hasattr(env, "global_state"):
         joint: Any = jax.eval_shape(env.global_state, state)
         if getattr(joint, "ndim", None) != 1:
@@ -91,19 +80,9 @@ def check_key(key: jax.Array) -> None:
 
 
 def as_actions(env: Any, action: PyTree, batch: tuple[int, ...], each: str) -> PyTree:
-    """Converts actions to the dtypes of the action space.
+    """Converts actions `[*batch, ...]`, one for each `each`, to the dtypes of the action space.
 
-    Args:
-      env: an environment with a name and an action space.
-      action: the actions. `[*batch, ...]`
-      batch: the number of environments, and of agents if there are several.
-      each: what has an action, for messages, such as "environment".
-
-    Returns:
-      The actions.
-
-    Raises:
-      ValueError: on other shapes and kinds.
+    Raises ValueError on other shapes and kinds.
     """
 
     def convert(path, want, x):
@@ -166,8 +145,3 @@ def compare_types(got: PyTree, want: PyTree, what: str, reference: str) -> None:
 def show(x: Any) -> str:
     """The dtype and the shape of an array, such as `float32[4]`; the type of anything else."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
-
-
-def is_real(x: Any) -> bool:
-    """Whether an array holds numbers that float32 can stand for: no complex numbers, and no keys."""
-    return x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.floating)

@@ -14,15 +14,10 @@ from jax.tree_util import keystr
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, strong
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, env_name, has_agents, is_on_host, strong
 from msrl_jax.envs.masks import has_masks, mask_of, sample_legal, unmasked
 from msrl_jax.envs.registry import make
 from msrl_jax.envs.vector import Vectorized, vectorize
-
-_CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-"""How near one step of the same environment comes to itself in another program; XLA fuses, and so rounds, in its way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +77,8 @@ def check(env: Environment | str, *, steps: int = 200, num_envs: int = 4, seed: 
             raise
         return Report(name, 0, 0, (str(error) if line is None else f"{name} fails at {line}: {_in_short(error)}",), ())
     key = jax.random.key(seed)
-    first, played = jax.device_get(jax.jit(lambda key: _play(env, venv, key, steps))(key))
-    again = jax.device_get(jax.jit(lambda key: _play(env, venv, key, steps))(key))
+    first, played = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))
+    again = jax.device_get(jax.jit(lambda key: _play(venv, key, steps))(key))  # another function, so traced again
     problems = [*_effects(venv, name), *_values(env, name, first, played), *_ends(name, played)]
     random = list(_same(name, (first, played), again))
     problems += random or [*_alone(name, played), *_split(venv, key)]  # these compare two programs
@@ -111,33 +106,23 @@ def _in_short(error: BaseException) -> str:
     )
 
 
-def _act(env: Any, key: jax.Array, obs: PyTree, batch: tuple[int, ...]) -> PyTree:
-    """Random legal actions. `[*batch, ...]`"""
-    keys, mask = jax.random.split(key, batch), mask_of(obs)
-    if mask is None:
-        sample = env.action_space.sample
-        for _ in batch:
-            sample = jax.vmap(sample)
-        return sample(keys)
-    sample = sample_legal
+def _act(venv: Any, key: jax.Array, obs: PyTree) -> PyTree:
+    """Random legal actions of all copies, and of all agents if there are several."""
+    batch, mask = (venv.num_envs, *([len(venv.agents)] if has_agents(venv) else [])), mask_of(obs)
+    sample = venv.action_space.sample if mask is None else sample_legal
     for _ in batch:
         sample = jax.vmap(sample)
-    return sample(keys, mask)
+    return sample(jax.random.split(key, batch), *([] if mask is None else [mask]))
 
 
-def _batch(env: Any, num_envs: int) -> tuple[int, ...]:
-    """The dimensions of an action of all environments, before those of its space."""
-    return (num_envs, len(env.agents)) if has_agents(env) else (num_envs,)
-
-
-def _play(env: Any, venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]]:
+def _play(venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict[str, Any]]:
     """The first observations, and what happens in each step `[T, E, ...]`; `alone` is a step of the first copy without vmap."""
     reset_key, key = jax.random.split(key)
     plain = isinstance(venv, Vectorized)
 
     def step(carry: tuple[Any, PyTree], key: jax.Array) -> tuple[Any, dict[str, Any]]:
         state, obs = carry
-        action = _act(env, key, obs, _batch(env, venv.num_envs))
+        action = _act(venv, key, obs)
         after, t = venv.step(state, action)
         happened = t._asdict() | {"ended": t.ended, "mask": mask_of(t.obs), "had_mask": mask_of(obs)}
         happened |= {"obs": unmasked(t.obs), "final_obs": unmasked(t.final_obs)}
@@ -156,7 +141,7 @@ def _play(env: Any, venv: Any, key: jax.Array, steps: int) -> tuple[PyTree, dict
 def _effects(venv: Any, name: str) -> Iterator[str]:
     def once(key: jax.Array) -> Any:
         state, obs = venv.reset(key)
-        return venv.step(state, _act(venv, key, obs, _batch(venv, venv.num_envs)))
+        return venv.step(state, _act(venv, key, obs))
 
     if is_on_host(venv):
         return  # its calls of the host are what it is
@@ -206,12 +191,21 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
             )
 
 
+def _pairs(one: PyTree, other: PyTree) -> Iterator[tuple[Any, Any, Any]]:
+    """The leaves of two trees of one structure: path, leaf, other leaf."""
+    for (path, x), y in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        yield path, x, y
+
+
+def _is_close(x: Any, y: Any) -> bool:
+    """Whether two results of the same step of another program are near; XLA fuses, and so rounds, in its way."""
+    return np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
 def _ends(name: str, played: dict[str, Any]) -> Iterator[str]:
     """The final observation is that of the next step too, unless the episode ended."""
     going_on = ~played["ended"]
-    for (path, obs), final in zip(
-        jax.tree.leaves_with_path(played["obs"]), jax.tree.leaves(played["final_obs"]), strict=True
-    ):
+    for path, obs, final in _pairs(played["obs"], played["final_obs"]):
         if not np.array_equal(obs[going_on], final[going_on], equal_nan=obs.dtype.kind == "f"):
             yield (
                 f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that end no episode; final_obs "
@@ -220,7 +214,7 @@ def _ends(name: str, played: dict[str, Any]) -> Iterator[str]:
 
 
 def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
-    for (path, one), other in zip(jax.tree.leaves_with_path(once), jax.tree.leaves(again), strict=True):
+    for path, one, other in _pairs(once, again):
         if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
             yield (
                 f"{name} returned another {_label(path)} in a second run with the same keys and actions; draw all that is "
@@ -239,10 +233,8 @@ def _alone(name: str, played: dict[str, Any]) -> Iterator[str]:
     if "alone" not in played:
         return
     together = (played["final_obs"], played["reward"], played["terminated"], played["truncated"])
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(played["alone"]), jax.tree.leaves(jax.tree.map(lambda x: x[:, 0], together)), strict=True
-    ):
-        if not np.allclose(one.astype(np.float64), other.astype(np.float64), equal_nan=True, **_CLOSE):
+    for path, one, other in _pairs(played["alone"], jax.tree.map(lambda x: x[:, 0], together)):
+        if not _is_close(one, other):
             part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
             yield f"the {part}{keystr(path[1:])} of {name}.step under jax.vmap differs from that without it"
 
@@ -253,7 +245,7 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
         return
     venv = dataclasses.replace(venv, ratio=1)  # a pool needs its groups whole, and devices may have fewer copies
     state, obs = jax.jit(venv.reset)(key)
-    action = jax.jit(lambda key, obs: _act(venv, key, obs, (venv.num_envs,)))(key, obs)
+    action = jax.jit(lambda key, obs: _act(venv, key, obs))(key, obs)
     count = max(n for n in range(1, len(jax.local_devices()) + 1) if venv.num_envs % n == 0)
     mesh = Mesh(np.array(jax.local_devices()[:count]), ("env",))
     try:
@@ -262,8 +254,8 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
     except Exception as error:  # whatever a user's code may raise there is what has to be told
         yield f"{venv.name}.step fails under jax.shard_map: {type(error).__name__}: {error}"
         return
-    for (path, x), y in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        if not np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), equal_nan=True, **_CLOSE):
+    for path, x, y in _pairs(one, other):
+        if not _is_close(x, y):
             yield f"{venv.name}.step under jax.shard_map over {count} devices returns another {keystr(path).lstrip('.')}"
 
 

@@ -23,12 +23,7 @@ Kind: TypeAlias = Literal["uniform", "log_uniform", "choice"]
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["numbers"], meta_fields=["kind"])
 @dataclasses.dataclass(frozen=True)
 class Distribution:
-    """A distribution of one parameter; `uniform`, `log_uniform` and `choice` make it.
-
-    Attributes:
-      kind: its name.
-      numbers: the bounds `(low, high)`, or the options; numbers, or `Ramp`s.
-    """
+    """A distribution of one parameter; its numbers are the bounds `(low, high)` or the options: numbers, or `Ramp`s."""
 
     kind: Kind
     numbers: tuple[Any, ...]
@@ -41,13 +36,7 @@ class Distribution:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "end"], meta_fields=["steps"])
 @dataclasses.dataclass(frozen=True)
 class Ramp:
-    """A number that changes linearly over the first steps of a run; `ramp` makes it.
-
-    Attributes:
-      start: the number at the start.
-      end: the number after `steps`.
-      steps: environment steps of the run, over all its environments.
-    """
+    """A number that changes linearly from `start` to `end` over the first `steps` environment steps of a run."""
 
     start: Any
     end: Any
@@ -98,16 +87,9 @@ def at(value: Any, taken: Counter | tuple[()]) -> jax.Array:
 
 
 def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
-    """A value of one parameter.
+    """Draws a value of a parameter from a number, a `Ramp` or a `Distribution`, after `taken` steps (`()` without a ramp).
 
-    Args:
-      value: a number, a `Ramp` or a `Distribution`, with numbers of the parameter's dtype.
-      key: typed PRNG key.
-      like: shape and dtype of the parameter.
-      taken: environment steps so far; `()` if there is no ramp.
-
-    Returns:
-      The value; the elements of an array are independent, but for those of `choice`.
+    The elements of an array are independent, except for those of `choice`.
     """
     if not isinstance(value, Distribution):
         return jnp.asarray(at(value, taken), like.dtype)
@@ -125,42 +107,34 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
 
 
 def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
-    """Gives the numbers of a value the dtype of a parameter.
+    """Gives the numbers of a value, which may be text, the dtype of a parameter: they become NumPy arrays.
 
-    Args:
-      what: the parameter in messages.
-      value: a number, an array, a `Ramp`, a `Distribution`, or one of these as text.
-      like: shape and dtype of the parameter.
-
-    Returns:
-      The value with NumPy arrays as its numbers.
-
-    Raises:
-      ValueError: if a number does not fit the parameter, or bounds are in the wrong order, at any time of a ramp.
+    Raises ValueError, which begins with `what`, if a number does not fit the parameter, or bounds are in the wrong order at any
+    time of a ramp.
     """
     value = parse(what, value) if isinstance(value, str) else value
-    if isinstance(value, Distribution):
-        if not value.numbers:
-            raise ValueError(f"{what}=choice([]) has no options; give at least one")
-        if like.dtype == bool and value.kind != "choice":
-            raise ValueError(f"{what}={value}: it is a bool; use choice([True, False])")
-        if jnp.issubdtype(like.dtype, jnp.integer) and value.kind == "log_uniform":
-            raise ValueError(f"{what}={value}: it is a whole number; use uniform or choice")
-        numbers = tuple(_cast_number(what, value, number, like) for number in value.numbers)
-        if jnp.issubdtype(like.dtype, jnp.integer) and value.kind == "uniform":
-            most = np.iinfo(like.dtype).max
-            if any((_host_at(numbers[1], when) == most).any() for when in _corners(numbers)):
-                raise ValueError(f"{what}={value}: give a bound below the largest {np.dtype(like.dtype)}, {most:,}")
-        value = dataclasses.replace(value, numbers=numbers)
-        if value.kind != "choice":
-            for when in _corners(numbers):
-                low, high = (_host_at(number, when) for number in numbers)
-                if (low > high).any() or (value.kind == "log_uniform" and (low <= 0).any()):
-                    above = " above 0" if value.kind == "log_uniform" else ""
-                    since = f" after {when:,} steps" if when else ""
-                    raise ValueError(f"{what}={value}: the bounds{since} are {low} and {high}; give low <= high{above}")
-        return value
-    return _cast_number(what, value, value, like)
+    if not isinstance(value, Distribution):
+        return _cast_number(what, value, value, like)
+    is_integer, is_log = jnp.issubdtype(like.dtype, jnp.integer), value.kind == "log_uniform"
+    if not value.numbers:
+        raise ValueError(f"{what}=choice([]) has no options; give at least one")
+    if like.dtype == bool and value.kind != "choice":
+        raise ValueError(f"{what}={value}: it is a bool; use choice([True, False])")
+    if is_integer and is_log:
+        raise ValueError(f"{what}={value}: it is a whole number; use uniform or choice")
+    numbers = tuple(_cast_number(what, value, number, like) for number in value.numbers)
+    if value.kind == "choice":
+        return dataclasses.replace(value, numbers=numbers)
+    # Ramps bend at these steps; between them, bounds are linear.
+    for when in sorted({0, *(x.steps for x in numbers if isinstance(x, Ramp))}):
+        low, high = (_host_at(number, when) for number in numbers)
+        if is_integer and (high == (most := np.iinfo(like.dtype).max)).any():
+            raise ValueError(f"{what}={value}: give a bound below the largest {np.dtype(like.dtype)}, {most:,}")
+        if (low > high).any() or (is_log and (low <= 0).any()):
+            since, above = f" after {when:,} steps" if when else "", " above 0" if is_log else ""
+            value = dataclasses.replace(value, numbers=numbers)
+            raise ValueError(f"{what}={value}: the bounds{since} are {low} and {high}; give low <= high{above}")
+    return dataclasses.replace(value, numbers=numbers)
 
 
 def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeStruct) -> Any:
@@ -186,11 +160,6 @@ def _cast_number(what: str, whole_value: Any, number: Any, like: jax.ShapeDtypeS
     return converted
 
 
-def _corners(numbers: Sequence[Any]) -> list[int]:
-    """The steps at which ramps bend; between them, bounds are linear."""
-    return sorted({0, *(x.steps for x in numbers if isinstance(x, Ramp))})
-
-
 def _host_at(number: Any, step: int) -> np.ndarray:
     if not isinstance(number, Ramp):
         return np.asarray(number)
@@ -209,21 +178,13 @@ def text(value: Any) -> str:
 
 
 def parse(what: str, value: str) -> Any:
-    """Reads a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`.
-
-    Raises:
-      ValueError: if it cannot be read.
-    """
+    """Reads a value: a number, or a call such as `uniform(0.25, ramp(1, 2, 1e6))` or `uniform:0.25:1`."""
     wrong = f"cannot read {what}={value}; write a number, or uniform:0.25:1, choice:1:2:4, ramp:0:1:1e6"
     return _no_word(what, read_value(what, value, CALLS, wrong=wrong))
 
 
 def parse_many(given: str) -> dict[str, Any]:
-    """Reads `length=uniform:0.25:1,gravity=9.8`.
-
-    Raises:
-      ValueError: if it cannot be read, or gives a name twice.
-    """
+    """Reads `length=uniform:0.25:1,gravity=9.8`."""
     wrong = f"cannot read {given!r} as parameters; write name=value,name=uniform:0.25:1"
     return {name: _no_word(name, value) for name, value in read_values(given, CALLS, wrong=wrong).items()}
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Wrapper, env_name
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import Environment, MaskedObservation, PyTree, Stepped, Wrapper, emitted, env_name, is_on_host
 
 
 def has_masks(env: Any) -> bool:
@@ -25,7 +24,7 @@ def observation_type(env: Any) -> PyTree:
     """Shapes and dtypes of one observation, with its mask if it has one."""
     if is_on_host(env):
         return spaces.struct(env.observation_space)
-    return jax.eval_shape(with_masks(env).reset, jax.eval_shape(lambda: jax.random.key(0)))[1]
+    return emitted(with_masks(env).reset)[1]
 
 
 def with_masks(env: Environment) -> Environment:
@@ -39,24 +38,15 @@ def with_masks(env: Environment) -> Environment:
 
 @dataclass(frozen=True)
 class _Masked(Wrapper):
-    """The environment that `with_masks` returns."""
+    """The environment that `with_masks` returns; its `observation_space` is that of the observations without their masks."""
 
     env: Any
 
-    @property
-    def observation_space(self) -> spaces.Space:
-        """The space of the observations without their masks."""
-        return self.env.observation_space
-
     def reset(self, key: jax.Array) -> tuple[PyTree, MaskedObservation]:
-        """Starts an episode."""
         state, obs = self.env.reset(key)
         return state, MaskedObservation(obs, self.env.action_mask(state))
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: PyTree
-    ) -> tuple[PyTree, MaskedObservation, jax.Array, jax.Array, jax.Array]:
-        """Advances the episode."""
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         before = jnp.asarray(self.env.action_mask(state))
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
         after = jnp.asarray(self.env.action_mask(state))
@@ -81,29 +71,6 @@ FAULTS = {
     illegal_action.__name__: "was given an illegal action",
 }
 """What a nan means, by the name of the function that made it."""
-
-
-def check_masks(env: Any) -> None:
-    """Checks the type of an environment's legal actions, without computing anything.
-
-    Args:
-      env: an environment with a method `action_mask`.
-
-    Raises:
-      TypeError: if its actions are not `Discrete`, or if `action_mask` does not return one bool for each action.
-    """
-    name, space = env_name(env), env.action_space
-    if not isinstance(space, spaces.Discrete):
-        raise TypeError(
-            f"{name} has a method action_mask, but its action_space is {space}; only actions of a Discrete space can be "
-            "illegal: use Discrete, or remove action_mask"
-        )
-    mask = jax.eval_shape(lambda key: jnp.asarray(env.action_mask(env.reset(key)[0])), jax.random.key(0))
-    if mask.shape != (space.n,) or mask.dtype != bool:
-        raise TypeError(
-            f"{name}.action_mask returned {mask.dtype}{list(mask.shape)}; return bool[{space.n}], whether each action of "
-            f"{space} is legal"
-        )
 
 
 def check_played(env: Any, reward: np.ndarray) -> None:
@@ -131,31 +98,16 @@ def with_mask_of(obs: Any, features: PyTree) -> Any:
 
 
 def only_legal(values: jax.Array, obs: Any) -> jax.Array:
-    """Values or logits of actions, -inf for illegal ones.
+    """Values or logits of actions `[..., n]`, -inf for those that are illegal in the observations, which may have masks.
 
-    Args:
-      values: a number for each action. `[..., n]`
-      obs: the observations, with or without masks. `[..., ...]`
-
-    Returns:
-      The values. They stay finite where no action is legal, as after the end of an episode. `[..., n]`
+    They stay finite where no action is legal, as after the end of an episode.
     """
     mask = mask_of(obs)
     return values if mask is None else jnp.where(mask | ~mask.any(-1, keepdims=True), values, -jnp.inf)
 
 
 def sample_legal(key: jax.Array, mask: jax.Array) -> jax.Array:
-    """Draws one of the legal actions, each with the same probability.
-
-    If all actions are legal, the action is that of `Discrete.sample`.
-
-    Args:
-      key: typed PRNG key.
-      mask: whether each action is legal. `[n]` bool
-
-    Returns:
-      The action. `[]` int32
-    """
+    """Draws one of the legal actions `[n]`, each with the same probability; if all are legal, as `Discrete.sample` does."""
     count = jnp.cumsum(mask)
     which = jax.random.randint(key, (), 0, jnp.maximum(count[-1], 1))
     return jnp.argmax(count > which).astype(jnp.int32)

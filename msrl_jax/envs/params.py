@@ -1,7 +1,7 @@
-"""Parameters of environments as data: drawn anew in every episode, and changed during a run, without compiling anything again.
+"""Parameters of environments as data: drawn in every episode, and changed during a run, without compiling anything again.
 
 An environment with `default_params` and `with_params` has parameters as data. `RandomizeParams` draws them and keeps them in
-the state. What it draws them from, a `ParamSource`, is in the state of a vector environment.
+the state. What it draws them from, a `ParamSource`, is in the state of a vector environment, with an entry for each copy.
 """
 
 import copy
@@ -17,10 +17,10 @@ import numpy as np
 from msrl_jax._compat import used_inputs
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import distributions, spaces
-from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.base import Environment, PyTree, env_name, strong
+from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper
-from msrl_jax.fragments.counters import Counter, counter
+from msrl_jax.fragments.counters import Counter, advance, counter
+from msrl_jax.fragments.metrics import Mean
 
 Params: TypeAlias = Mapping[str, Any]
 """Parameters by name."""
@@ -50,11 +50,9 @@ GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | s
 
 
 class ParamSource(NamedTuple):
-    """What parameters are drawn from.
+    """What parameters are drawn from: name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`.
 
-    Attributes:
-      values: name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`.
-      taken: environment steps of all copies so far, if a ramp needs them; else `()`.
+    `taken` counts the environment steps of all copies so far, if a ramp needs them; else it is `()`.
     """
 
     values: Any
@@ -62,12 +60,7 @@ class ParamSource(NamedTuple):
 
 
 class RandomizedState(NamedTuple):
-    """State of `RandomizeParams`.
-
-    Attributes:
-      env_state: state of the environment.
-      params: name -> the value in this episode.
-    """
+    """State of `RandomizeParams`: that of the environment, and its parameters in this episode by name."""
 
     env_state: PyTree
     params: dict[str, jax.Array]
@@ -109,9 +102,7 @@ class RandomizeParams(EnvironmentWrapper):
         env_state, obs = with_params(self.env, params).reset(key)
         return RandomizedState(env_state, params), obs
 
-    def step(
-        self, key: jax.Array, state: RandomizedState, action: PyTree
-    ) -> tuple[RandomizedState, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: RandomizedState, action: PyTree) -> Stepped:
         """Advances the episode."""
         env_state, *stepped = with_params(self.env, state.params).step(key, state.env_state, action)
         return RandomizedState(env_state, state.params), *stepped  # type: ignore[return-value]
@@ -149,8 +140,7 @@ def _has_params(env: Any) -> bool:
 def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """The parameters of an environment, or of the one inside of its wrappers, that can be data: name -> shape and dtype.
 
-    Raises:
-      TypeError: if it has none.
+    Raises TypeError if it has none.
     """
     for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
@@ -194,25 +184,16 @@ def _checked(env: Any, params: Any) -> ParamSource:
         names = tuple(values)
     elif isinstance(params, Curriculum) or callable(params):
         given: Any = params
-        values = given if isinstance(given, Curriculum) else Curriculum(_ignoring_level(given), ())
-        values = jax.tree.map(as_number, values)
+        values = given if isinstance(given, Curriculum) else Curriculum(lambda key, level: given(key), ())
+        values = jax.tree.map(_as_number, values)
         names = tuple(_sampled_types(name, values, types))
     else:
         raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
-    source = ParamSource(values, _zero() if any(distributions.ramps(values)) else ())
     _check_data(env, {key: types[key] for key in names})
-    return source
+    return ParamSource(values, jax.tree.map(np.asarray, counter()) if any(distributions.ramps(values)) else ())
 
 
-def _zero() -> Counter:
-    return jax.tree.map(np.asarray, counter())
-
-
-def _ignoring_level(sample: Callable[[jax.Array], Params]) -> Callable[[jax.Array, Any], Params]:
-    return lambda key, level: sample(key)
-
-
-def as_number(x: Any) -> np.ndarray:
+def _as_number(x: Any) -> np.ndarray:
     """A number or an array of a level."""
     x = np.asarray(x)
     if x.dtype.kind not in "biuf":
@@ -223,12 +204,10 @@ def as_number(x: Any) -> np.ndarray:
 def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
     if name not in types:
         near = suggestion(name, types) if isinstance(name, str) else ""
-        raise ValueError(f"{env} has no parameter {name!r}{near} that can be data; it has {_listed(types)}")
-
-
-def _listed(names: Mapping[str, Any], most: int = 20) -> str:
-    rest = f" and {len(names) - most} others (default_params)" if len(names) > most else ""
-    return ", ".join(list(names)[:most]) + rest
+        others = f" and {len(types) - 20} others (default_params)" if len(types) > 20 else ""
+        raise ValueError(
+            f"{env} has no parameter {name!r}{near} that can be data; it has {', '.join(list(types)[:20])}{others}"
+        )
 
 
 def _levels(values: Curriculum, taken: Counter | tuple[()]) -> PyTree:
@@ -240,7 +219,6 @@ def _levels(values: Curriculum, taken: Counter | tuple[()]) -> PyTree:
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes and dtypes that a function returns, checked."""
     taken = counter() if any(distributions.ramps(values)) else ()
-    key = jax.eval_shape(lambda: jax.random.key(0))
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
         drawn = values.sample(key, _levels(values, taken))
@@ -248,7 +226,7 @@ def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> di
             raise TypeError(f"the function of env_params of {env} returned {drawn!r}; return a mapping name -> value")
         return dict(jax.tree.map(jnp.asarray, drawn))
 
-    drawn = jax.eval_shape(sample, key)
+    drawn = emitted(sample)
     for name, x in drawn.items():
         _check_name(env, name, types)
         if x.shape != types[name].shape or not jnp.can_cast(x.dtype, types[name].dtype, "same_kind"):
@@ -273,7 +251,7 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     """Raises ValueError if a parameter decides shapes or Python control flow, so that it cannot be data, or has no effect."""
     agents = (len(env.agents),) if has_agents(env) else ()
     action = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*agents, *x.shape), x.dtype), spaces.struct(env.action_space))
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = emitted(lambda key: key)
 
     def play(params: Params, key: jax.Array, action: PyTree) -> PyTree:
         its = with_params(env, params)
@@ -298,3 +276,108 @@ def _check_data(env: Any, types: Mapping[str, Any]) -> None:
     for name, is_used in zip(sorted(types), used_inputs(jaxpr), strict=False):
         if not is_used:
             raise ValueError(f"{name} of {env_name(env)} changes nothing in reset and step; leave it out of env_params")
+
+
+def source_of(env: Any) -> ParamSource | tuple[()]:
+    """What the parameters of an environment, or of the one inside of its wrappers, are drawn from; `()` for constants."""
+    return next((inner.source for inner in inside(env) if isinstance(inner, RandomizeParams)), ())
+
+
+def with_source(env: E, source: ParamSource | tuple[()]) -> E:
+    """The environment, or a vector environment, with another source of its parameters; itself if that is `()`."""
+    if not source:
+        return env
+    if not isinstance(env, RandomizeParams):
+        return around(env, with_source(env.env, source))  # type: ignore[attr-defined]
+    drawing = copy.copy(env)
+    object.__setattr__(drawing, "source", source)
+    return drawing
+
+
+def sources(env: Any, num_envs: int) -> ParamSource | tuple[()]:
+    """The source of an environment for each of its copies. `[E, ...]`"""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_envs, *jnp.shape(x))), source_of(env))
+
+
+def after_step(source: Any, num_envs: int) -> Any:
+    """The sources of copies after a step of all of them."""
+    return source._replace(taken=advance(source.taken, num_envs)) if source and source.taken else source
+
+
+def means(env_state: PyTree) -> dict[str, Mean]:
+    """The mean of each parameter over the copies, `env_params/NAME`, of those that are one number."""
+    is_leaf = lambda x: isinstance(x, RandomizedState)  # noqa: E731
+    found = [x.params for x in jax.tree.leaves(env_state, is_leaf=is_leaf) if is_leaf(x)]
+    return {
+        f"env_params/{name}": Mean(jnp.sum(x.astype(jnp.float32)), jnp.float32(x.size))
+        for params in found
+        for name, x in params.items()
+        if x.ndim == 1
+    }
+
+
+def find_source(state: PyTree) -> ParamSource | tuple[()]:
+    """The first source in a state; `()` if there is none."""
+    return next((x for x in jax.tree.leaves(state, is_leaf=_is_source) if _is_source(x)), ())
+
+
+def _is_source(x: Any) -> bool:
+    return isinstance(x, ParamSource)
+
+
+def in_source(state: PyTree) -> list[bool]:
+    """Whether each leaf of a state is a part of a source."""
+    marked = jax.tree.map(lambda x: jax.tree.map(lambda _: _is_source(x), x), state, is_leaf=_is_source)
+    return jax.tree.leaves(marked)
+
+
+def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]) -> PyTree:
+    """The state with other sources."""
+    return jax.tree.map(lambda x: replace(x) if _is_source(x) else x, state, is_leaf=_is_source)
+
+
+def changed(env: Any, values: Any) -> Any:
+    """Checks other values for some of the parameters that an environment draws, or another level of its `Curriculum`.
+
+    Returns them as values of the source, or the `Curriculum` with the level. Raises ValueError unless every value is of the
+    kind that it was, with as many numbers: otherwise the program would have to be compiled again.
+    """
+    source = source_of(env)
+    if not source or not jax.tree.leaves(source.values):
+        raise ValueError(
+            f"the run on {env_name(env)} has no numbers to set; start it with env_params={{name: value}}, or with "
+            "env_params=envs.Curriculum(sample, level)"
+        )
+    if isinstance(source.values, Curriculum):
+        _check_same("the level", source.values.level, values)
+        return jax.tree.map(_of_type, source.values, dataclasses.replace(source.values, level=values))
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the parameters of {env_name(env)} are set by name, {{name: value}}, not by {values!r}")
+    types, found = default_params(env), {}
+    for name, value in values.items():
+        if name not in source.values:
+            raise ValueError(
+                f"the run draws no parameter {name!r}{suggestion(name, source.values)} of {env_name(env)}; it draws "
+                f"{', '.join(source.values)}. Give all that may change to env_params at the start"
+            )
+        found[name] = distributions.cast(f"{env_name(env)}: {name}", value, types[name])
+        _check_same(name, source.values[name], found[name])
+    return found
+
+
+def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
+    """A number of a level in the type that it had."""
+    given = _as_number(new)
+    number = given.astype(old.dtype)
+    if old.dtype.kind != "f" and (number != given).any():
+        raise ValueError(f"the level cannot become {new!r}, as it began as {old.dtype}; begin with a float, such as 0.0")
+    return number
+
+
+def _check_same(what: str, old: PyTree, new: PyTree) -> None:
+    """Raises ValueError unless two values have the same structure and shapes."""
+    shapes = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (old, new)]
+    if jax.tree.structure(old) != jax.tree.structure(new) or shapes[0] != shapes[1]:
+        was, new = distributions.text(old), distributions.text(new)
+        remedy = "only another one of its kind: the program would be another one"
+        raise ValueError(f"{what} was {was} and cannot become {new} during a run, {remedy}")

@@ -9,8 +9,8 @@ from typing import Any, cast
 from msrl_jax import _registry, _suites
 from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
-from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
 from msrl_jax.envs.base import Environment
+from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 
 _factories: dict[str, Callable[..., Environment]] = {
     "KuhnPoker": KuhnPoker, "RockPaperScissors": RockPaperScissors,
@@ -62,14 +62,15 @@ def make(name: str, **params: Any) -> Environment:
         return _factories[name](**params)
     if suite := _suites.suite_of(name):
         suite.check_installed()
-        return importlib.import_module(f"msrl_jax.envs.{suite.adapter}").make(name.partition(":")[2], **params)
+        adapter = importlib.import_module(f"msrl_jax.envs.suites.{suite.prefix}_env")
+        return adapter.make(name.partition(":")[2], **params)
     if ":" in name:
         return _from_module(name, params)
     if name not in names():
         raise ValueError(
             f"unknown environment {name!r}{suggestion(name, names())}; envs.names() lists all, envs.register adds one"
         )
-    from msrl_jax.envs import gymnax_env
+    from msrl_jax.envs.suites import gymnax_env
 
     return gymnax_env.make(name, **params)
 

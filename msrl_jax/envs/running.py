@@ -46,28 +46,14 @@ def _statistics(count: Counter, mean: PyTree, var: PyTree) -> RunningStatistics:
 
 
 def empty(like: PyTree) -> RunningStatistics:
-    """The statistics of no values: mean 0 and variance 1.
-
-    Args:
-      like: arrays or `jax.ShapeDtypeStruct`s with the shapes of one value.
-
-    Returns:
-      The statistics.
-    """
+    """The statistics of no values, mean 0 and variance 1, with the shapes of one value."""
     mean = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
     var = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
     return _statistics(counter(), mean, var)
 
 
 def of_batch(batch: PyTree) -> RunningStatistics:
-    """The statistics of one batch, in two passes.
-
-    Args:
-      batch: values, `[B, ...]`.
-
-    Returns:
-      The statistics.
-    """
+    """The statistics of one batch `[B, ...]`, in two passes."""
     chex.assert_equal_shape_prefix(jax.tree.leaves(batch), 1)
     batch = jax.tree.map(lambda x: x.astype(jnp.float32), batch)
     size = jax.tree.leaves(batch)[0].shape[0]
@@ -76,17 +62,10 @@ def of_batch(batch: PyTree) -> RunningStatistics:
 
 
 def update(stats: RunningStatistics, batch: PyTree) -> RunningStatistics:
-    """Merges a batch into the statistics (the parallel rule of Chan, Golub and LeVeque, 1983).
+    """Merges a batch `[B, ...]` into the statistics (the parallel rule of Chan, Golub and LeVeque, 1983).
 
     One pass reduces the batch, centered on the old mean, so a batch that is split over devices needs one round of
     communication. The batch's variance loses digits only if the mean shifts by much more, and then the shift dominates.
-
-    Args:
-      stats: statistics of the earlier values.
-      batch: new values, `[B, ...]`.
-
-    Returns:
-      The statistics of all values.
     """
     leaves = jax.tree.leaves(batch)
     size = leaves[0].shape[0]

@@ -150,29 +150,36 @@ def _brief(bound: np.ndarray) -> str:
     return np.array2string(bound.ravel(), threshold=6, edgeitems=2, max_line_width=1000)
 
 
+class _Compound:
+    """What `Tuple` and `Dict` share."""
+
+    spaces: Any
+
+    @property
+    def shape(self) -> Any:
+        """The shapes of the parts."""
+        return jax.tree.map(lambda space: space.shape, self.spaces)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtypes of the parts."""
+        return jax.tree.map(lambda space: space.dtype, self.spaces)
+
+    def sample(self, key: jax.Array) -> Any:
+        """Draws a value of every part."""
+        parts, tree = jax.tree.flatten(self.spaces)
+        keys = jax.random.split(key, len(parts))
+        return jax.tree.unflatten(tree, [part.sample(k) for part, k in zip(parts, keys, strict=True)])
+
+
 @dataclass(frozen=True)
-class Tuple:
+class Tuple(_Compound):
     """Tuples with one value of each space."""
 
     spaces: tuple["Space", ...]
 
     def __post_init__(self):
         object.__setattr__(self, "spaces", tuple(self.spaces))
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """The shapes of the parts."""
-        return tuple(space.shape for space in self.spaces)
-
-    @property
-    def dtype(self) -> tuple[Any, ...]:
-        """The dtypes of the parts."""
-        return tuple(space.dtype for space in self.spaces)
-
-    def sample(self, key: jax.Array) -> tuple[Any, ...]:
-        """Draws a value of every part."""
-        keys = jax.random.split(key, len(self.spaces))
-        return tuple(space.sample(k) for space, k in zip(self.spaces, keys, strict=True))
 
     def contains(self, x: Any) -> jax.Array:
         """Whether `x` is a tuple of values of the parts; bool[]."""
@@ -182,7 +189,7 @@ class Tuple:
 
 
 @dataclass(frozen=True)
-class Dict:
+class Dict(_Compound):
     """Dicts with one value of each named space, sorted by name as in JAX."""
 
     spaces: Mapping[str, "Space"]
@@ -192,21 +199,6 @@ class Dict:
 
     def __hash__(self) -> int:
         return hash(tuple(self.spaces.items()))
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        """The shapes of the parts."""
-        return {name: space.shape for name, space in self.spaces.items()}
-
-    @property
-    def dtype(self) -> dict[str, Any]:
-        """The dtypes of the parts."""
-        return {name: space.dtype for name, space in self.spaces.items()}
-
-    def sample(self, key: jax.Array) -> dict[str, Any]:
-        """Draws a value of every part."""
-        keys = jax.random.split(key, len(self.spaces))
-        return {name: space.sample(k) for (name, space), k in zip(self.spaces.items(), keys, strict=True)}
 
     def contains(self, x: Any) -> jax.Array:
         """Whether `x` is a dict of values of the parts; bool[]."""
@@ -245,7 +237,7 @@ def flat_space(space: Space) -> Box:
     if isinstance(space, Box):
         low, high = (np.ravel(bound).astype(np.float32) for bound in (space.low, space.high))
         return Box(low, high, low.shape)
-    parts = [flat_space(part) for part in _parts(space)]
+    parts = [flat_space(part) for part in jax.tree.leaves(space.spaces)]
     low, high = (np.concatenate([getattr(part, bound) for part in parts]) for bound in ("low", "high"))
     return Box(low, high, low.shape)
 
@@ -266,8 +258,5 @@ def flatten(space: Space, x: Any) -> jax.Array:
         x = jnp.asarray(x)
         return x.reshape(*x.shape[: x.ndim - len(space.shape)], -1).astype(jnp.float32)
     values = x if isinstance(space, Tuple) else [x[name] for name in space.spaces]
-    return jnp.concatenate([flatten(part, value) for part, value in zip(_parts(space), values, strict=True)], axis=-1)
-
-
-def _parts(space: Tuple | Dict) -> list[Space]:
-    return list(space.spaces) if isinstance(space, Tuple) else list(space.spaces.values())
+    parts = zip(jax.tree.leaves(space.spaces), values, strict=True)
+    return jnp.concatenate([flatten(part, value) for part, value in parts], axis=-1)

@@ -1,21 +1,42 @@
 """`vectorize`: parallel copies of an environment, each with its own key and automatic reset."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import param_source, reset_pool
-from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.agents.vector import vectorize_agents
-from msrl_jax.envs.base import ENV_AXIS, Environment, PyTree, TimeStep, VectorEnvironment, Wrapper, check_made, env_name, strong
+from msrl_jax.envs.agents import vectorize_agents
+from msrl_jax.envs.base import (
+    Environment,
+    PyTree,
+    TimeStep,
+    VectorEnvironment,
+    WithoutStatistics,
+    Wrapper,
+    check_made,
+    env_name,
+    has_agents,
+    layers,
+    strong,
+)
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
 from msrl_jax.envs.masks import with_masks
-from msrl_jax.envs.params import ParamSource
-from msrl_jax.envs.reset_pool import Spares
+from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
+from msrl_jax.envs.wrappers import ResetPool
 from msrl_jax.fragments.metrics import Mean
+
+
+class Spares(NamedTuple):
+    """The spare first states of copies whose environment is a `ResetPool`. `[E, ...]`"""
+
+    first: tuple[PyTree, PyTree]  # the state and the observation with which the next episode begins
+    used: jax.Array  # bool: whether an episode has begun with the spare
+    turn: jax.Array  # int32: steps since the first copy of a group got a spare, below `ratio`; the same for all copies
+    starts: jax.Array  # float32: number of episodes that began since `pop_episodes`, but the first
+    repeats: jax.Array  # float32: number of these that began with a used spare
 
 
 class VectorState(NamedTuple):
@@ -63,11 +84,11 @@ def vectorize(env: Environment, num_envs: int) -> VectorEnvironment:
     if has_agents(env):
         return vectorize_agents(env, num_envs)  # type: ignore[arg-type,return-value]
     check_types(env)
-    return Vectorized(with_masks(env), num_envs, reset_pool.ratio_of(env))
+    return Vectorized(with_masks(env), num_envs, next((x.ratio for x in layers(env) if isinstance(x, ResetPool)), 1))
 
 
 @dataclass(frozen=True)
-class Vectorized(Wrapper):
+class Vectorized(WithoutStatistics, Wrapper):
     """The `VectorEnvironment` that `vectorize` returns.
 
     Attributes:
@@ -79,7 +100,6 @@ class Vectorized(Wrapper):
     env: Environment
     num_envs: int
     ratio: int = 1
-    axes = ENV_AXIS
 
     def reset(self, key: jax.Array) -> tuple[VectorState, PyTree]:
         """Starts all environments; returns the state and the first observations `[E, ...]`."""
@@ -87,64 +107,56 @@ class Vectorized(Wrapper):
 
         def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            return key, strong(param_source.with_source(self.env, source).reset(reset_key))
+            return key, self._reset(reset_key, source)
 
         def spare_one(key, source):
-            reset_key = jax.random.split(key)[1]
-            return strong(param_source.with_source(self.env, source).reset(jax.random.fold_in(reset_key, 1)))
+            return self._reset(jax.random.fold_in(jax.random.split(key)[1], 1), source)
 
-        keys, source = jax.random.split(key, self.num_envs), param_source.sources(self.env, self.num_envs)
+        keys, source = jax.random.split(key, self.num_envs), sources(self.env, self.num_envs)
         key, (env_state, obs) = jax.vmap(reset_one)(keys, source)
-        spares = () if self.ratio == 1 else reset_pool.fill(jax.vmap(spare_one)(keys, source))
+        spares = ()
+        if self.ratio > 1:
+            zero = jnp.zeros(self.num_envs)
+            spares = Spares(jax.vmap(spare_one)(keys, source), zero > 0, zero.astype(jnp.int32), zero, zero)
         return VectorState(key, env_state, spares, source), obs
 
     def step(self, state: VectorState, action: PyTree) -> tuple[VectorState, TimeStep]:
         """Advances every environment by one action, and resets environments at the end of an episode."""
         action = as_actions(self, action, (state.key.shape[0],), "environment")
-
-        def reset(key, source):
-            return strong(param_source.with_source(self.env, source).reset(key))
-
         spares = state.spares
         if spares:
             reset_keys = jax.vmap(lambda key: _keys(key)[2])(state.key)
             together = math.gcd(self.num_envs, self.ratio)
-            spares = reset_pool.renew(reset, spares, (reset_keys, state.source), self.ratio, together)
+            spares = _renew(self._reset, spares, (reset_keys, state.source), self.ratio, together)
 
         def step_one(key, env_state, action, source, spare):
             key, step_key, reset_key = _keys(key)
             env_state, final_obs, reward, terminated, truncated = strong(self.env.step(step_key, env_state, action))
             # Reset in every step: under vmap a branch is a select anyway, and a branch on "any done" would couple the
             # environments.
-            fresh = reset(reset_key, source) if spare is None else spare
+            fresh = self._reset(reset_key, source) if spare is None else spare
             done = terminated | truncated
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(done, new, old), fresh, (env_state, final_obs))
             return key, env_state, TimeStep(obs, reward.astype(jnp.float32), terminated, truncated, final_obs)
 
         of_copies = (state.key, state.env_state, action, state.source, spares.first if spares else None)
         key, env_state, t = jax.vmap(step_one)(*of_copies)
-        spares = reset_pool.take(spares, t.ended) if spares else ()
-        return VectorState(key, env_state, spares, param_source.after_step(state.source, self.num_envs)), t
+        if spares:
+            starts, repeats = spares.starts + t.ended, spares.repeats + (t.ended & spares.used)
+            spares = spares._replace(used=spares.used | t.ended, starts=starts, repeats=repeats)
+        return VectorState(key, env_state, spares, after_step(state.source, self.num_envs)), t
+
+    def _reset(self, key: jax.Array, source: ParamSource | tuple[()]) -> tuple[PyTree, PyTree]:
+        return strong(with_source(self.env, source).reset(key))
 
     def pop_episodes(self, state: VectorState) -> tuple[VectorState, dict[str, Mean]]:
         """Returns the share `repeated_starts` of a `ResetPool` and the means `env_params/NAME` of drawn parameters, if any."""
-        metrics = param_source.means(state.env_state)
-        if not state.spares:
+        metrics, spares = means(state.env_state), state.spares
+        if not spares:
             return state, metrics
-        spares, shares = reset_pool.pop_repeats(state.spares)
-        return state._replace(spares=spares), metrics | shares
-
-    def observe(self, state: VectorState, obs: PyTree) -> PyTree:
-        """Returns the observations unchanged."""
-        return obs
-
-    def statistics(self, state: VectorState) -> tuple[()]:
-        """Returns `()`: there are no statistics."""
-        return ()
-
-    def with_statistics(self, state: VectorState, statistics: tuple[()]) -> VectorState:
-        """Returns the state unchanged."""
-        return state
+        zero = jnp.zeros_like(spares.starts)
+        metrics["repeated_starts"] = Mean(jnp.sum(spares.repeats), jnp.sum(spares.starts))
+        return state._replace(spares=spares._replace(starts=zero, repeats=zero)), metrics
 
 
 def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -152,3 +164,29 @@ def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     key, step_key = jax.random.split(key)
     step_key, reset_key = jax.random.split(step_key)
     return key, step_key, reset_key
+
+
+def _renew(
+    reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int, group: int
+) -> Spares:
+    """Gives a new spare, `reset` of its `arguments` `[E, ...]`, to one copy of each group, if it is the turn of one.
+
+    The size `group` divides `E` and `ratio`. Groups of adjacent copies that are on one device need no communication.
+    """
+
+    def grouped(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0] // group, group, *x.shape[1:])
+
+    turn, period = grouped(spares.turn)[:, 0], ratio // group
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, i, x: row.at[i].set(x))(grouped(old), turn // period, new).reshape(old.shape)
+
+    def renewed(spares: Spares) -> Spares:
+        chosen = jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(grouped(x), turn // period), arguments)
+        first = jax.tree.map(put, spares.first, jax.vmap(reset)(*chosen))
+        return spares._replace(first=first, used=put(spares.used, jnp.zeros(turn.shape, bool)))
+
+    due = jnp.any(turn % period == 0)
+    spares = renewed(spares) if period == 1 else jax.lax.cond(due, renewed, lambda spares: spares, spares)
+    return spares._replace(turn=(spares.turn + 1) % ratio)

@@ -53,21 +53,12 @@ class VectorWrapper(Wrapper):
 
 
 class EpisodeStatisticsState(NamedTuple):
-    """State of `EpisodeStatistics`; all fields except `env_state` are float32 `[E]`.
-
-    Attributes:
-      env_state: state of the environment.
-      episode_return: undiscounted sum of the rewards of the running episode.
-      episode_length: length of the running episode, in steps.
-      return_sum: sum of the returns of the episodes completed since `pop_episodes`.
-      length_sum: sum of the lengths of these episodes.
-      num_episodes: number of these episodes.
-    """
+    """State of `EpisodeStatistics`; all fields except `env_state` are float32 `[E]`."""
 
     env_state: PyTree
-    episode_return: jax.Array
-    episode_length: jax.Array
-    return_sum: jax.Array
+    episode_return: jax.Array  # undiscounted, of the running episode
+    episode_length: jax.Array  # in steps
+    return_sum: jax.Array  # of the episodes that were completed since `pop_episodes`
     length_sum: jax.Array
     num_episodes: jax.Array
 
@@ -114,19 +105,10 @@ class EpisodeStatistics(VectorWrapper):
         return state, time_step
 
     def pop_episodes(self, state: EpisodeStatisticsState) -> tuple[EpisodeStatisticsState, dict[str, Mean]]:
-        """Returns the means over completed episodes, and resets the sums.
-
-        Args:
-          state: the state with the sums since the last call.
-
-        Returns:
-          The state with zero sums and unchanged running episodes; and the means `episode_return` (undiscounted) and
-          `episode_length` (in steps) of the completed episodes.
-        """
+        """Returns the means `episode_return` and `episode_length` of completed episodes, and resets their sums."""
         env_state, metrics = self.env.pop_episodes(state.env_state)
         count = jnp.sum(state.num_episodes)
-        metrics = {
-            **metrics,
+        metrics = metrics | {
             "episode_return": Mean(jnp.sum(state.return_sum), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
         }
@@ -134,20 +116,28 @@ class EpisodeStatistics(VectorWrapper):
         return state._replace(env_state=env_state, return_sum=zero, length_sum=zero, num_episodes=zero), metrics
 
 
-class NormalizeObservationState(NamedTuple):
-    """State of `NormalizeObservation`.
+class NormalizingWrapper(VectorWrapper):
+    """What normalizers share: their states have `running` statistics, which are the same on all devices."""
 
-    Attributes:
-      env_state: state of the environment.
-      running: statistics of all values of `obs`; the same on all devices.
-    """
+    def statistics(self, state: Any) -> tuple[RunningStatistics, PyTree]:
+        """The statistics of this wrapper, and the statistics of the environment."""
+        return state.running, self.env.statistics(state.env_state)
+
+    def with_statistics(self, state: Any, statistics: tuple[RunningStatistics, PyTree]) -> Any:
+        """The state with the statistics of another state."""
+        own, inner = statistics
+        return state._replace(env_state=self.env.with_statistics(state.env_state, inner), running=own)
+
+
+class NormalizeObservationState(NamedTuple):
+    """State of `NormalizeObservation`: that of the environment, and the statistics of all observations."""
 
     env_state: PyTree
     running: RunningStatistics
 
 
 @dataclass(frozen=True)
-class NormalizeObservation(VectorWrapper):
+class NormalizeObservation(NormalizingWrapper):
     """Normalizes observations to mean 0 and variance 1 by running statistics over all environments and steps.
 
     The statistics include an observation before it is normalized. They do not include `final_obs`, which is either equal to
@@ -199,17 +189,6 @@ class NormalizeObservation(VectorWrapper):
         """Normalizes raw observations `[..., *obs_shape]` by the statistics in the state, without changing the statistics."""
         return self._normalize(state.running, self.env.observe(state.env_state, obs))
 
-    def statistics(self, state: NormalizeObservationState) -> tuple[RunningStatistics, PyTree]:
-        """The statistics of the observations, and the statistics of the environment."""
-        return state.running, self.env.statistics(state.env_state)
-
-    def with_statistics(
-        self, state: NormalizeObservationState, statistics: tuple[RunningStatistics, PyTree]
-    ) -> NormalizeObservationState:
-        """The state with the statistics of another state."""
-        own, inner = statistics
-        return NormalizeObservationState(self.env.with_statistics(state.env_state, inner), own)
-
     def _normalize(self, stats: RunningStatistics, obs: PyTree) -> PyTree:
         def normalize(x, mean, var):
             x = x.astype(jnp.float32)
@@ -220,13 +199,7 @@ class NormalizeObservation(VectorWrapper):
 
 
 class NormalizeRewardState(NamedTuple):
-    """State of `NormalizeReward`.
-
-    Attributes:
-      env_state: state of the environment.
-      discounted_return: discounted sum of the past rewards of the running episodes. `[E]`, float32
-      running: statistics of all values of `discounted_return`; the same on all devices.
-    """
+    """State of `NormalizeReward`: that of the environment, `R_t` of the running episodes `[E]`, and the statistics of `R_t`."""
 
     env_state: PyTree
     discounted_return: jax.Array
@@ -234,7 +207,7 @@ class NormalizeRewardState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NormalizeReward(VectorWrapper):
+class NormalizeReward(NormalizingWrapper):
     """Divides rewards by the running standard deviation of the discounted return, so that values have unit scale.
 
     The rule is that of OpenAI Baselines' VecNormalize (Engstrom et al., 2020, arXiv:2005.12729). The discounted sum of an
@@ -278,20 +251,8 @@ class NormalizeReward(VectorWrapper):
         stats = state.running if self.frozen else running.update(state.running, discounted_return)
         scaled = jnp.clip(time_step.reward / jnp.sqrt(stats.var + self.epsilon), -self.clip, self.clip)
         reward = jnp.where(at_least(stats.count, 1), scaled, time_step.reward)
-        done = time_step.terminated | time_step.truncated
-        state = NormalizeRewardState(env_state, jnp.where(done, 0, discounted_return), stats)
+        state = NormalizeRewardState(env_state, jnp.where(time_step.ended, 0, discounted_return), stats)
         return state, time_step._replace(reward=reward)
-
-    def statistics(self, state: NormalizeRewardState) -> tuple[RunningStatistics, PyTree]:
-        """The statistics of the discounted return, and the statistics of the environment."""
-        return state.running, self.env.statistics(state.env_state)
-
-    def with_statistics(
-        self, state: NormalizeRewardState, statistics: tuple[RunningStatistics, PyTree]
-    ) -> NormalizeRewardState:
-        """The state with the statistics of another state."""
-        own, inner = statistics
-        return state._replace(env_state=self.env.with_statistics(state.env_state, inner), running=own)
 
 
 def _normalized_space(space: spaces.Space, clip: float) -> spaces.Space:

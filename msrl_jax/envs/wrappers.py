@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.agents.base import has_agents
-from msrl_jax.envs.base import Environment, PyTree, Wrapper
+from msrl_jax.envs.base import Environment, PyTree, Stepped, Wrapper, env_name, has_agents
 
 
 class EnvironmentWrapper(Wrapper):
@@ -45,7 +45,7 @@ class EnvironmentWrapper(Wrapper):
         """Starts an episode."""
         return self.env.reset(key)
 
-    def step(self, key: jax.Array, state: Any, action: PyTree) -> tuple[Any, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: Any, action: PyTree) -> Stepped:
         """Advances the episode."""
         return self.env.step(key, state, action)
 
@@ -81,19 +81,14 @@ class FlattenObservation(EnvironmentWrapper):
         state, obs = self.env.reset(key)
         return state, self._flat(obs)
 
-    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         """Advances the episode."""
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
         return state, self._flat(obs), reward, terminated, truncated
 
 
 class TimeLimitState(NamedTuple):
-    """State of `TimeLimit`.
-
-    Attributes:
-      env_state: state of the environment.
-      steps: number of steps of the episode so far. shape=(), dtype=int32
-    """
+    """State of `TimeLimit`: that of the environment, and the number of steps of the episode so far, int32."""
 
     env_state: PyTree
     steps: jax.Array
@@ -126,9 +121,7 @@ class TimeLimit(EnvironmentWrapper):
         env_state, obs = self.env.reset(key)
         return TimeLimitState(env_state, jnp.zeros((), jnp.int32)), obs
 
-    def step(
-        self, key: jax.Array, state: TimeLimitState, action: PyTree
-    ) -> tuple[TimeLimitState, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: TimeLimitState, action: PyTree) -> Stepped:
         """Advances the episode."""
         env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
         steps = state.steps + 1
@@ -137,12 +130,7 @@ class TimeLimit(EnvironmentWrapper):
 
 
 class FrameStackState(NamedTuple):
-    """State of `FrameStack`.
-
-    Attributes:
-      env_state: state of the environment.
-      frames: the current observation: the last `n` observations of the environment, oldest first. `[H, W, C*n]` or `[D*n]`
-    """
+    """State of `FrameStack`: that of the environment, and its last `n` observations, oldest first. `[H, W, C*n]` or `[D*n]`"""
 
     env_state: PyTree
     frames: jax.Array
@@ -187,9 +175,7 @@ class FrameStack(EnvironmentWrapper):
         frames = jnp.concatenate([_each_agent(self.env, _frame)(obs)] * self.num_frames, axis=-1)
         return FrameStackState(env_state, frames), frames
 
-    def step(
-        self, key: jax.Array, state: FrameStackState, action: PyTree
-    ) -> tuple[FrameStackState, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: FrameStackState, action: PyTree) -> Stepped:
         """Advances the episode."""
         env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
         frame = _each_agent(self.env, _frame)(obs)
@@ -200,3 +186,33 @@ class FrameStack(EnvironmentWrapper):
 def _frame(obs):
     """The observation with a channel axis."""
     return obs[..., None] if obs.ndim == 2 else obs
+
+
+@dataclass(frozen=True)
+class ResetPool(EnvironmentWrapper):
+    """An environment whose copies compute a new first state only every `ratio` steps, for resets that cost more than steps.
+
+    A vectorized environment computes a reset in every step of every copy, because a program without branches has to. Here
+    every copy has a spare first state, which it takes when its episode ends, and in each step only one of `ratio` adjacent
+    copies gets a new spare, in turns; of fewer copies, one gets it every few steps. (Craftax's optimistic resets, Matthews et
+    al. 2024, arXiv 2402.16801, share fresh states among the copies instead, so copies whose episodes end in the same step may
+    get the same state.)
+
+    The first states of episodes have the distribution that `reset` gives them. But if an episode is shorter than `ratio` steps,
+    the next one of the same copy may begin in the same state again; the metric `repeated_starts` is the share of such episodes.
+    With `ratio=1` there are none, and the run is the one without a pool, bit for bit.
+
+    Attributes:
+      env: the environment, of one agent.
+      ratio: steps between two resets of a copy. Their greatest common divisor with the number of copies is how many adjacent
+        copies share the resets. If that is less than `ratio`, not every step computes resets: a branch decides, in which the
+        devices of a run agree. (A run of several members has no such branch, so each step computes resets there.)
+    """
+
+    env: Environment
+    ratio: int = 16
+
+    def __post_init__(self):
+        whole(f"ResetPool of {env_name(self.env)}: ratio", self.ratio)
+        if has_agents(self.env):
+            raise TypeError(f"ResetPool takes environments of one agent, and {env_name(self.env)} has several; leave it out")

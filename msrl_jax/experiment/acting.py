@@ -12,8 +12,7 @@ from msrl_jax.algorithms.agent import Agent, innermost
 from msrl_jax.envs import Environment, MaskedObservation
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import mask_of, observation_type
-from msrl_jax.envs.param_source import find_source, in_source
-from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, randomized
+from msrl_jax.envs.params import GivenParams, ParamSource, RandomizeParams, find_source, in_source, randomized
 from msrl_jax.experiment import processes
 from msrl_jax.fragments.placement import Device
 

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax.envs.param_source import changed, find_source, replace_sources
-from msrl_jax.envs.params import ParamSource
+from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.history import scalars
 from msrl_jax.experiment.run import Ending, Run

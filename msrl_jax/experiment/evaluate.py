@@ -11,7 +11,7 @@ import numpy as np
 from msrl_jax._checks import whole
 from msrl_jax.envs import VectorEnvironment, has_agents, vectorize
 from msrl_jax.envs.masks import check_played
-from msrl_jax.envs.param_source import with_source
+from msrl_jax.envs.params import with_source
 from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.history import decimals
 from msrl_jax.fragments.graph.host import host_errors

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._device_memory import array_bytes
-from msrl_jax.envs.host.base import release
+from msrl_jax.envs.base import release
 from msrl_jax.experiment import failure, folder, processes, store
 from msrl_jax.experiment.agents import SKIPPED, fold_keys
 from msrl_jax.experiment.failure import Failure

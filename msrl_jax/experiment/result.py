@@ -13,7 +13,7 @@ import numpy as np
 from msrl_jax._checks import check_seed
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.envs import Environment
-from msrl_jax.envs.host.base import release
+from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
 from msrl_jax.experiment.acting import Behavior

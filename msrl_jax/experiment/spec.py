@@ -24,8 +24,7 @@ from msrl_jax.algorithms.transformations import counted
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.spaces import agents_of, check_rows_fit
 from msrl_jax.envs import Environment
-from msrl_jax.envs.base import env_name
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers

@@ -15,7 +15,7 @@ import jax
 from msrl_jax import _compile_cache
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
-from msrl_jax.envs.host.base import is_on_host, release
+from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping, store
 from msrl_jax.experiment.callbacks import Callback, Callbacks, check_callbacks, is_hook, short_unit

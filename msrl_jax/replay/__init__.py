@@ -2,14 +2,14 @@
 
 from msrl_jax.replay.base import SHARD_AXIS as SHARD_AXIS
 from msrl_jax.replay.base import Indices as Indices
+from msrl_jax.replay.base import NStep as NStep
 from msrl_jax.replay.base import Replay as Replay
 from msrl_jax.replay.base import ReplayState as ReplayState
 from msrl_jax.replay.base import Sample as Sample
+from msrl_jax.replay.base import Transition as Transition
 from msrl_jax.replay.buffers import importance_weights as importance_weights
 from msrl_jax.replay.buffers import prioritized as prioritized
 from msrl_jax.replay.buffers import uniform as uniform
 from msrl_jax.replay.fifo import Fifo as Fifo
 from msrl_jax.replay.fifo import FifoState as FifoState
 from msrl_jax.replay.fifo import fifo as fifo
-from msrl_jax.replay.n_step import NStep as NStep
-from msrl_jax.replay.n_step import Transition as Transition

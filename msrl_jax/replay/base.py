@@ -4,15 +4,23 @@ In the shape descriptions of this package, `E` is the number of environments, `T
 `B` the batch size and `S` the length of a sampled window. A buffer consists of `G` independent shards: each holds `E / G`
 adjacent environments, and draws `B / G` windows of every batch. On up to `G` devices, insertion moves nothing between devices,
 and samples do not depend on the number of devices.
+
+A step of `A` agents has the joint observation and the joint action, and `[A]` rewards and ends of episodes. An agent that has
+left its episode stays terminated until the episode ends.
 """
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
+
+from msrl_jax._device_memory import device_memory, own_devices, tree_bytes
 
 SHARD_AXIS = "shard"
 """The logical axis of the shards `G`."""
@@ -66,12 +74,47 @@ class Sample(NamedTuple):
     weight: jax.Array
 
 
-class SampleFunction(Protocol):
-    """Draws a batch."""
+class Transition(NamedTuple):
+    """One step in a buffer of n-step transitions; its items may have more fields.
 
-    def __call__(self, state: ReplayState, key: jax.Array, data: Any = (), fraction: jax.Array | float = 0.0) -> Sample:
-        """Draws a batch from a state, with a typed PRNG key; `data` as in `Replay.data`, `fraction` of the run that is done."""
-        ...
+    Attributes:
+      obs: the observation acted on.
+      action: the action.
+      reward: the reward, or those of several agents. shape=() or (A,)
+      terminated: whether the episode ended in a terminal state. shape=() or (A,), bool
+      truncated: whether the episode was cut short. shape=() or (A,), bool
+      next_obs: the true successor, `TimeStep.final_obs`. At the end of an episode it is not the next observation acted on.
+      carry: the actor's recurrent carry before `obs`, zeros at the first step of an episode; `()` if it has none.
+      present: whether the step counts; None if all do. A window with another step has the weight 0. shape=(), bool
+    """
+
+    obs: Any
+    action: Any
+    reward: Any
+    terminated: Any
+    truncated: Any
+    next_obs: Any
+    carry: Any = ()
+    present: Any = None
+
+
+class NStep(NamedTuple):
+    """A step with the rewards of up to n steps: the target of its value is `reward + discount * value(next_obs)`.
+
+    Attributes:
+      obs: the observation acted on. shape=(B, ...)
+      action: the action. shape=(B, ...)
+      reward: the discounted sum of the rewards, up to the end of the episode. shape=(B,) or (B, A)
+      discount: the weight of the successor's value: a power of the discount factor, or 0 after a terminal state. shape=(B,) or
+        (B, A)
+      next_obs: the true successor of the last step whose reward is in the sum, of any agent's sum. shape=(B, ...)
+    """
+
+    obs: Any
+    action: Any
+    reward: jax.Array
+    discount: jax.Array
+    next_obs: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +148,7 @@ class Replay:
 
     init: Callable[[], ReplayState]
     insert: Callable[[ReplayState, Any], ReplayState]
-    sample: SampleFunction
+    sample: Callable[..., Sample]
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState]
     size: Callable[[ReplayState], jax.Array]
     ready: Callable[[ReplayState], jax.Array]
@@ -122,13 +165,28 @@ class Replay:
 
 
 def add_saturating(count: jax.Array, new: jax.Array) -> jax.Array:
-    """Adds to a count that stops at the largest int32 instead of wrapping.
-
-    Args:
-      count: a count, not negative. `[...]` int32
-      new: what to add, not negative. `[...]` int32
-
-    Returns:
-      The sum, or the largest int32 if the sum is larger. `[...]` int32
-    """
+    """Adds to a count, which stops at the largest int32 instead of wrapping; neither is negative. `[...]` int32"""
     return count + jnp.minimum(new, jnp.iinfo(jnp.int32).max - count)
+
+
+def check_numbers(**arguments: float) -> None:
+    """Raises ValueError unless every argument is a number of a trace, or a finite number that is not negative."""
+    for name, value in arguments.items():
+        is_number = isinstance(value, numbers.Real) and math.isfinite(value) and value >= 0
+        if not isinstance(value, Tracer) and not is_number:
+            raise ValueError(f"{name}={value!r}: use a finite number of at least 0")
+
+
+def bytes_on_devices(init: Callable[[], Any], parts: int, what: str, capacity: int) -> int:
+    """The bytes of a state; raises ValueError if the memory of the `parts` devices that it can be split over is smaller."""
+    nbytes = tree_bytes(jax.eval_shape(init))
+    local = own_devices()
+    devices = local[: math.gcd(parts, len(local))]
+    limit = device_memory(devices)
+    if limit is not None and nbytes > limit:
+        raise ValueError(
+            f"{what} takes {nbytes:,} bytes, but the {len(devices)} {devices[0].platform} devices that it can be split over "
+            f"have {limit:,} bytes; use capacity={limit * capacity // nbytes} or less, smaller dtypes (storage={{...}}), or "
+            f"more devices (and as many shards)"
+        )
+    return nbytes

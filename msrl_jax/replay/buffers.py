@@ -1,7 +1,5 @@
 """Replay buffers of environment steps: uniform and prioritized, of single steps, n-step transitions or sequences."""
 
-import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,23 +9,28 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax._compat import Tracer
-from msrl_jax.replay import n_step, sum_tree
-from msrl_jax.replay.base import SHARD_AXIS, Indices, Replay, ReplayState, Sample, add_saturating
-from msrl_jax.replay.checks import check_memory, check_numbers
-from msrl_jax.replay.ring import Ring, make_ring
-from msrl_jax.replay.storage import Storage
+from msrl_jax.replay import sum_tree
+from msrl_jax.replay.base import (
+    SHARD_AXIS,
+    Indices,
+    NStep,
+    Replay,
+    ReplayState,
+    Sample,
+    add_saturating,
+    bytes_on_devices,
+    check_numbers,
+)
+from msrl_jax.replay.ring import Ring, Storage, make_ring
+
+REPLICATED = P()
 
 
 class Priorities(NamedTuple):
-    """The state of prioritized sampling.
+    """The state of prioritized sampling, by shard."""
 
-    Attributes:
-      tree: a sum tree over the windows of each shard. shape=(G, nodes) of each level
-      largest: the largest priority so far, which new windows get. shape=(G,)
-    """
-
-    tree: sum_tree.Tree
-    largest: jax.Array
+    tree: sum_tree.Tree  # over the windows. `[G, nodes]` of each level
+    largest: jax.Array  # the largest priority so far, which new windows get. `[G]`
 
 
 def uniform(
@@ -68,18 +71,9 @@ def uniform(
       ValueError: if sizes do not fit each other or the devices' memory, or a codec cannot pack its leaves.
     """
     ring = make_ring(
-        example,
-        capacity=capacity,
-        num_envs=num_envs,
-        unroll_length=unroll_length,
-        batch_size=batch_size,
-        length=length,
-        stride=stride,
-        min_size=min_size,
-        shards=shards,
-        storage=storage,
-        discount=discount,
-    )
+        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
+        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
+    )  # fmt: skip
 
     def draw(state: ReplayState, keys: jax.Array) -> tuple[Indices, jax.Array]:
         begin, count = ring.oldest(state.added, state.filled)
@@ -91,7 +85,7 @@ def uniform(
         probability = 1 / jnp.maximum(count.astype(jnp.float32) * ring.num_envs, 1.0)
         return jax.vmap(of_shard)(keys), jnp.full((ring.shards, ring.batch_size // ring.shards), probability)
 
-    return _replay(ring, discount, _Drawing(draw))
+    return _replay(ring, discount, draw)
 
 
 def prioritized(
@@ -118,16 +112,6 @@ def prioritized(
 
     Args:
       example: as in `uniform`, like all arguments except the last three.
-      capacity: steps of all environments to hold at most.
-      num_envs: environments, `E`.
-      unroll_length: steps per environment of one insertion, `T`.
-      batch_size: windows per batch, `B`.
-      length: steps of a window, `S`.
-      stride: steps between starts of windows.
-      discount: folds windows into n-step transitions.
-      min_size: steps of all environments that the buffer must hold to be `ready`.
-      shards: `G`.
-      storage: codecs.
       alpha: 0 draws uniformly, 1 in proportion to the errors. Usual: 0.5 to 0.9.
       epsilon: added to errors, so that every window has a chance. Usual: 1e-6 to 1e-2.
       beta: exponent of `importance_weights` in `Sample.weight`; it rises to 1 with the fraction of the run that `sample` is
@@ -143,18 +127,9 @@ def prioritized(
     if not epsilon:
         raise ValueError("epsilon=0 never draws a window again if its TD error was 0; use a small number such as 1e-6")
     ring = make_ring(
-        example,
-        capacity=capacity,
-        num_envs=num_envs,
-        unroll_length=unroll_length,
-        batch_size=batch_size,
-        length=length,
-        stride=stride,
-        min_size=min_size,
-        shards=shards,
-        storage=storage,
-        discount=discount,
-    )
+        example, capacity=capacity, num_envs=num_envs, unroll_length=unroll_length, batch_size=batch_size, length=length,
+        stride=stride, min_size=min_size, shards=shards, storage=storage, discount=discount,
+    )  # fmt: skip
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
     def init() -> Priorities:
@@ -217,7 +192,7 @@ def prioritized(
         return state._replace(priorities=state.priorities._replace(tree=tree, largest=largest))
 
     axes = Priorities(tree=P(SHARD_AXIS), largest=P(SHARD_AXIS))  # pyright: ignore[reportArgumentType]
-    return _replay(ring, discount, _Drawing(draw, weigh, init, insert, update, axes))
+    return _replay(ring, discount, draw, weigh, init, insert, update, axes)
 
 
 def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.Array:
@@ -237,39 +212,51 @@ def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.A
     return (probability.min() / probability) ** beta
 
 
-@dataclasses.dataclass(frozen=True)
-class _Drawing:
-    """How a buffer draws windows. The defaults are those of a uniform buffer.
+def fold(
+    reward: jax.Array, terminated: jax.Array, truncated: jax.Array, discount: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums the rewards of windows up to the first end of an episode (Sutton & Barto, 2018, eq. 7.1).
 
-    Attributes:
-      draw: `(state, keys [G]) -> (first steps and environments of a shard's windows [G, B / G], probabilities [G, B / G])`.
-      weigh: `(probability [B], fraction of the run) -> weight [B]`.
-      init: `() -> priorities`.
-      insert: `(state before an insertion, added and filled after it) -> priorities`.
-      update: `Replay.update`.
-      axes: a prefix tree of the priorities.
+    The value of the successor counts after a truncated step, not after a terminated one; `terminated` takes precedence. All
+    arrays are `[S, ...]`. Returns the discounted sum, the position of the last step in it (int32), and the weight of its
+    successor's value. `[...]`
     """
+    chex.assert_equal_shape((reward, terminated, truncated))
+    chex.assert_type((terminated, truncated), bool)
+    ends = terminated | truncated
+    lives = jnp.concatenate([jnp.ones_like(ends[:1]), jnp.cumsum(ends[:-1], 0) == 0])
+    steps = jnp.arange(len(reward)).reshape(-1, *[1] * (reward.ndim - 1))
+    total = jnp.where(lives, discount**steps * reward, 0.0).sum(0)
+    last = lives.sum(0, dtype=jnp.int32) - 1
+    return total, last, jnp.where((terminated & lives).any(0), 0.0, jnp.float32(discount) ** (last + 1))
 
-    draw: Callable[[ReplayState, jax.Array], tuple[Indices, jax.Array]]
-    weigh: Callable[[jax.Array, Any], jax.Array] = lambda probability, fraction: jnp.ones_like(probability)
-    init: Callable[[], Any] = tuple
-    insert: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: ()
-    update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state
-    axes: Any = dataclasses.field(default_factory=P)
 
+def _replay(
+    ring: Ring,
+    discount: float | None,
+    draw: Callable[[ReplayState, jax.Array], tuple[Indices, jax.Array]],
+    weigh: Callable[[jax.Array, Any], jax.Array] = lambda probability, fraction: jnp.ones_like(probability),
+    priorities: Callable[[], Any] = tuple,
+    inserted: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: (),
+    update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state,
+    axes: Any = REPLICATED,
+) -> Replay:
+    """Makes a buffer from its ring and its way of drawing windows; the defaults are those of a uniform buffer.
 
-def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
-    """Makes a buffer from its ring and its way of drawing windows."""
+    `draw(state, keys [G])` gives the windows of each shard and their probabilities `[G, B / G]`, `weigh(probability [B],
+    fraction of the run)` their weights, `priorities()` the first priorities, and `inserted(state before, added, filled)` those
+    after an insertion, of which `axes` is a prefix tree.
+    """
 
     def init() -> ReplayState:
         added, filled = jnp.int32(0), jnp.int32(0)  # two arrays, so that both can be donated
-        return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), drawing.init())
+        return ReplayState(ring.empty(), added, filled, jnp.zeros(ring.shards, jnp.int32), priorities())
 
     def insert(state: ReplayState, items: Any) -> ReplayState:
         held, lost = ring.insert(state.items, state.added, items)
         added = (state.added + ring.unroll_length) % ring.modulus
         filled = jnp.minimum(state.filled + ring.unroll_length, ring.steps)
-        return ReplayState(held, added, filled, add_saturating(state.lost, lost), drawing.insert(state, added, filled))
+        return ReplayState(held, added, filled, add_saturating(state.lost, lost), inserted(state, added, filled))
 
     def read(held: list[Any], at: Indices) -> Any:
         if discount is None and ring.length == 1:
@@ -278,11 +265,11 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         if discount is None:
             return ring.take(held, at, offset, lambda item: item)
         ends = ring.take(held, at, offset, lambda item: (item.terminated, item.truncated))
-        reward, last, weight = n_step.fold(ring.take(held, at, offset, lambda item: item.reward), *ends, discount=discount)
+        reward, last, weight = fold(ring.take(held, at, offset, lambda item: item.reward), *ends, discount=discount)
         if last.ndim > 1:  # of several agents; those whose sums end before others' have terminated, and need no successor
             last = last.max(-1)
         obs, action = ring.take(held, at, jnp.int32(0), lambda item: (item.obs, item.action))
-        return n_step.NStep(obs, action, reward, weight, ring.take(held, at, last, lambda item: item.next_obs))
+        return NStep(obs, action, reward, weight, ring.take(held, at, last, lambda item: item.next_obs))
 
     def present(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window count, those after the end of an episode included."""
@@ -302,12 +289,12 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
                 f"the buffer holds {state.filled} steps of each environment, but a window is length={ring.length} steps long; "
                 f"insert {ring.length} before sampling, and learn once `ready(state)`"
             )
-        at, probability = drawing.draw(state, jax.random.split(key, ring.shards))
+        at, probability = draw(state, jax.random.split(key, ring.shards))
         experience = jax.vmap(read, out_axes=1 if windowed else 0)(state.items, at)
         experience = jax.tree.map(lambda x: whole(x, int(windowed)), experience)
         env = at.env + ring.envs * jnp.arange(ring.shards)[:, None]
         probability = whole(probability)
-        weight = drawing.weigh(probability, fraction)
+        weight = weigh(probability, fraction)
         if may_be_absent:
             weight = jnp.where(whole(jax.vmap(present)(state.items, at)), weight, 0.0)
         return Sample(experience, Indices(whole(at.step), whole(env)), probability, weight)
@@ -325,26 +312,21 @@ def _replay(ring: Ring, discount: float | None, drawing: _Drawing) -> Replay:
         held = {"replay_size": windows(state).astype(jnp.float32) * ring.num_envs}
         return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.format.codecs) else {})
 
-    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
     capacity = ring.steps * ring.num_envs
-    check_memory(nbytes, ring.shards, f"a buffer of capacity={capacity} steps", capacity)
+    state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes)  # pyright: ignore
     return Replay(
         init=init,
         insert=insert,
         sample=sample,
-        update=drawing.update,
+        update=update,
         size=size,
         ready=ready,
         report=report,
-        axes=_axes(drawing.axes),
+        axes=state_axes,
         capacity=capacity,
         min_size=ring.min_steps * ring.num_envs,
         batch_size=ring.batch_size,
-        nbytes=nbytes,
+        nbytes=bytes_on_devices(init, ring.shards, f"a buffer of capacity={capacity} steps", capacity),
         shards=ring.shards,
         may_be_absent=may_be_absent,
     )
-
-
-def _axes(priorities: Any) -> Any:
-    return ReplayState(items=P(SHARD_AXIS), added=P(), filled=P(), lost=P(SHARD_AXIS), priorities=priorities)  # pyright: ignore

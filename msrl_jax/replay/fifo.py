@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax._checks import whole
 from msrl_jax._device_memory import own_devices
-from msrl_jax.replay.base import add_saturating
-from msrl_jax.replay.checks import check_integers, check_memory
+from msrl_jax.replay.base import add_saturating, bytes_on_devices
 
 
 class FifoState(NamedTuple):
@@ -72,7 +72,7 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
     Raises:
       ValueError: if the capacity is not a positive integer, or the queue does not fit the devices' memory.
     """
-    check_integers(capacity=capacity)
+    capacity = whole("capacity", capacity)
     example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
 
     def init() -> FifoState:
@@ -106,8 +106,6 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
 
     axes = P(None, "env") if axes is None else axes
     batch_axes = jax.tree.map(lambda a: P(None, *(a or ())), axes, is_leaf=lambda a: a is None or isinstance(a, P))
-    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(init)))
-    check_memory(nbytes, len(own_devices()), f"a queue of capacity={capacity} batches", capacity)
     return Fifo(
         init=init,
         insert=insert,
@@ -117,5 +115,5 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         ready=lambda state: state.length > 0,
         axes=FifoState(batches=batch_axes, first=P(), length=P(), refused=P()),  # pyright: ignore[reportArgumentType]
         capacity=capacity,
-        nbytes=nbytes,
+        nbytes=bytes_on_devices(init, len(own_devices()), f"a queue of capacity={capacity} batches", capacity),
     )

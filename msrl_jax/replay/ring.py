@@ -1,35 +1,104 @@
-"""The ring that holds the items: its sizes, insertion, and reading of windows."""
+"""The ring that holds the items of a buffer: codecs that pack them, its sizes, insertion, and reading of windows."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from msrl_jax.replay.base import Indices
-from msrl_jax.replay.checks import check_integers, check_numbers
-from msrl_jax.replay.storage import ItemFormat, Storage, item_format
+from msrl_jax import codecs
+from msrl_jax._checks import whole
+from msrl_jax._compat import ShapedArray
+from msrl_jax._spelling import suggestion
+from msrl_jax.codecs import Codec
+from msrl_jax.replay.base import Indices, check_numbers
 
+Storage = Mapping[str, str | Codec | None]
+"""Codecs by names on the paths of leaves: each packs the leaves under its name. The last name on a path counts."""
 _FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
 _COUNT = 2**30  # steps are counted modulo the largest multiple of the ring's length up to this: int32 cannot overflow
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
-    """The sizes of a ring. Windows start at multiples of `stride`, counted from the first inserted step.
+class ItemFormat:
+    """How items are stored: the shapes and dtypes of an item, and the codec of each leaf, or None."""
 
-    Attributes:
-      num_envs: environments, `E`.
-      steps: steps held per environment, `L`; a multiple of `unroll_length` and of `stride`.
-      unroll_length: steps per environment of one insertion, `T`.
-      batch_size: windows in a batch, `B`.
-      length: steps of a window, `S`.
-      stride: steps between starts of windows.
-      shards: `G`.
-      format: how items are stored.
-      min_steps: steps per environment that the buffer must hold to be ready.
+    example: Any
+    codecs: tuple[Codec | None, ...]
+
+    @property
+    def packed(self) -> list[Any]:
+        """The shapes and dtypes of the stored arrays, for each leaf of an item."""
+        leaves = zip(self.codecs, jax.tree.leaves(self.example), strict=True)
+        return [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
+
+    def encode(self, items: Any, dims: int) -> tuple[list[Any], jax.Array]:
+        """Packs items with `dims` leading dimensions; also returns a mask of those that a codec could not hold."""
+        leaves = jax.tree.leaves(items)
+        packed: list[Any] = []
+        lost = jnp.zeros(leaves[0].shape[:dims], bool)
+        for c, x in zip(self.codecs, leaves, strict=True):
+            packed.append(_over(c.encode, dims)(x) if c else x)
+            lost |= ~_over(c.holds, dims)(x) if c and c.holds else False
+        return packed, lost
+
+    def decode(self, leaf: int, packed: Any, dims: int) -> jax.Array:
+        """Unpacks the leaf with a number, whose stored arrays have `dims` leading dimensions."""
+        codec, x = self.codecs[leaf], jax.tree.leaves(self.example)[leaf]
+        if codec is None:
+            return packed
+        aval = ShapedArray(x.shape, x.dtype)
+        return _over(lambda p: codec.decode(p, aval), dims)(packed)
+
+
+def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
+    """Maps over `dims` leading dimensions."""
+    for _ in range(dims):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def item_format(example: Any, storage: Storage | None) -> ItemFormat:
+    """Decides how items like an example are stored; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    leaves = jax.tree.leaves_with_path(example)
+    if not leaves:
+        raise ValueError("the example of an item has no leaf; give a pytree of arrays")
+    used: list[Codec | None] = []
+    names: set[str] = set()
+    storage = storage or {}
+    for path, x in leaves:
+        parts = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
+        names.update(parts)
+        found = [name for name in storage if name in parts]
+        chosen = storage[found[-1]] if found else None
+        c = None if chosen is None else codecs.get(chosen)
+        if c and (c.name.startswith("frame_stack") or not c.takes(x)):
+            what, leaf = f"storage={{{found[-1]!r}: {c.name!r}}}", f"item{jax.tree_util.keystr(path)}"
+            if c.name == np.dtype(x.dtype).name:
+                raise ValueError(f"{what}: {leaf} is {c.name} already; leave it out")
+            raise ValueError(
+                f"{what}: the codec cannot pack {leaf}, which is {x.dtype}{list(x.shape)}; leave it out, or use another of "
+                f"{', '.join(codecs.CODECS)}"
+            )
+        used.append(c)
+    for name in storage:
+        if name not in names:
+            raise ValueError(
+                f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
+            )
+    return ItemFormat(example, tuple(used))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The sizes of a ring, as in `uniform`. Windows start at multiples of `stride`, counted from the first inserted step.
+
+    It holds `steps` steps of each environment, `L`, a multiple of `unroll_length` and of `stride`, and is ready when it has
+    `min_steps` of them.
     """
 
     num_envs: int
@@ -86,18 +155,9 @@ class Ring:
         return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.format.packed)
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
-        """Writes items over the oldest steps.
+        """Writes items `[T, E, ...]` over the oldest steps of the leaves `[G, L, E/G, ...]`, after `added` steps.
 
-        Args:
-          held: the leaves. `[G, L, E/G, ...]`
-          added: steps inserted before.
-          items: the items. `[T, E, ...]`
-
-        Returns:
-          The leaves, and the number of items in each shard that a codec could not hold. `[G]`
-
-        Raises:
-          ValueError: if the items do not have the structure, shapes (after `[T, E]`) and dtypes of the buffer's example.
+        Returns the leaves, and the number of items in each shard that a codec could not hold. `[G]`
         """
         self._check(items)
 
@@ -124,16 +184,9 @@ class Ring:
                 )
 
     def take(self, held: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
-        """Reads items of one shard.
+        """Reads the part of items that `select` picks `[..., b, ...]`, from the leaves of one shard `[L, E/G, ...]`.
 
-        Args:
-          held: the shard's leaves. `[L, E/G, ...]`
-          indices: the first steps and the shard's environments. `[b]`
-          offset: how many steps later to read. `[..., b]`
-          select: picks the wanted part of an item.
-
-        Returns:
-          The part. `[..., b, ...]`
+        The steps are those of `indices` `[b]`, in which environments are the shard's, and `offset` `[..., b]` steps later.
         """
         rows = (indices.step + offset) % self.steps
         envs = jnp.broadcast_to(indices.env, rows.shape)
@@ -161,31 +214,11 @@ def make_ring(
     storage: Storage | None,
     discount: float | None,
 ) -> Ring:
-    """Makes the ring of a buffer, after checks of its arguments.
-
-    Args:
-      example: one item.
-      capacity: steps of all environments to hold at most.
-      num_envs: environments.
-      unroll_length: steps inserted at once.
-      batch_size: windows per batch.
-      length: steps of a window.
-      stride: steps between starts of windows.
-      min_size: steps of all environments that the buffer must hold to be ready, or None.
-      shards: shards, or None.
-      storage: codecs.
-      discount: discount factor of n-step transitions, or None.
-
-    Returns:
-      The ring.
-
-    Raises:
-      ValueError: if the arguments do not fit each other.
-    """
-    sizes = {"capacity": capacity, "num_envs": num_envs, "unroll_length": unroll_length, "batch_size": batch_size}
-    sizes |= {"length": length, "stride": stride}
-    optional = {"min_size": min_size, "shards": shards}
-    check_integers(**sizes, **{name: value for name, value in optional.items() if value is not None})
+    """Makes the ring of a buffer from the arguments of `uniform`; raises ValueError if they do not fit each other."""
+    capacity, num_envs = whole("capacity", capacity), whole("num_envs", num_envs)
+    unroll_length, batch_size = whole("unroll_length", unroll_length), whole("batch_size", batch_size)
+    length, stride = whole("length", length), whole("stride", stride)
+    min_size, shards = (x if x is None else whole(name, x) for name, x in (("min_size", min_size), ("shards", shards)))
     if discount is not None:
         check_numbers(discount=discount)
         missing = [field for field in _FIELDS if not hasattr(example, field)]

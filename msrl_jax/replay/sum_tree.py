@@ -19,14 +19,7 @@ Tree = tuple[jax.Array, ...]
 
 
 def init(num_leaves: int) -> Tree:
-    """Makes a tree of zeros.
-
-    Args:
-      num_leaves: how many leaves, `N`.
-
-    Returns:
-      The levels from the leaves to the children of the root, padded with zeros to whole families. float32
-    """
+    """Makes a tree of zeros: the levels from the leaves to the children of the root, padded to whole families, float32."""
     sizes = [num_leaves]
     while sizes[-1] > BRANCHES:
         sizes.append(-(-sizes[-1] // BRANCHES))
@@ -39,20 +32,10 @@ def total(tree: Tree) -> jax.Array:
 
 
 def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
-    """Sets runs of adjacent leaves.
+    """Sets runs of adjacent leaves to the values `[K, W]`; `first` `[K]` int32 is the first leaf of each run.
 
-    Args:
-      tree: the tree.
-      first: the first leaf of each run; runs that start at `NOWHERE` are ignored. Where runs overlap, the largest value
-        counts. `[K]` int32
-      values: the new leaves, not negative. `[K, W]`
-
-    Returns:
-      The tree.
-
-    Raises:
-      ValueError: if a value is negative or not finite. A traced value, as under `jit`, becomes 0 instead, which is never
-        drawn.
+    Runs that start at `NOWHERE` are ignored. Where runs overlap, the largest value counts. Raises ValueError if a value is
+    negative or not finite; a traced value, as under `jit`, becomes 0 instead, which is never drawn.
     """
     chex.assert_rank((first, values), (1, 2))
     chex.assert_equal_shape_prefix((first, values), 1)
@@ -78,16 +61,8 @@ def write(tree: Tree, first: jax.Array, values: jax.Array) -> Tree:
 def draw(tree: Tree, key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Draws leaves with probabilities in proportion to their values: one from each of `count` equal parts of the sum.
 
-    Only a leaf above 0 is drawn. At each level the target gets new low-order bits, so leaves far smaller than the
-    rounding of the whole sum keep their probabilities.
-
-    Args:
-      tree: the tree; its sum must be above 0.
-      key: a typed PRNG key.
-      count: how many, `K`.
-
-    Returns:
-      The leaves, and their values. `[K]` int32, `[K]`
+    Only a leaf above 0 is drawn, so the sum must be above 0. At each level the target gets new low-order bits, so leaves far
+    smaller than the rounding of the whole sum keep their probabilities. Returns the leaves `[K]` int32, and their values `[K]`.
     """
     high, low = jax.random.split(key)
     target = (jnp.arange(count) + jax.random.uniform(high, (count,))) / count  # a fraction of the node's sum

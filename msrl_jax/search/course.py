@@ -15,7 +15,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax._device_memory import device_memory
-from msrl_jax.envs.host.base import release
+from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, processes, store
 from msrl_jax.experiment.agents import map_members
 from msrl_jax.experiment.evaluate import Evaluation

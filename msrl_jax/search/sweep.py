@@ -9,7 +9,7 @@ from msrl_jax import _compile_cache, algorithms
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._streams import progress_stream
 from msrl_jax.envs import Environment
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping
 from msrl_jax.experiment.progress import Progress, choose_display

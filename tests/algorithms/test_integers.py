@@ -12,7 +12,7 @@ import msrl_jax as msrl
 from msrl_jax import cli, data, envs
 from msrl_jax.algorithms.loops.off_policy import uniform_actions
 from msrl_jax.envs import Box, MultiDiscrete
-from msrl_jax.envs.agents.games import RockPaperScissors
+from msrl_jax.envs.games import RockPaperScissors
 from tests.support.agents import make_counted
 from tests.support.lock import COUNT, SIZES, Lock, OneInteger
 from tests.support.many_agents import Homes

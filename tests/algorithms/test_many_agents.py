@@ -12,7 +12,7 @@ from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.distributions import Categorical
 from msrl_jax.algorithms.registry import check_env
 from msrl_jax.algorithms.returns import standardize
-from msrl_jax.envs.agents.games import KuhnPoker
+from msrl_jax.envs.games import KuhnPoker
 from tests.support.agents import make_counted
 from tests.support.leaving import Leaving
 from tests.support.many_agents import Alone, Homes

@@ -11,7 +11,7 @@ from msrl_jax.algorithms import MAPPO, Progress, SelfPlay
 from msrl_jax.algorithms.loops.agents import Experience, Now
 from msrl_jax.algorithms.self_play import draw, no_games, replicator_dynamics, two_players
 from msrl_jax.envs import VectorizedAgents
-from msrl_jax.envs.agents.games import KuhnPoker, RockPaperScissors
+from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 from msrl_jax.fragments.counters import counter
 from tests.support.agents import make_still, still
 from tests.support.many_agents import Homes

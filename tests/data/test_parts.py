@@ -14,10 +14,9 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import data, envs
-from msrl_jax.data.dataset import FIELDS, columns
+from msrl_jax.data.dataset import FIELDS, columns, named, nested
 from msrl_jax.data.experience import RecordedEnvironment
 from msrl_jax.data.files import write_part
-from msrl_jax.data.parts import named, nested
 from msrl_jax.envs import spaces
 from msrl_jax.replay import Transition
 

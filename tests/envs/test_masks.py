@@ -101,9 +101,9 @@ def with_mask(mask, **changes):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (with_mask(jnp.ones(3, bool)), r"Corridor\.action_mask returned bool\[3\]; return bool\[2\]"),
-        (with_mask(jnp.ones(2)), r"Corridor\.action_mask returned float32\[2\]; return bool\[2\]"),
-        (with_mask(jnp.ones((), bool)), r"returned bool\[\]; return bool\[2\], whether each action of Discrete\(2\)"),
+        (with_mask(jnp.ones(3, bool)), r"Corridor\.action_mask is bool\[3\]; return bool\[2\]"),
+        (with_mask(jnp.ones(2)), r"Corridor\.action_mask is float32\[2\]; return bool\[2\]"),
+        (with_mask(jnp.ones((), bool)), r"is bool\[\]; return bool\[2\], whether each action of Discrete\(2\)"),
         (with_mask(jnp.ones(2, bool), action_space=envs.Box(0, 1, (), jnp.int32)), "only actions of a Discrete space can be"),
     ],
 )

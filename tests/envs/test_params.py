@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax import envs
 from msrl_jax.envs import distributions
-from msrl_jax.envs.param_source import means
+from msrl_jax.envs.params import means
 from tests.support.leaving import Leaving
 
 E, T = 8, 30

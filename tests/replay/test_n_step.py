@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_jax import replay
-from msrl_jax.replay.n_step import fold
+from msrl_jax.replay.buffers import fold
 from tests.support.history import EXAMPLE, History, compiled, steps
 
 DISCOUNT = 0.9

@@ -18,7 +18,7 @@ from msrl_jax import data, replay
 from msrl_jax.data import Dataset
 from msrl_jax.envs import Discrete, Environment, JointObservation, MaskedObservation, Space, TeamView
 from msrl_jax.envs.actions import policy_actions
-from msrl_jax.envs.host.base import is_on_host
+from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.masks import observation_type
 from msrl_jax.replay import Indices, Replay, ReplayState, Sample, Transition
 

@@ -1,4 +1,8 @@
-"""What adapters of suites share: quiet imports, parameters of dataclasses, spaces of what environments emit."""
+"""What adapters of suites share: quiet imports, checks of names and parameters, spaces of what environments emit.
+
+An adapter has a function `make(name, **params)`. It raises ValueError on an unknown name, on a parameter that the environment
+lacks, and on a value that it refuses.
+"""
 
 import contextlib
 import dataclasses
@@ -7,18 +11,14 @@ import inspect
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree
-
-Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
-"""What a step returns: the state, the observation, the reward, `terminated` and `truncated`."""
 
 
 @contextlib.contextmanager
@@ -71,19 +71,7 @@ def build(full: str, make: Callable[..., Any], params: Mapping[str, Any]) -> Any
 
 
 def replace(full: str, defaults: Any, values: Mapping[str, Any]) -> Any:
-    """The parameters of an environment with some values replaced, of the types that they had.
-
-    Args:
-      full: name of the environment in messages.
-      defaults: a dataclass.
-      values: new values of its fields.
-
-    Returns:
-      The dataclass with the values.
-
-    Raises:
-      ValueError: if a value does not fit the default.
-    """
+    """A dataclass of parameters with some values replaced; raises ValueError unless they fit the types that they had."""
     return dataclasses.replace(defaults, **{key: fit(f"{full}: {key}", x, getattr(defaults, key)) for key, x in values.items()})
 
 
@@ -103,20 +91,8 @@ def fit(what: str, value: Any, default: Any) -> Any:
     return converted
 
 
-def emitted(function: Callable[[jax.Array], PyTree]) -> PyTree:
-    """The shapes and dtypes that a function of a typed key returns, without computing anything."""
-    return jax.eval_shape(function, jax.eval_shape(lambda: jax.random.key(0)))
-
-
 def unbounded(obs: PyTree) -> spaces.Space:
-    """The space of observations of which shapes and dtypes are all that is known.
-
-    Args:
-      obs: arrays, or dicts of them, or what stands for their shapes.
-
-    Returns:
-      A `Box`, or a `Dict` of them.
-    """
+    """The space of arrays, or of dicts of them, of which shapes and dtypes are all that is known."""
     if isinstance(obs, Mapping):
         return spaces.Dict({name: unbounded(part) for name, part in obs.items()})
     dtype = np.dtype(obs.dtype)

@@ -9,24 +9,16 @@ import numpy as np
 
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, strong
-from msrl_jax.envs.reset_pool import ResetPool
+from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common
+from msrl_jax.envs.wrappers import ResetPool
 
 
 def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
-    """Builds an environment of Craftax.
+    """An environment of Craftax, such as "Craftax-Classic-Symbolic-v1"; `reset_ratio` is that of `ResetPool`.
 
-    Args:
-      name: one of its names, such as "Craftax-Classic-Symbolic-v1".
-      reset_ratio: steps between two resets of a copy (`ResetPool`), because making a world costs as much as hundreds of steps.
-      **params: fields of its `EnvParams`, such as `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
-
-    Returns:
-      The environment.
-
-    Raises:
-      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
+    A pool, because making a world costs as much as hundreds of steps. Other parameters are fields of its `EnvParams`, such as
+    `max_timesteps`, and of its `StaticEnvParams`, such as `map_size`.
     """
     common.check_name("Craftax", name, SUITES["craftax"].own_names)
     full = f"craftax:{name}"
@@ -39,37 +31,25 @@ def make(name: str, *, reset_ratio: int = 16, **params: Any) -> ResetPool:
     return ResetPool(CraftaxEnvironment(env, common.replace(full, env.default_params, values), full), reset_ratio)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CraftaxEnvironment:
-    """An environment of Craftax without its automatic reset.
+    """An environment of Craftax without its automatic reset; `params` are its `EnvParams`.
 
     Death, lava and the defeat of the last boss terminate an episode; `max_timesteps` truncates it.
-
-    Attributes:
-      env: the environment of the suite.
-      params: its `EnvParams`.
-      name: its name in messages.
     """
 
-    env: Any
-    params: Any
-    name: str
-    observation_space: spaces.Box = dataclasses.field(init=False)
-    action_space: spaces.Discrete = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        _, obs = common.emitted(self.reset)
-        declared = self.env.observation_space(self.params)
-        space = spaces.Box(np.asarray(declared.low), np.asarray(declared.high), obs.shape, obs.dtype)
-        object.__setattr__(self, "observation_space", space)
-        object.__setattr__(self, "action_space", spaces.Discrete(self.env.action_space(self.params).n))
+    def __init__(self, env: Any, params: Any, name: str):
+        self.env, self.params, self.name = env, params, name
+        _, obs = emitted(self.reset)
+        declared = env.observation_space(params)
+        self.observation_space = spaces.Box(np.asarray(declared.low), np.asarray(declared.high), obs.shape, obs.dtype)
+        self.action_space = spaces.Discrete(env.action_space(params).n)
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode in a new world."""
         obs, state = self.env.reset_env(key, self.params)
         return strong(state), strong(obs)
 
-    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> common.Stepped:
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
         obs, state, reward, _, _ = self.env.step_env(key, state, action, self.params)
         endless = dataclasses.replace(self.params, max_timesteps=np.iinfo(np.int32).max)

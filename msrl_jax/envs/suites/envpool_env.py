@@ -1,6 +1,5 @@
 """EnvPool's environments (https://github.com/sail-sg/envpool; Weng et al. 2022, arXiv 2206.10558): simulators in threads."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,29 +9,16 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.host.base import Outcome
-from msrl_jax.envs.host.spaces import converted
-from msrl_jax.envs.host.vector import HostVectorized, Stepping
+from msrl_jax.envs.host import HostVectorized, Outcome, Stepping
 from msrl_jax.envs.suites import common
+from msrl_jax.envs.suites.gymnasium_env import converted
 
 
 def make(name: str, *, num_threads: int | None = None, **params: Any) -> "EnvPoolEnvironment":
-    """Builds an environment of EnvPool.
+    """An environment of EnvPool by its id, such as "Pong-v5"; without `num_threads`, EnvPool chooses their number.
 
-    Images are `[H, W, C]`, with the last frames as channels.
-
-    Args:
-      name: one of EnvPool's ids, such as "Pong-v5" or "HalfCheetah-v5".
-      num_threads: number of threads; None for EnvPool's choice.
-      **params: options of the environment, such as `frame_skip=4`, `stack_num=4`, `episodic_life=True`,
-        `repeat_action_probability=0.25` and `reward_clip=True` of Atari's.
-
-    Returns:
-      The environment.
-
-    Raises:
-      ValueError: on an unknown id, on an option that the environment lacks, or on a value that it refuses.
-      TypeError: if it has several players, or spaces that are not supported.
+    Images are `[H, W, C]`, with the last frames as channels. Other parameters are options of the environment, such as
+    `frame_skip=4`, `stack_num=4`, `episodic_life=True`, `repeat_action_probability=0.25` and `reward_clip=True` of Atari's.
     """
     envpool = common.load("envpool")
     common.check_name("EnvPool", name, envpool.list_all_envs())
@@ -47,40 +33,25 @@ def make(name: str, *, num_threads: int | None = None, **params: Any) -> "EnvPoo
     return EnvPoolEnvironment(full, name, params, threads)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class EnvPoolEnvironment:
     """Environments that EnvPool steps in threads of its own.
 
     Every environment has a seed. EnvPool resets an environment in the step after the end of an episode; here that reset is a
     part of the step that ends it.
-
-    Attributes:
-      name: the name in messages.
-      task: EnvPool's id.
-      params: options of the environment.
-      num_threads: number of threads; 0 for EnvPool's choice.
-      images: whether observations are images.
     """
 
-    name: str
-    task: str
-    params: Mapping[str, Any]
-    num_threads: int = 0
     on_host = True
-    observation_space: spaces.Space = dataclasses.field(init=False)
-    action_space: spaces.Space = dataclasses.field(init=False)
-    images: bool = dataclasses.field(init=False)
 
-    def __post_init__(self):
+    def __init__(self, name: str, task: str, params: Mapping[str, Any], num_threads: int):
+        self.name, self.task, self.params, self.num_threads = name, task, params, num_threads
         spec = self._make(num_envs=1, seed=0).spec
         with common.quiet():
-            obs, action = (converted(getattr(spec, f"gymnasium_{kind}_space"), self.name) for kind in ("observation", "action"))
+            obs, self.action_space = (converted(getattr(spec, f"gymnasium_{x}_space"), name) for x in ("observation", "action"))
         obs = _without_bounds(obs)  # those of EnvPool are often wrong
-        images = isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3
-        if isinstance(obs, spaces.Box) and images:
-            obs = spaces.Box(0, 255, (*obs.shape[1:], obs.shape[0]), np.uint8)
-        for field, value in {"observation_space": obs, "action_space": action, "images": images}.items():
-            object.__setattr__(self, field, value)
+        self.has_images = False
+        if isinstance(obs, spaces.Box) and obs.dtype == np.uint8 and len(obs.shape) == 3:
+            self.has_images, obs = True, spaces.Box(0, 255, (*obs.shape[1:], obs.shape[0]), np.uint8)
+        self.observation_space = obs
 
     def vectorize(self, num_envs: int) -> HostVectorized:
         """Makes `E` copies; no thread is started before their first reset."""
@@ -90,8 +61,8 @@ class EnvPoolEnvironment:
 
     def _observed(self, obs: Any) -> Any:
         """EnvPool's observations in the shapes and dtypes of the space."""
-        if self.images:
-            return _channels_last(obs)
+        if self.has_images:
+            return np.ascontiguousarray(np.moveaxis(obs, -3, -1))
         return jax.tree.map(lambda x, kind: np.asarray(x, kind.dtype), obs, spaces.struct(self.observation_space))
 
     def _make(self, **options: Any) -> Any:
@@ -107,11 +78,6 @@ def _without_bounds(space: spaces.Space) -> spaces.Space:
     return common.unbounded(spaces.struct(space)) if floats else space
 
 
-def _channels_last(x: np.ndarray) -> np.ndarray:
-    """Images `[..., C, H, W]` as `[..., H, W, C]`."""
-    return np.ascontiguousarray(np.moveaxis(x, -3, -1))
-
-
 class Pools:
     """`E` environments in pools of EnvPool; see `Simulators`.
 
@@ -120,13 +86,7 @@ class Pools:
     """
 
     def __init__(self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int):
-        """Remembers how to make a pool.
-
-        Args:
-          make: makes a pool from `num_envs` and `seed`.
-          observed: converts EnvPool's observations. `[N, ...]`
-          num_envs: number of environments, `E`.
-        """
+        """Remembers how to make a pool from `num_envs` and `seed`, and what converts EnvPool's observations `[N, ...]`."""
         self._make, self._observed = make, observed
         self._seeds = np.zeros(num_envs, np.int64)
         self._has_moved = np.zeros(num_envs, bool)
@@ -173,15 +133,10 @@ class Pools:
             ended = terminated | truncated
             obs = final_obs
             if ended.any():
-                first = self._observed(pool.reset(numbers[ended])[0])
-                obs = jax.tree.map(lambda x, new: _with(x, ended, new), final_obs, first)
+                obs, first = jax.tree.map(np.copy, final_obs), self._observed(pool.reset(numbers[ended])[0])
+                for x, new in zip(jax.tree.leaves(obs), jax.tree.leaves(first), strict=True):
+                    x[ended] = new
             present = np.ones(len(envs), bool)
             return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, present)
 
         return finish
-
-
-def _with(x: np.ndarray, where: np.ndarray, new: np.ndarray) -> np.ndarray:
-    x = x.copy()
-    x[where] = new
-    return x

@@ -9,34 +9,23 @@ import cloudpickle
 import gymnasium
 import jax
 import numpy as np
+from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax._checks import whole
 from msrl_jax._simulate import Layout, Leaf
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
-from msrl_jax.envs.host.spaces import converted
-from msrl_jax.envs.host.vector import HostVectorized, Stepping
-from msrl_jax.envs.host.workers import Faults, Workers, default_workers
+from msrl_jax.envs.host import HostVectorized, Stepping
 from msrl_jax.envs.suites import common
+from msrl_jax.envs.workers import Faults, Workers, default_workers
 
 
 def make(
     name: str, *, num_workers: int | None = None, timeout: float = 60.0, drop_slowest: float = 0.0, **params: Any
 ) -> "GymnasiumEnvironment":
-    """Builds an environment of Gymnasium.
+    """An environment by its registered id, such as "HalfCheetah-v5"; `params` are arguments of `gymnasium.make`.
 
-    Args:
-      name: a registered id, such as "HalfCheetah-v5".
-      num_workers: number of worker processes; None for one per processor.
-      timeout: seconds after which a worker that has not answered is started again.
-      drop_slowest: share of the environments for which a step does not wait.
-      **params: arguments of `gymnasium.make`, such as `max_episode_steps=100`.
-
-    Returns:
-      The environment.
-
-    Raises:
-      ValueError: on an unknown id, on a parameter that the environment refuses, or on spaces that are not supported.
+    The other parameters are attributes of `GymnasiumEnvironment`.
     """
     if name not in gymnasium.registry:
         raise ValueError(
@@ -60,8 +49,9 @@ class GymnasiumEnvironment:
         may be defined anywhere.
       name: the name in messages.
       num_workers: number of worker processes; None for one per processor.
-      timeout: seconds after which a worker that has not answered is started again.
-      drop_slowest: share of the environments for which a step does not wait; see `Faults`.
+      timeout: seconds after which a worker that has not answered counts as hanging; it is ended and started again.
+      drop_slowest: share of the environments for which a step does not wait. Their rewards count in the statistics of
+        episodes, but nothing is learned from these steps. Environments of one worker are late together.
     """
 
     factory: Callable[[], gymnasium.Env[Any, Any]]
@@ -95,18 +85,48 @@ class GymnasiumEnvironment:
         """Makes `E` copies; no process is started before their first reset."""
         whole("num_envs", num_envs)
         struct = spaces.struct(self.observation_space)
-        leaves, tree = jax.tree.flatten(struct)
-        paths = [tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
-                 for path, _ in jax.tree_util.tree_leaves_with_path(struct)]  # fmt: skip
+        leaves = [
+            Leaf(tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), x.shape, np.dtype(x.dtype).str)
+            for path, x in jax.tree.leaves_with_path(struct)
+        ]
         action = spaces.struct(self.action_space)
-        layout = Layout(
-            num_envs,
-            tuple(Leaf(path, x.shape, np.dtype(x.dtype).str) for path, x in zip(paths, leaves, strict=True)),
-            (action.shape, np.dtype(action.dtype).str),
-        )
+        layout = Layout(num_envs, tuple(leaves), (action.shape, np.dtype(action.dtype).str))
+        unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(struct))
         start = functools.partial(
-            Workers, self.name, cloudpickle.dumps(self.factory), layout, functools.partial(jax.tree.unflatten, tree),
+            Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten,
             num_workers=default_workers() if self.num_workers is None else self.num_workers,
             faults=Faults(self.timeout, self.drop_slowest),
         )  # fmt: skip
         return HostVectorized(self.name, num_envs, self.observation_space, self.action_space, Stepping(start, num_envs))
+
+
+def converted(space: Any, what: str) -> spaces.Space:
+    """Converts a space of Gymnasium, that of `what`; 64-bit numbers become 32-bit numbers."""
+    if 0 in (getattr(space, "shape", None) or ()) or not getattr(space, "spaces", [0]):
+        raise TypeError(f"{what} is {space}, which has no elements; give it at least one, for example a constant")
+    match space:
+        case gymnasium_spaces.Discrete():
+            if max(abs(int(space.start)), int(space.start + space.n)) > np.iinfo(np.int32).max:
+                raise TypeError(f"{what} is {space}, whose numbers exceed int32; wrap the environment")
+            if space.start == 0:
+                return spaces.Discrete(int(space.n))
+            return spaces.Box(space.start, space.start + space.n - 1, (), np.int32)
+        case gymnasium_spaces.Box():
+            dtype: Any = space.dtype
+            bounds = (space.low, space.high)
+            if dtype.itemsize == 8 and dtype.kind in "fiu":
+                dtype = np.dtype(f"{dtype.kind}4")
+            if dtype.kind in "iu":
+                bounds = (np.clip(bound, np.iinfo(dtype).min, np.iinfo(dtype).max) for bound in bounds)
+            with np.errstate(over="ignore"):  # to infinity
+                low, high = (np.asarray(bound).astype(dtype) for bound in bounds)
+            return spaces.Box(low, high, space.shape, dtype)
+        case gymnasium_spaces.MultiDiscrete():
+            return spaces.Box(space.start, space.start + space.nvec - 1, space.shape, np.int32)
+        case gymnasium_spaces.MultiBinary():
+            return spaces.Box(0, 1, space.shape, np.int8)
+        case gymnasium_spaces.Tuple():
+            return spaces.Tuple(tuple(converted(part, what) for part in space.spaces))
+        case gymnasium_spaces.Dict():
+            return spaces.Dict({name: converted(part, what) for name, part in space.spaces.items()})
+    raise TypeError(f"{what} is {space}, which has no counterpart here; use Box, Discrete, MultiDiscrete, Tuple or Dict")

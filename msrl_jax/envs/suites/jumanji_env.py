@@ -1,7 +1,6 @@
 """Environments of Jumanji (https://github.com/instadeepai/jumanji; Bonnet et al. 2023, arXiv 2306.09884)."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, strong
+from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common
 
 _OWN = {
@@ -23,18 +22,9 @@ _OWN = {
 
 
 def make(name: str, **params: Any) -> Environment:
-    """Builds an environment of Jumanji.
+    """An environment of Jumanji, such as "Snake-v1"; a `MultiAgentEnvironment` if several agents act in it.
 
-    Args:
-      name: one of its names, such as "Snake-v1".
-      **params: arguments of the environment's constructor, such as `time_limit`.
-
-    Returns:
-      The environment; a `MultiAgentEnvironment` if several agents act in it.
-
-    Raises:
-      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
-      RuntimeError: if the environment needs data that cannot be loaded.
+    Parameters are arguments of its constructor, such as `time_limit`.
     """
     registration = common.load("jumanji").registration
     common.check_name("Jumanji", name, registration._REGISTRY)
@@ -51,41 +41,26 @@ def make(name: str, **params: Any) -> Environment:
 
 
 class JumanjiState(NamedTuple):
-    """A state of an environment of Jumanji.
-
-    Attributes:
-      env_state: the state of the suite.
-      mask: the legal actions, `[n]` or, of several agents, `[A, n]` bool; `()` if all are legal.
-    """
+    """A state of the suite, and the legal actions, `[n]` or, of several agents, `[A, n]` bool; `()` if all are legal."""
 
     env_state: PyTree
     mask: PyTree
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class JumanjiEnvironment:
     """An environment of Jumanji with one agent, without automatic reset.
 
     Several discrete actions become one, whose number counts their combinations in row-major order. Observations are dicts of
     the suite's fields; legal actions are no part of them. An end with the suite's discount of 0 is a termination; in many of
     its environments the end of the time is one.
-
-    Attributes:
-      env: the environment of the suite.
-      name: its name in messages.
     """
 
-    env: Any
-    name: str
-    observation_space: spaces.Space = dataclasses.field(init=False)
-    action_space: spaces.Space = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        _, obs = common.emitted(self.reset)
-        object.__setattr__(self, "observation_space", _space(self.env.observation_spec, obs))
-        spec = self.env.action_spec
-        action_space = spaces.Discrete(math.prod(_sizes(spec))) if _sizes(spec) else _space(spec, spec)
-        object.__setattr__(self, "action_space", action_space)
+    def __init__(self, env: Any, name: str):
+        self.env, self.name, self._sizes = env, name, _sizes(spec := env.action_spec)
+        mask = getattr(emitted(env.reset)[1].observation, "action_mask", None)
+        self._masked = mask is not None and mask.shape == self._sizes
+        self.observation_space = _space(env.observation_spec, emitted(self.reset)[1])
+        self.action_space = spaces.Discrete(math.prod(self._sizes)) if self._sizes else _space(spec, spec)
 
     @property
     def action_mask(self) -> Callable[[JumanjiState], jax.Array]:
@@ -94,24 +69,18 @@ class JumanjiEnvironment:
             raise AttributeError(f"{self.name} does not name its legal actions", name="action_mask", obj=self)
         return lambda state: state.mask
 
-    @functools.cached_property
-    def _masked(self) -> bool:
-        mask = getattr(common.emitted(self.env.reset)[1].observation, "action_mask", None)
-        return mask is not None and mask.shape == _sizes(self.env.action_spec)
-
     def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
         """Starts an episode."""
         with common.quiet():
             state, first = strong(self.env.reset(key))
         return self._state(state, first), self._observe(first)
 
-    def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> common.Stepped:
+    def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
-        spec = self.env.action_spec
-        if len(_sizes(spec)) > 1:
-            action = jnp.stack(jnp.unravel_index(action, _sizes(spec)))
+        if len(self._sizes) > 1:
+            action = jnp.stack(jnp.unravel_index(action, self._sizes))
         with common.quiet():
-            env_state, after = strong(self.env.step(state.env_state, action.astype(spec.dtype)))
+            env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
         terminated = after.last() & (after.discount == 0)
         return self._state(env_state, after), self._observe(after), after.reward, terminated, after.last() & ~terminated
 
@@ -123,37 +92,24 @@ class JumanjiEnvironment:
         return {name: part for name, part in fields.items() if not (self._masked and name == "action_mask")}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class JumanjiTeam:
     """An environment of Jumanji in which several agents act, without automatic reset.
 
-    Every agent sees what is common to all, its own entries of what is not, and its number. A reward or an end that the suite
-    gives to all together, every agent gets.
-
-    Attributes:
-      env: the environment of the suite.
-      name: its name in messages.
-      own: the fields of observations that have one entry for each agent.
+    Every agent sees what is common to all, its own entries of the fields `own`, and its number. A reward or an end that the
+    suite gives to all together, every agent gets.
     """
 
-    env: Any
-    name: str
-    own: tuple[str, ...]
-    agents: tuple[str, ...] = dataclasses.field(init=False)
-    observation_space: spaces.Dict = dataclasses.field(init=False)
-    action_space: spaces.Space = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        spec, first = self.env.action_spec, common.emitted(self.env.reset)[1]
-        object.__setattr__(self, "agents", tuple(f"agent_{i}" for i in range(spec.shape[0])))
+    def __init__(self, env: Any, name: str, own: tuple[str, ...]):
+        self.env, self.name, self.own = env, name, own
+        spec, first = env.action_spec, emitted(env.reset)[1]
+        self.agents = tuple(f"agent_{i}" for i in range(spec.shape[0]))
         mask = getattr(first.observation, "action_mask", None)
-        space = _of_one(_space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
-        object.__setattr__(self, "action_space", space)
-        declared = _space(self.env.observation_spec, _fields(first.observation))
+        self.action_space = _of_one(_space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
+        declared = _space(env.observation_spec, _fields(first.observation))
         assert isinstance(declared, spaces.Dict)
-        parts = {name: _of_one(part) if name in self.own else part for name, part in declared.spaces.items()}
+        parts = {name: _of_one(part) if name in own else part for name, part in declared.spaces.items()}
         parts.pop("action_mask", None)
-        object.__setattr__(self, "observation_space", spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))}))
+        self.observation_space = spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))})
 
     @property
     def action_mask(self) -> Callable[[JumanjiState], jax.Array]:
@@ -168,7 +124,7 @@ class JumanjiTeam:
             state, first = strong(self.env.reset(key))
         return self._state(state, first), self._observe(first)
 
-    def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> common.Stepped:
+    def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
         with common.quiet():
             env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
@@ -209,24 +165,16 @@ def _fields(value: Any) -> Any:
     return value
 
 
-def _space(spec: Any, emitted: Any) -> spaces.Space:
-    """The space of what an environment emits, with the bounds that its specification declares, if they fit.
-
-    Args:
-      spec: the specification of the suite.
-      emitted: arrays, or dicts of them, or what stands for their shapes.
-
-    Returns:
-      The space.
-    """
-    if isinstance(emitted, Mapping):
+def _space(spec: Any, x: Any) -> spaces.Space:
+    """The space of arrays `x`, or dicts of them, with the bounds that the suite's specification declares, if they fit."""
+    if isinstance(x, Mapping):
         parts = vars(spec).get("_specs", {}) if spec is not None else {}
-        return spaces.Dict({name: _space(parts.get(name), part) for name, part in emitted.items()})
-    if emitted.dtype == bool or not hasattr(spec, "minimum") or spec.shape != emitted.shape:
-        return common.unbounded(emitted)
-    if isinstance(getattr(spec, "num_values", None), int) and emitted.shape == ():
-        return spaces.Discrete(spec.num_values, emitted.dtype)
-    return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), emitted.shape, emitted.dtype)
+        return spaces.Dict({name: _space(parts.get(name), part) for name, part in x.items()})
+    if x.dtype == bool or not hasattr(spec, "minimum") or spec.shape != x.shape:
+        return common.unbounded(x)
+    if isinstance(getattr(spec, "num_values", None), int) and x.shape == ():
+        return spaces.Discrete(spec.num_values, x.dtype)
+    return spaces.Box(np.asarray(spec.minimum), np.asarray(spec.maximum), x.shape, x.dtype)
 
 
 def _of_one(space: spaces.Space) -> spaces.Space:

@@ -3,26 +3,16 @@
 import subprocess
 from typing import Any
 
-from msrl_jax.envs.reset_pool import ResetPool
 from msrl_jax.envs.suites import common
-from msrl_jax.envs.suites.brax_env import BraxEnvironment, limited
+from msrl_jax.envs.suites.brax_env import limited
+from msrl_jax.envs.wrappers import ResetPool
 
 
 def make(name: str, *, reset_ratio: int = 512, **params: Any) -> ResetPool:
-    """Builds an environment of MuJoCo Playground.
+    """An environment of MuJoCo Playground, such as "CheetahRun"; `reset_ratio` is that of `ResetPool`.
 
-    Args:
-      name: one of its names, such as "CheetahRun".
-      reset_ratio: steps between two resets of a copy (`ResetPool`), because some resets let the bodies fall for 200 steps.
-      **params: values of the environment's config, such as `ctrl_dt`, `episode_length` and `action_repeat`. The physics is
-        `impl="jax"`, the same on all platforms, unless it is given.
-
-    Returns:
-      The environment.
-
-    Raises:
-      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
-      RuntimeError: if the environment needs meshes that cannot be fetched.
+    A pool, because some resets let the bodies fall for 200 steps. Other parameters are values of the environment's config, such
+    as `ctrl_dt`, `episode_length` and `action_repeat`; the physics is `impl="jax"`, the same on all platforms, unless given.
     """
     registry = common.load("mujoco_playground").registry
     common.check_name("MuJoCo Playground", name, registry.ALL_ENVS)
@@ -39,4 +29,4 @@ def make(name: str, *, reset_ratio: int = 512, **params: Any) -> ResetPool:
             f"({error}); connect to the internet, or take one of the DeepMind Control Suite, such as playground:CheetahRun"
         ) from error
     config.update(values)
-    return ResetPool(limited(BraxEnvironment(env, full), config.episode_length, config.get("action_repeat", 1)), reset_ratio)
+    return ResetPool(limited(env, full, config.episode_length, config.get("action_repeat", 1)), reset_ratio)

@@ -8,26 +8,15 @@ import jax.numpy as jnp
 
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.base import PyTree, Stepped, strong
 from msrl_jax.envs.suites import common
 
 
 def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGridEnvironment":
-    """Builds an environment of XLand-MiniGrid.
+    """An environment of XLand-MiniGrid, such as "MiniGrid-DoorKey-5x5"; `params` are fields of its `EnvParams`.
 
-    Args:
-      name: one of its names, such as "MiniGrid-DoorKey-5x5" or "XLand-MiniGrid-R1-9x9".
-      benchmark: a benchmark of XLand-MiniGrid, such as "small-1m", which is downloaded at first use; every episode of an
-        XLand environment then has a task drawn from it. Without one, the task is `ruleset`, by default the empty one, which
-        gives no reward.
-      **params: fields of its `EnvParams`, such as `view_size` and `max_steps`.
-
-    Returns:
-      The environment.
-
-    Raises:
-      ValueError: on an unknown name or benchmark, on a parameter that the environment lacks, or a value that it refuses.
-      RuntimeError: if the benchmark cannot be downloaded.
+    Every episode of an XLand environment ("XLand-MiniGrid-R1-9x9") has a task drawn from a benchmark, such as "small-1m", which
+    is downloaded at first use. Without one, the task is `ruleset`, by default the empty one, which gives no reward.
     """
     xminigrid = common.load("xminigrid")
     common.check_name("XLand-MiniGrid", name, xminigrid.registered_environments())
@@ -56,32 +45,19 @@ def _load_benchmark(full: str, xminigrid: Any, name: str) -> Any:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class XMiniGridEnvironment:
     """An environment of XLand-MiniGrid without automatic reset.
 
     Observations are the tiles that the agent sees, `[view_size, view_size, 2]` uint8: a kind and a color, each as a number.
-
-    Attributes:
-      env: the environment of the suite.
-      params: its `EnvParams`.
-      name: its name in messages.
-      tasks: the benchmark that tasks are drawn from; None if all episodes have the task of `params`.
+    Tasks are drawn from the benchmark `tasks`; if it is None, all episodes have the task of the `EnvParams` `params`.
     """
 
-    env: Any
-    params: Any
-    name: str
-    tasks: Any = None
-    observation_space: spaces.Box = dataclasses.field(init=False)
-    action_space: spaces.Discrete = dataclasses.field(init=False)
-
-    def __post_init__(self):
+    def __init__(self, env: Any, params: Any, name: str, tasks: Any = None):
+        self.env, self.params, self.name, self.tasks = env, params, name, tasks
         constants = common.load("xminigrid.core.constants")
-        shape = tuple(self.env.observation_shape(self.params))
         highest = [constants.NUM_TILES - 1, constants.NUM_COLORS - 1]
-        object.__setattr__(self, "observation_space", spaces.Box(0, highest, shape, jnp.uint8))
-        object.__setattr__(self, "action_space", spaces.Discrete(self.env.num_actions(self.params)))
+        self.observation_space = spaces.Box(0, highest, tuple(env.observation_shape(params)), jnp.uint8)
+        self.action_space = spaces.Discrete(env.num_actions(params))
 
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode."""
@@ -92,14 +68,11 @@ class XMiniGridEnvironment:
         first = strong(self.env.reset(params, key))
         return first.state, first.observation
 
-    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> common.Stepped:
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
         # A step of the suite reads nothing but the state of the step before.
-        before = self._timestep(state=state, step_type=None, reward=None, discount=None, observation=None)
+        kind = common.load("xminigrid.types").TimeStep
+        before = kind(state=state, step_type=None, reward=None, discount=None, observation=None)
         after = strong(self.env.step(self.params, before, action))
         terminated = after.last() & (after.discount == 0)
         return after.state, after.observation, after.reward, terminated, after.last() & ~terminated
-
-    @property
-    def _timestep(self) -> Any:
-        return common.load("xminigrid.types").TimeStep

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.envs import GymnasiumEnvironment
-from msrl_jax.envs.host import workers
+from msrl_jax.envs import GymnasiumEnvironment, workers
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
 
@@ -176,7 +175,7 @@ def test_workers_stop_with_their_parent_however_it_ends(tmp_path):
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
-from tests.envs.host.test_workers import simulators, GymnasiumEnvironment, Counting
+from tests.envs.test_workers import simulators, GymnasiumEnvironment, Counting
 import functools
 sim, number, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
 steps, _ = sim.reset(number, seed)

@@ -1,53 +1,70 @@
-"""`HostVectorized`: simulators on the host as a vector environment."""
+"""Simulators on the host, in worker processes or threads, as vector environments.
+
+In the shape descriptions, `N` is the number of environments in one call.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep
+from msrl_jax.envs.base import PyTree, TimeStep, WithoutStatistics
 from msrl_jax.envs.check_types import as_actions, check_key
-from msrl_jax.envs.host.base import Simulators
 from msrl_jax.fragments.graph.host import host_fragment, received
 from msrl_jax.fragments.metrics import Mean
 
 
+class Outcome(NamedTuple):
+    """What a step of `N` environments led to, as in `TimeStep`; NumPy arrays `[N, ...]` that nothing else writes to."""
+
+    obs: Any
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    final_obs: Any
+    present: np.ndarray
+
+
+class Simulators(Protocol):
+    """`E` environments outside of JAX, with automatic reset."""
+
+    def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
+        """Starts episodes of the environments with the numbers `envs` `[N]` int32 and the seeds `[N]` uint32.
+
+        Returns the first observations `[N, ...]`.
+        """
+        ...
+
+    def start(self, envs: np.ndarray, action: np.ndarray) -> Callable[[], Outcome]:
+        """Starts a step of environments `[N]` int32 with the actions `[N, ...]`; returns a function that waits for its end."""
+        ...
+
+    def close(self) -> None:
+        """Ends them."""
+        ...
+
+
 class HostState(NamedTuple):
-    """What the state of a run knows of simulators on the host; the rest of their state is theirs.
+    """What the state of a run knows of simulators on the host; the rest of their state is theirs. `[E]`"""
 
-    Attributes:
-      number: the number of each environment. `[E]` int32
-      seed: its seed. `[E]` uint32
-      steps: its steps, modulo 2**32. `[E]` uint32
-      asked: its steps since `pop_episodes`. `[E]` float32
-      absent: those of them that it did not answer. `[E]` float32
-    """
-
-    number: jax.Array
-    seed: jax.Array
-    steps: jax.Array
-    asked: jax.Array
-    absent: jax.Array
+    number: jax.Array  # int32
+    seed: jax.Array  # uint32
+    steps: jax.Array  # uint32, modulo 2**32
+    asked: jax.Array  # float32: steps since `pop_episodes`
+    absent: jax.Array  # float32: those of them that the environment did not answer
 
 
 @dataclass(frozen=True)
-class HostVectorized:
+class HostVectorized(WithoutStatistics):
     """`E` environments on the host as a `VectorEnvironment`.
 
     Its step is a call of the host between programs. The state names the step that each simulator has to be at. If one is at
     another, because a run was resumed or an old state was used again, it begins a new episode, and the step counts for
     nothing: `present` is False.
-
-    Attributes:
-      name: the name of the environment.
-      num_envs: number of environments, `E`.
-      observation_space: the space of one environment's observations.
-      action_space: the space of one environment's actions.
-      simulators: the simulators.
     """
 
     name: str
@@ -55,7 +72,6 @@ class HostVectorized:
     observation_space: spaces.Space
     action_space: spaces.Space
     simulators: "Stepping"
-    axes = ENV_AXIS
     on_host = True
 
     def reset(self, key: jax.Array) -> tuple[HostState, PyTree]:
@@ -85,35 +101,17 @@ class HostVectorized:
         share = Mean(state.absent.sum(), state.asked.sum())
         return state._replace(asked=zero, absent=zero), {"absent": share}
 
-    def observe(self, state: HostState, obs: PyTree) -> PyTree:
-        """Returns the observations unchanged."""
-        return obs
-
-    def statistics(self, state: HostState) -> tuple[()]:
-        """Returns `()`: there are no statistics."""
-        return ()
-
-    def with_statistics(self, state: HostState, statistics: tuple[()]) -> HostState:
-        """Returns the state unchanged."""
-        return state
-
     def _observations(self, count: int) -> PyTree:
         one = spaces.struct(self.observation_space)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), one)
 
 
 class Stepping:
-    """Simulators that are made at the first reset, and that know at which step each environment is."""
+    """Simulators that `make` starts at the first reset, and that know at which step each of the `E` environments is."""
 
     makes_new_arrays = True
 
     def __init__(self, make: Callable[[], Simulators], num_envs: int):
-        """Remembers how to make the simulators.
-
-        Args:
-          make: makes them; nothing is started before.
-          num_envs: number of environments, `E`.
-        """
         self._make, self._simulators = make, None
         self._steps = np.zeros(num_envs, np.uint32)
         self._started = np.zeros(num_envs, bool)

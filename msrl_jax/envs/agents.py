@@ -1,4 +1,4 @@
-"""Parallel copies of an environment with several agents: automatic reset, absent agents, statistics of episodes."""
+"""Parallel copies of environments with several agents: automatic reset, absent agents, statistics of episodes; teams."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,28 +7,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from msrl_jax.envs import param_source
-from msrl_jax.envs.agents.base import MultiAgentEnvironment, MultiAgentTimeStep
-from msrl_jax.envs.base import ENV_AXIS, MaskedObservation, PyTree, Wrapper, strong
+from msrl_jax.envs.base import (
+    MaskedObservation,
+    MultiAgentEnvironment,
+    MultiAgentTimeStep,
+    PyTree,
+    WithoutStatistics,
+    Wrapper,
+    emitted,
+    strong,
+)
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
-from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action
-from msrl_jax.envs.params import ParamSource
+from msrl_jax.envs.masks import has_masks, illegal_action, no_legal_action, unmasked
+from msrl_jax.envs.params import ParamSource, after_step, means, sources, with_source
 from msrl_jax.fragments.metrics import Mean
 
 
 class AgentsState(NamedTuple):
-    """The state of `E` environments with `A` agents.
+    """The state of `E` environments with `A` agents: that of `Vectorized`, and statistics as in `EpisodeStatistics`.
 
-    Attributes:
-      key: one typed PRNG key per environment, for all its randomness. `[E]`
-      env_state: the states of the environments. `[E, ...]`
-      absent: which agents have terminated before the end of their episode. `[E, A]` bool
-      episode_return: undiscounted sums of the rewards of the running episodes. `[E, A]` float32
-      episode_length: lengths of the running episodes, in steps. `[E]` float32
-      return_sum: sums of the returns of the episodes completed since `pop_episodes`. `[E, A]` float32
-      length_sum: sums of the lengths of these episodes. `[E]` float32
-      num_episodes: numbers of these episodes. `[E]` float32
-      source: what the parameters of the next episodes are drawn from, if these are data; else `()`. `[E, ...]`
+    `absent` `[E, A]` tells which agents have terminated before the end of their episode. Returns are `[E, A]`, lengths and
+    numbers of episodes `[E]`, float32.
     """
 
     key: jax.Array
@@ -65,7 +64,7 @@ def vectorize_agents(
 
 
 @dataclass(frozen=True)
-class VectorizedAgents(Wrapper):
+class VectorizedAgents(WithoutStatistics, Wrapper):
     """`E` parallel copies of an environment with `A` agents, with automatic reset and statistics of episodes.
 
     Environments do not depend on each other, and each has its own key, as in `vectorize`.
@@ -79,7 +78,6 @@ class VectorizedAgents(Wrapper):
     env: MultiAgentEnvironment
     num_envs: int
     teams: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]], hash=False)
-    axes = ENV_AXIS
 
     def __post_init__(self):
         check_types(self.env, several=True)
@@ -97,12 +95,7 @@ class VectorizedAgents(Wrapper):
     @property
     def state_size(self) -> int:
         """The length of a global state, `S`."""
-
-        def one(key):
-            env_state, obs = self.env.reset(key)
-            return self._global_state(env_state, obs)
-
-        return jax.eval_shape(one, jax.eval_shape(lambda: jax.random.key(0))).shape[0]
+        return emitted(lambda key: self._global_state(*self.env.reset(key))).shape[0]
 
     def reset(self, key: jax.Array) -> tuple[AgentsState, PyTree]:
         """Starts all environments; returns the state and the first observations `[E, A, ...]`."""
@@ -110,19 +103,18 @@ class VectorizedAgents(Wrapper):
 
         def reset_one(key, source):
             key, reset_key = jax.random.split(key)
-            env_state, obs = strong(param_source.with_source(self.env, source).reset(reset_key))
+            env_state, obs = strong(with_source(self.env, source).reset(reset_key))
             absent = jnp.zeros(self.num_agents, bool)
             return key, env_state, absent, self._observation(env_state, obs, absent)
 
-        source = param_source.sources(self.env, self.num_envs)
+        source = sources(self.env, self.num_envs)
         key, env_state, absent, obs = jax.vmap(reset_one)(jax.random.split(key, self.num_envs), source)
         per_agent, per_env = jnp.zeros(absent.shape), jnp.zeros(self.num_envs)
         return AgentsState(key, env_state, absent, per_agent, per_env, per_agent, per_env, per_env, source), obs
 
     def global_state(self, state: AgentsState, obs: PyTree) -> jax.Array:
         """The global states, given the observations that belong to the state. `[E, S]` float32."""
-        plain = obs.obs if isinstance(obs, MaskedObservation) else obs
-        return jax.vmap(self._global_state)(state.env_state, plain)
+        return jax.vmap(self._global_state)(state.env_state, unmasked(obs))
 
     def step(self, state: AgentsState, action: PyTree) -> tuple[AgentsState, MultiAgentTimeStep]:
         """Advances every environment by one action of every agent `[E, A, ...]`, and resets environments that ended."""
@@ -139,14 +131,12 @@ class VectorizedAgents(Wrapper):
             terminated |= absent
             ended = truncated | terminated.all()
             final_obs, final_state = self._observation(env_state, obs, terminated), self._global_state(env_state, obs)
-            fresh = strong(param_source.with_source(self.env, source).reset(reset_key))
+            fresh = strong(with_source(self.env, source).reset(reset_key))
             env_state, obs = jax.tree.map(lambda new, old: jnp.where(ended, new, old), fresh, (env_state, obs))
             gone = terminated & ~ended
             obs, joint = self._observation(env_state, obs, gone), self._global_state(env_state, obs)
-            time_step = MultiAgentTimeStep(
-                obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state
-            )
-            return key, env_state, gone, time_step
+            t = MultiAgentTimeStep(obs, reward, terminated, truncated, final_obs, ~absent, ended, joint, final_state)
+            return key, env_state, gone, t
 
         key, env_state, absent, t = jax.vmap(step_one)(state.key, state.env_state, state.absent, action, state.source)
         ended = t.ended[:, None]
@@ -160,22 +150,18 @@ class VectorizedAgents(Wrapper):
             return_sum=state.return_sum + jnp.where(ended, episode_return, 0),
             length_sum=state.length_sum + jnp.where(t.ended, episode_length, 0),
             num_episodes=state.num_episodes + t.ended,
-            source=param_source.after_step(state.source, self.num_envs),
+            source=after_step(state.source, self.num_envs),
         )
         return state, t
 
     def pop_episodes(self, state: AgentsState) -> tuple[AgentsState, dict[str, Mean]]:
         """Returns the means over completed episodes, and resets the sums.
 
-        Args:
-          state: the state with the sums since the last call.
-
-        Returns:
-          The state with zero sums; and the means `episode_return` (undiscounted, summed over all agents), `episode_length`
-          (in steps), and `episode_return/TEAM` (summed over the agents of a team) if there are several teams.
+        They are `episode_return` (undiscounted, summed over all agents), `episode_length` (in steps), and `episode_return/TEAM`
+        (summed over the agents of a team) if there are several teams.
         """
         count, returns = jnp.sum(state.num_episodes), state.return_sum.sum(0)
-        metrics = param_source.means(state.env_state) | {
+        metrics = means(state.env_state) | {
             "episode_return": Mean(returns.sum(), count),
             "episode_length": Mean(jnp.sum(state.length_sum), count),
         }
@@ -184,18 +170,6 @@ class VectorizedAgents(Wrapper):
                 metrics[f"episode_return/{team}"] = Mean(returns[jnp.array(members)].sum(), count)
         zeros = {name: jnp.zeros_like(getattr(state, name)) for name in ("return_sum", "length_sum", "num_episodes")}
         return state._replace(**zeros), metrics
-
-    def observe(self, state: AgentsState, obs: PyTree) -> PyTree:
-        """Returns the observations unchanged."""
-        return obs
-
-    def statistics(self, state: AgentsState) -> tuple[()]:
-        """Returns `()`: there are no running statistics."""
-        return ()
-
-    def with_statistics(self, state: AgentsState, statistics: tuple[()]) -> AgentsState:
-        """Returns the state unchanged."""
-        return state
 
     def _faults(
         self, reward: jax.Array, before: PyTree, after: PyTree, action: Any, absent: jax.Array, terminated: jax.Array
@@ -207,7 +181,7 @@ class VectorizedAgents(Wrapper):
         return illegal_action(no_legal_action(reward, missing), ~absent & ~legal)
 
     def _observation(self, env_state: PyTree, obs: PyTree, absent: jax.Array) -> PyTree:
-        """The observations of one environment; with masks if it has any. Absent agents may do anything: nobody looks."""
+        """The observations of one environment, with masks if it has any; the actions of absent agents are legal and ignored."""
         if not has_masks(self.env):
             return obs
         return MaskedObservation(obs, self.env.action_mask(env_state) | absent[:, None])  # type: ignore[attr-defined]
@@ -217,3 +191,57 @@ class VectorizedAgents(Wrapper):
         if hasattr(self.env, "global_state"):
             return self.env.global_state(env_state).astype(jnp.float32)  # type: ignore[attr-defined]
         return jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in jax.tree.leaves(obs)])
+
+
+class JointObservation(NamedTuple):
+    """What a team observes at once.
+
+    Attributes:
+      obs: the observations of the agents. `[..., A, ...]`
+      state: the global state; `()` if the team learns without it. `[..., S]` float32
+      present: which agents are still in the episode. `[..., A]` bool
+    """
+
+    obs: PyTree
+    state: jax.Array | tuple[()]
+    present: jax.Array
+
+
+@dataclass(frozen=True)
+class TeamView(Wrapper):
+    """What a team of `A` agents sees of environments that it may share with other teams.
+
+    If it is `central`, it learns from the global state, which can be larger than all that the agents observe.
+    """
+
+    env: VectorizedAgents
+    num_agents: int
+    central: bool = True
+
+    @property
+    def num_envs(self) -> int:
+        """The number of environments, `E`."""
+        return self.env.num_envs
+
+    @property
+    def state_size(self) -> int:
+        """The length of a global state, `S`."""
+        return self.env.state_size
+
+    @property
+    def observation_type(self) -> JointObservation:
+        """Shapes and dtypes of one joint observation."""
+        _, obs = emitted(self.env.reset)
+        obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.num_agents, *x.shape[2:]), x.dtype), obs)
+        state = jax.ShapeDtypeStruct((self.state_size,), jnp.float32)
+        return self.join(obs, state, jax.ShapeDtypeStruct((self.num_agents,), jnp.bool_))  # type: ignore[arg-type]
+
+    def join(self, obs: PyTree, state: jax.Array, present: jax.Array) -> JointObservation:
+        """Joins the agents' observations `[..., A, ...]`, global states `[..., S]` and who is present `[..., A]`."""
+        return JointObservation(obs, state if self.central else (), present)
+
+    def observe(self, obs: PyTree) -> JointObservation:
+        """Completes observations `[E, A, ...]` for acting, which depends neither on the global state nor on who is present."""
+        num_envs = jax.tree.leaves(obs)[0].shape[0]
+        present = jnp.ones((num_envs, self.num_agents), bool)
+        return self.join(obs, jnp.zeros((num_envs, self.state_size)), present)

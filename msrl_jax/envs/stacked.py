@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.agents.base import MultiAgentEnvironment
-from msrl_jax.envs.base import PyTree, env_name, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, env_name, strong
 from msrl_jax.envs.check_types import check_names, check_space, compare_types, returned, show
 from msrl_jax.envs.masks import has_masks
 
@@ -91,13 +90,11 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
 
 def _common(name: str, what: str, table: dict[str, spaces.Space], merge: "Callable[..., spaces.Space | None]") -> spaces.Space:
     """The one space of all agents."""
-    agents = list(table)
-    common = table[agents[0]]
-    for i, agent in enumerate(agents):
-        other = table[agent]
+    common = next(iter(table.values()))
+    for agent, other in table.items():
         merged = common if other == common else merge(common, other)
         if merged is None:
-            first = next(a for a in agents[:i] if table[a] != other and merge(table[a], other) is None)
+            first = next(a for a in table if table[a] != other and merge(table[a], other) is None)
             raise ValueError(
                 f"{name}: the {what} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {other}; only "
                 "vectors (for actions, with equal bounds) and Discrete spaces, of one dtype, can be padded to one space; give "
@@ -128,10 +125,9 @@ def _widened(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
     if (boxes := _boxes(a, b)) is None:
         return _larger(a, b)
     long, short = boxes
-    if long.shape == short.shape:
-        low, high = short.low, short.high
-    else:
-        low, high = (np.pad(bound, (0, long.shape[0] - short.shape[0])) for bound in (short.low, short.high))
+    low, high = short.low, short.high
+    if long.shape != short.shape:
+        low, high = (np.pad(bound, (0, long.shape[0] - short.shape[0])) for bound in (low, high))
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
 
 
@@ -154,13 +150,7 @@ class StackedAgents:
     """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
 
     def __init__(self, env: DictEnvironment, observation_space: spaces.Space, action_space: spaces.Space):
-        """Stacks an environment.
-
-        Args:
-          env: the environment that speaks in dicts.
-          observation_space: the one space of observations.
-          action_space: the one space of actions.
-        """
+        """Stacks an environment whose agents get these spaces."""
         self.env, self.name, self.agents = env, env_name(cast(Any, env)), tuple(env.agents)
         self.observation_space, self.action_space = observation_space, action_space
         own = [env.action_spaces[agent] for agent in self.agents]
@@ -177,14 +167,11 @@ class StackedAgents:
         state, obs = returned(self.env.reset(key), f"{self.name}.reset", "state, obs")
         return state, self._stack_observations(obs, "reset")
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: PyTree
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         """Advances an episode by one action of every agent `[A, ...]`."""
         stepped = self.env.step(key, state, {agent: self._own_action(i, action) for i, agent in enumerate(self.agents)})
-        state, obs, reward, terminated, truncated = returned(
-            stepped, f"{self.name}.step", "state, obs, reward, terminated, truncated"
-        )
+        parts = "state, obs, reward, terminated, truncated"
+        state, obs, reward, terminated, truncated = returned(stepped, f"{self.name}.step", parts)
         reward = jnp.stack([jnp.float32(x) for x in self._scalars(reward, "the rewards", None)])
         terminated = jnp.stack(self._scalars(terminated, "terminated", bool))
         if isinstance(truncated, Mapping):

@@ -25,7 +25,7 @@ import numpy as np
 
 from msrl_jax import _simulate
 from msrl_jax._simulate import Layout, Order
-from msrl_jax.envs.host.base import Outcome
+from msrl_jax.envs.host import Outcome
 
 _log = logging.getLogger("msrl_jax")
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0
@@ -37,13 +37,7 @@ _START = 60.0
 
 @dataclass(frozen=True)
 class Faults:
-    """How to treat environments that misbehave.
-
-    Attributes:
-      timeout: seconds after which a worker that has not answered counts as hanging; it is ended and started again.
-      drop_slowest: share of the environments for which a step does not wait. Their rewards count in the statistics of
-        episodes, but nothing is learned from these steps. Environments of one worker are late together.
-    """
+    """How to treat environments that misbehave: see `GymnasiumEnvironment`."""
 
     timeout: float = 60.0
     drop_slowest: float = 0.0
@@ -103,8 +97,7 @@ class _Process:
 class Workers:
     """`E` environments in worker processes; see `Simulators`.
 
-    Attributes:
-      failures: how often an environment failed, or was lost with its worker.
+    `failures` counts how often an environment failed, or was lost with its worker.
     """
 
     def __init__(
@@ -117,15 +110,9 @@ class Workers:
         num_workers: int,
         faults: Faults,
     ):
-        """Starts the workers.
+        """Starts the workers, at most one for each environment.
 
-        Args:
-          name: the name of the environment, for messages.
-          factory: a pickled function that makes an environment.
-          layout: the shared memory.
-          unflatten: makes an observation of its arrays.
-          num_workers: number of processes, at most one for each environment.
-          faults: how to treat environments that misbehave.
+        `factory` is a pickled function that makes an environment; `unflatten` makes an observation of its arrays.
         """
         self._name, self._factory, self._layout, self._unflatten, self._faults = name, factory, layout, unflatten, faults
         with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:

@@ -12,7 +12,7 @@ import pytest
 from msrl_jax import cli, envs
 from msrl_jax._spec import parse_spec
 from msrl_jax._suites import SUITES
-from msrl_jax.envs.agents.jaxmarl_env import _registration
+from msrl_jax.envs.suites.jaxmarl_env import _registration
 from tests.support import processes
 
 NAMES = [*SUITES["jaxmarl"].own_names, "LearnedPolicyEnemySMAX"]

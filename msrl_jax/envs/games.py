@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import MaskedObservation
+from msrl_jax.envs.base import MaskedObservation, Stepped
 
 _PLAYERS = ("player_0", "player_1")
 
@@ -36,9 +36,7 @@ class RockPaperScissors:
         """Starts an episode: there is nothing to know, and the observations `[2, 1]` are 0."""
         return (), jnp.zeros((2, 1))
 
-    def step(
-        self, key: jax.Array, state: tuple[()], action: jax.Array
-    ) -> tuple[tuple[()], jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: tuple[()], action: jax.Array) -> Stepped:
         """Plays the game with the actions `[2]`."""
         payoff = jnp.asarray(self.payoffs, jnp.float32)[action[0], action[1]]
         return (), jnp.zeros((2, 1)), jnp.stack([payoff, -payoff]), jnp.ones(2, bool), jnp.asarray(False)
@@ -48,29 +46,16 @@ class RockPaperScissors:
         return jnp.zeros((2, 1, 1))
 
     def exploitability(self, policy: ArrayLike) -> float:
-        """How much both players could gain on average by best responses; at most 1.
+        """How much both players could gain on average by best responses to a policy `[2, I=1, 3]`; at most 1, in float64.
 
-        Args:
-          policy: probabilities of the actions. `[2, I=1, 3]`
-
-        Returns:
-          The exploitability, computed in float64.
-
-        Raises:
-          ValueError: if these are no probabilities.
+        Raises ValueError unless these are probabilities.
         """
         one, two = _checked(policy, np.ones((2, 1, 3), bool))[:, 0]
         return float(((self.payoffs @ two).max() + (-one @ self.payoffs).max()) / 2)
 
 
 class KuhnState(NamedTuple):
-    """The state of Kuhn poker.
-
-    Attributes:
-      cards: the cards of the players: 0 jack, 1 queen, 2 king. `[2]` int32
-      moves: the moves so far: 0 none yet, 1 pass, 2 bet. `[3]` int32
-      num_moves: their number. int32
-    """
+    """The cards `[2]` int32 (0 jack, 1 queen, 2 king), and the moves so far `[3]` int32 (0 none yet, 1 pass, 2 bet)."""
 
     cards: jax.Array
     moves: jax.Array
@@ -96,9 +81,7 @@ class KuhnPoker:
         state = KuhnState(jax.random.permutation(key, 3)[:2], jnp.zeros(3, jnp.int32), jnp.int32(0))
         return state, self._observe(state)
 
-    def step(
-        self, key: jax.Array, state: KuhnState, action: jax.Array
-    ) -> tuple[KuhnState, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: KuhnState, action: jax.Array) -> Stepped:
         """Plays the action of the player to move, of the actions `[2]`."""
         cards, moves, count = state
         bets = action[count % 2] == 2
@@ -133,16 +116,10 @@ class KuhnPoker:
         return MaskedObservation(*(jnp.stack([jnp.stack(own) for own in x]) for x in (obs, masks)))
 
     def exploitability(self, policy: ArrayLike) -> float:
-        """How much both players could gain on average by best responses.
+        """How much both players could gain on average by best responses to a policy `[2, I=6, 3]`; 11/24 for random play.
 
-        Args:
-          policy: probabilities of the actions in the states of `information_states`. `[2, I=6, 3]`
-
-        Returns:
-          The exploitability, computed in float64; 11/24 for random play.
-
-        Raises:
-          ValueError: if these are no probabilities of legal actions.
+        It is computed in float64. Raises ValueError unless these are probabilities of legal actions in the states of
+        `information_states`.
         """
         legal = np.broadcast_to([False, True, True], (2, 6, 3))
         one, two = (p[:, 2].reshape(2, 3) for p in _checked(policy, legal))

@@ -148,9 +148,9 @@ STEP = r"Leaving\.step"
         (stepping(lambda s, o, r, d, t: (s, o, r, r, t)), r"terminated of " + STEP + r" is int32\[3\]; .*bool\[3\]"),
         (stepping(lambda s, o, r, d, t: (s, o, r, d, d)), r"truncated of " + STEP + r" is bool\[3\]; return a scalar bool"),
         (changed(action_mask=lambda state: jnp.ones((3, 2), bool)), r"Leaving\.action_mask is bool\[3, 2\]; .*bool\[3, 4\]"),
-        (changed(action_mask=lambda state: jnp.ones((3, 4))), r"Leaving\.action_mask is float32\[3, 4\]; return one flag"),
-        (changed(action_mask=lambda state: {"one": state}), r"Leaving\.action_mask is a dict; return one flag per action"),
-        (changed(action_space=envs.Box(-1, 1, ())), r"Leaving has action_mask, but its actions are in Box"),
+        (changed(action_mask=lambda state: jnp.ones((3, 4))), r"Leaving\.action_mask is float32\[3, 4\]; return bool\[3, 4\]"),
+        (changed(action_mask=lambda state: {"one": state}), r"Leaving\.action_mask is a dict; return bool\[3, 4\], whether"),
+        (changed(action_space=envs.Box(-1, 1, ())), "only actions of a Discrete space can be illegal"),
         (changed(global_state=lambda state: state), r"Leaving\.global_state returned int32\[\]; return a vector"),
     ],
 )  # fmt: skip

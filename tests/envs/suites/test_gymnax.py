@@ -12,7 +12,7 @@ from gymnax.environments.classic_control.cartpole import CartPole
 from gymnax.utils import load_mnist
 
 from msrl_jax import envs
-from msrl_jax.envs.gymnax_env import GymnaxEnvironment
+from msrl_jax.envs.suites.gymnax_env import GymnaxEnvironment
 
 NUM_STEPS, NUM_ENVS = 600, 2
 COUNTERS = ("total_bad_episodes", "denoised_return")  # DeepSea carries them across resets; nothing depends on them

@@ -1,7 +1,8 @@
 """JaxMARL's environments (https://github.com/FLAIROx/JaxMARL) as environments with several agents."""
 
+import contextlib
 import dataclasses
-import inspect
+import functools
 import io
 import sys
 from collections.abc import Callable, Mapping
@@ -14,30 +15,20 @@ import numpy as np
 from msrl_jax._spelling import suggestion
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.agents.base import MultiAgentEnvironment
-from msrl_jax.envs.agents.stacked import stack_agents
-from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, strong
+from msrl_jax.envs.stacked import stack_agents
 from msrl_jax.envs.suites import common
 
-_PHYSICS = ("accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
-            "silent", "u_noise")  # fmt: skip
+_PHYSICS = {"accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
+            "silent", "u_noise"}  # fmt: skip
 """Arguments of JaxMARL's particle environments that are not in a signature."""
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
-    """Builds an environment of JaxMARL by name.
+    """An environment by its name in JaxMARL, with padded spaces if its agents differ (`stack_agents`).
 
-    Args:
-      name: one of `jaxmarl.registered_envs`.
-      **params: arguments of its constructor. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
-        `shaped_reward` of Overcooked is the weight of the shaped rewards, which are added to the others.
-
-    Returns:
-      The environment, with padded spaces if its agents differ (`stack_agents`).
-
-    Raises:
-      ImportError: if JaxMARL is missing, or a package that it needs for this environment.
-      ValueError: on an unknown name, on a parameter that the environment lacks, or a value that it refuses.
+    Parameters are arguments of its constructor. `scenario` of SMAX and `layout` of Overcooked may be names, such as `"3m"`.
+    `shaped_reward` of Overcooked is the weight of the shaped rewards, which are added to the others.
     """
     full = f"jaxmarl:{name}"
     common.check_name("JaxMARL", name, _registration().registered_envs)
@@ -50,12 +41,14 @@ def make(name: str, **params: Any) -> MultiAgentEnvironment:
         params = {key: _named(full, key, value) for key, value in params.items()}
         if suite.ending is _brax:
             params["auto_reset"] = False
+        make = functools.partial(_registration().make, name)
         try:
-            env = _registration().make(name, **params)
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            _refuse_unknown(full, params, _default(name))
-            raise ValueError(f"{full} cannot be made with {params}: {error}") from error
-        _refuse_unknown(full, params, env)
+            env = common.build(full, make, params)
+        except ValueError:
+            with contextlib.suppress(TypeError):  # without parameters it may be one that needs some
+                _check_params(full, suite, params, make())
+            raise
+        _check_params(full, suite, params, env)
         return stack_agents(JaxMARLEnvironment(env, full, suite, weight))
 
 
@@ -69,26 +62,11 @@ def _registration() -> Any:
         (sys.stdout, sys.stderr), sys.__stdout__ = streams, began_with  # type: ignore[misc]
 
 
-def _default(name: str) -> Any:
-    """The environment without parameters; None if it needs some."""
-    try:
-        return _registration().make(name)
-    except TypeError:
-        return None
-
-
-def _refuse_unknown(full: str, params: dict[str, Any], env: Any) -> None:
+def _check_params(full: str, suite: "_Suite", params: dict[str, Any], env: Any) -> None:
     """Raises ValueError on a parameter that no constructor has: those with `**kwargs` ignore it."""
-    if env is None:
-        return
-    kinds = [*type(env).__mro__, *type(getattr(env, "_env", env)).__mro__]
-    signatures = [inspect.signature(kind.__init__) for kind in kinds if "__init__" in vars(kind) and kind is not object]
-    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    known = sorted({p.name for s in signatures for p in s.parameters.values() if p.kind == named} - {"self"})
-    known += _PHYSICS if hasattr(env, "contact_margin") else ()
-    known += ("shaped_reward",) if _suite_of(full.removeprefix("jaxmarl:")).shapes_rewards else ()
-    if unknown := [p for p in params if p not in known]:
-        raise ValueError(f"{full} has no parameter {unknown[0]!r}{suggestion(unknown[0], known)}; it has {', '.join(known)}")
+    known = common.arguments_of(type(env)) | common.arguments_of(type(getattr(env, "_env", env)))
+    known |= _PHYSICS if hasattr(env, "contact_margin") else set()
+    common.check_params(full, params, known | ({"shaped_reward"} if suite.shapes_rewards else set()))
 
 
 def _weight(full: str, value: Any) -> float:
@@ -198,17 +176,10 @@ class JaxMARLEnvironment:
     """
 
     def __init__(self, env: Any, name: str, suite: _Suite, shaped_reward: float = 0.0):
-        """Reads the spaces from an environment.
-
-        Args:
-          env: the environment of JaxMARL.
-          name: its name in messages.
-          suite: its suite.
-          shaped_reward: the weight of the shaped rewards that it reports; 0 leaves them out.
-        """
+        """Reads the spaces from an environment; `shaped_reward` is the weight of the shaped rewards that it reports."""
         self.env, self.name, self.suite, self.shaped_reward = env, name, suite, shaped_reward
         self.agents = tuple(agent if isinstance(agent, str) else f"agent_{agent}" for agent in env.agents)
-        _, obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))
+        _, obs = emitted(self.reset)
         own = dict(zip(self.agents, env.agents, strict=True))
         self.observation_spaces = {a: _observation_space(env.observation_space(own[a]), obs[a]) for a in self.agents}
         self.action_spaces = {a: _action_space(env.action_space(own[a])) for a in self.agents}

@@ -17,7 +17,7 @@ from gymnax.environments.environment import EnvParams
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, strong
+from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common
 
 _KNOWN = {
@@ -27,33 +27,19 @@ _KNOWN = {
 }
 """Methods that may be left out, by the names that their definitions have."""
 
-
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class GymnaxEnvironment:
-    """A gymnax environment with its parameters, without gymnax's automatic reset.
+    """A gymnax environment with its parameters, the defaults if not given, without gymnax's automatic reset.
 
     Split a key with `jax.random.split`: `step` with the first half, then `reset` with the second half if the episode ended,
-    give the results of gymnax's `step` with the whole key. The reward is always float32. No array has a weak type.
-
-    Attributes:
-      env: the gymnax environment.
-      params: its parameters; the defaults if not given.
-      name: name in messages; the name of its class if not given.
-      observation_space: gymnax's space with the actual shapes and dtypes of observations.
-      action_space: gymnax's space.
+    give the results of gymnax's `step` with the whole key. The reward is always float32. No array has a weak type. The
+    observation space has the actual shapes and dtypes of observations.
     """
 
-    env: GymnaxBase
-    params: Any = None
-    name: str = ""
-    observation_space: spaces.Space = dataclasses.field(init=False)
-    action_space: spaces.Space = dataclasses.field(init=False)
-
-    def __post_init__(self):
-        kind = type(self.env)
+    def __init__(self, env: GymnaxBase, params: Any = None, name: str = ""):
+        kind = type(env)
         for method, known in _KNOWN.items():
             own = getattr(kind, method)
             if f"{own.__module__}.{own.__qualname__}" not in known:
@@ -61,15 +47,11 @@ class GymnaxEnvironment:
                     f"{kind.__name__} replaces gymnax's {method}, which is not called here; move its code to reset_env, "
                     "step_env and is_truncated"
                 )
-        params = self.env.default_params if self.params is None else self.params
-        obs, _ = jax.eval_shape(lambda key: self.env.reset_env(key, params), jax.eval_shape(lambda: jax.random.key(0)))
-        for field, value in {
-            "params": params,
-            "name": self.name or kind.__name__,
-            "observation_space": _as_emitted(_convert(self.env.observation_space(params)), obs),
-            "action_space": _convert(self.env.action_space(params)),
-        }.items():
-            object.__setattr__(self, field, value)
+        self.env, self.params, self.name = env, env.default_params if params is None else params, name or kind.__name__
+        obs, _ = emitted(lambda key: env.reset_env(key, self.params))
+        self.observation_space = _converted(env.observation_space(self.params), obs)
+        action_space = env.action_space(self.params)
+        self.action_space = _converted(action_space, emitted(action_space.sample))
 
     @property
     def default_params(self) -> dict[str, Any]:
@@ -80,7 +62,7 @@ class GymnaxEnvironment:
     def with_params(self, params: Mapping[str, Any]) -> "GymnaxEnvironment":
         """The environment with other values of some parameters, which may be traced; its spaces stay the same."""
         env = copy.copy(self)  # the spaces of parameters that are traced are not known
-        object.__setattr__(env, "params", dataclasses.replace(self.params, **params))
+        env.params = dataclasses.replace(self.params, **params)
         return env
 
     def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
@@ -88,7 +70,7 @@ class GymnaxEnvironment:
         obs, state = self.env.reset_env(key, self.params)
         return strong(state), strong(obs)
 
-    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Advances the episode."""
         obs, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)
@@ -97,19 +79,10 @@ class GymnaxEnvironment:
 
 
 def make(name: str, **params: Any) -> GymnaxEnvironment:
-    """Builds a gymnax environment by name.
+    """An environment by its name in gymnax.
 
-    Args:
-      name: one of `gymnax.registered_envs`.
-      **params: fields of the environment's gymnax `EnvParams` (`max_steps_in_episode=100`) and arguments of its
-        constructor (`size=10` of DeepSea).
-
-    Returns:
-      The environment.
-
-    Raises:
-      ValueError: on a parameter that the environment lacks, or a value that does not fit it.
-      RuntimeError: if the environment needs data that cannot be loaded.
+    Parameters are fields of its `EnvParams` (`max_steps_in_episode=100`) and arguments of its constructor (`size=10` of
+    DeepSea).
     """
     env, defaults = _construct(name, {})
     fields = [field.name for field in dataclasses.fields(defaults)]
@@ -121,10 +94,10 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
         )
     if chosen := {p: value for p, value in params.items() if p in arguments}:
         env, defaults = _construct(name, chosen)
-    values = {p: common.fit(f"{name}: {p}", value, getattr(defaults, p)) for p, value in params.items() if p in fields}
-    if "max_steps_in_episode" in values:
-        whole(f"{name}: max_steps_in_episode", values["max_steps_in_episode"])
-    return GymnaxEnvironment(env, dataclasses.replace(defaults, **values), name)
+    defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})
+    if "max_steps_in_episode" in params:
+        whole(f"{name}: max_steps_in_episode", defaults.max_steps_in_episode)
+    return GymnaxEnvironment(env, defaults, name)
 
 
 def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvParams]:
@@ -137,27 +110,17 @@ def _construct(name: str, arguments: dict[str, Any]) -> tuple[GymnaxBase, EnvPar
         ) from error
 
 
-def _convert(space: gymnax_spaces.Space) -> spaces.Space:
+def _converted(space: gymnax_spaces.Space, x: PyTree) -> spaces.Space:
+    """A space of gymnax with the shapes and dtypes of its values; some that it declares are wrong (Catch, FourRooms)."""
     if isinstance(space, gymnax_spaces.Discrete):
-        return spaces.Discrete(space.n, space.dtype)
+        return spaces.Discrete(space.n, x.dtype)
     if isinstance(space, gymnax_spaces.Box):
         limit = np.finfo(np.float32).max if jnp.issubdtype(space.dtype, jnp.floating) else np.inf
         low, high = (np.asarray(bound) for bound in (space.low, space.high))
         low, high = np.where(low <= -limit, -np.inf, low), np.where(high >= limit, np.inf, high)
-        return spaces.Box(low, high, space.shape, space.dtype)
+        return spaces.Box(low, high, x.shape, x.dtype)
     if isinstance(space, gymnax_spaces.Tuple):
-        return spaces.Tuple(tuple(_convert(part) for part in space.spaces))
+        return spaces.Tuple(tuple(_converted(part, value) for part, value in zip(space.spaces, x, strict=True)))
     if isinstance(space, gymnax_spaces.Dict):
-        return spaces.Dict({name: _convert(part) for name, part in space.spaces.items()})
+        return spaces.Dict({name: _converted(part, x[name]) for name, part in space.spaces.items()})
     raise TypeError(f"the gymnax space {space!r} is not supported; use Discrete, Box, Tuple or Dict")
-
-
-def _as_emitted(space: spaces.Space, obs: PyTree) -> spaces.Space:
-    """Corrects the shapes and dtypes of a space by an observation; some of gymnax's spaces are wrong (Catch, FourRooms)."""
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple(tuple(_as_emitted(part, x) for part, x in zip(space.spaces, obs, strict=True)))
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({name: _as_emitted(part, obs[name]) for name, part in space.spaces.items()})
-    if isinstance(space, spaces.Discrete):
-        return spaces.Discrete(space.n, obs.dtype)
-    return spaces.Box(space.low, space.high, obs.shape, obs.dtype)

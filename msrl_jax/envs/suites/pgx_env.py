@@ -9,27 +9,12 @@ import numpy as np
 from msrl_jax._spelling import suggestion
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
-from msrl_jax.envs.agents.base import MultiAgentEnvironment
-from msrl_jax.envs.base import PyTree
+from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, emitted
 from msrl_jax.envs.suites.common import load
-
-_PLAYERS = ("player_0", "player_1")
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
-    """Builds a game of pgx by name.
-
-    Args:
-      name: one of `pgx.available_envs()`, of two players.
-      **params: nothing; pgx's games have no parameters.
-
-    Returns:
-      The game.
-
-    Raises:
-      ImportError: if pgx is missing; the message says how to install it.
-      ValueError: on an unknown name, on a parameter, or if the game has not two players.
-    """
+    """A game of two players by its name in pgx; pgx's games have no parameters."""
     full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, load("pgx")
     if name not in (*known, *pgx.available_envs()):
         raise ValueError(f"pgx has no game {name!r}{suggestion(name, known)}; those of two players are {', '.join(known)}")
@@ -48,19 +33,12 @@ class PgxGame:
     at random who begins. Both players get their rewards at the end of the game, which terminates for both.
     """
 
-    agents = _PLAYERS
+    agents = ("player_0", "player_1")
 
     def __init__(self, game: Any, name: str):
-        """Takes a game.
-
-        Args:
-          game: a `pgx.Env` of two players.
-          name: its name for messages.
-        """
         self.game, self.name = game, name
-        state, obs = jax.eval_shape(self.reset, jax.eval_shape(lambda: jax.random.key(0)))
-        is_flag = jax.eval_shape(game.init, jax.eval_shape(lambda: jax.random.key(0))).observation.dtype == bool
-        low, high = (0, 1) if is_flag else (-np.inf, np.inf)
+        state, obs = emitted(self.reset)
+        low, high = (0, 1) if state.observation.dtype == bool else (-np.inf, np.inf)
         self.observation_space = spaces.Box(low, high, obs.shape[1:])
         self.action_space = spaces.Discrete(state.legal_action_mask.shape[0] + 1)
 
@@ -69,9 +47,7 @@ class PgxGame:
         state = self.game.init(key)
         return state, self._observe(state)
 
-    def step(
-        self, key: jax.Array, state: PyTree, action: jax.Array
-    ) -> tuple[PyTree, jax.Array, jax.Array, jax.Array, jax.Array]:
+    def step(self, key: jax.Array, state: PyTree, action: jax.Array) -> Stepped:
         """Plays the action of the player to move, of the actions `[2]`."""
         state = self.game.step(state, action[state.current_player], key)
         return state, self._observe(state), state.rewards, jnp.full(2, state.terminated), state.truncated

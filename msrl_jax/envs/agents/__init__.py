@@ -1,1 +1,0 @@
-"""Environments with several agents: the protocol, and its vectorized form."""
