@@ -17,17 +17,20 @@ from msrl_jax.envs.host.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
 from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.agents import map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
-from msrl_jax.experiment.evolve import acting_part
 from msrl_jax.experiment.history import in_words, last_mean
-from msrl_jax.experiment.plot import plot_history, plot_lineage
+from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
-from msrl_jax.experiment.selection import select_member, select_settings
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.summary import describe, summarize
+from msrl_jax.experiment.summary import describe, plot_history, plot_lineage, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -179,7 +182,7 @@ class Result:
         """
         if member is None:
             return self.best
-        if isinstance(member, bool) or not isinstance(member, int | np.integer) or not 0 <= member < self.members:
+        if not _is_number(member) or not 0 <= member < self.members:
             which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
             raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
         return int(member)
@@ -215,27 +218,65 @@ class Result:
         """
         if settings is not None and member is not None:
             raise ValueError(f"settings={settings!r} and member={member!r} are both given; give one")
-        return select_member(self, member) if settings is None else select_settings(self, settings)
+        was = self.experiment.settings
+        if settings is not None:
+            count = len(next(iter(was.values()))) if was else 0
+            chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
+            if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
+                has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
+                raise ValueError(f"settings={settings!r}: this run has {has}; name some of them, each once")
+            rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
+            return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
+        number = self.member(member)
+        if not self.has_members:
+            return self
+        setting = dict(self.settings[number])
+        changes = {"seed": setting.pop("seed"), "seeds": 1}
+        if setting:
+            return self._of_rows(np.array([number]), **changes, settings={name: (x,) for name, x in setting.items()})
+        return self._of_rows(number, **changes)
+
+    def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
+        """The result of some members; `changes` are those of its experiment."""
+        if self.experiment.pbt:
+            raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
+        agent, last = self.behavior.agent, self.evaluation
+        if last is not None:
+            fields = [f.name for f in dataclasses.fields(Evaluation)]
+            last = Evaluation(**{name: jax.tree.map(lambda x: x[rows], getattr(last, name)) for name in fields})
+        first = {name: values[0] for name, values in changes.get("settings", {}).items()}
+        experiment = self.experiment.replaced(**changes, algorithm=dataclasses.replace(self.config, **first))
+        about = experiment.to_json()
+        if about["data"] is None:  # the data set of a loaded result is described as it was
+            about |= {"data": self.description["data"]}
+            about["config"] |= {"data": self.description["config"]["data"]} if "data" in about["config"] else {}
+        return dataclasses.replace(
+            self,
+            experiment=experiment,
+            description={**self.description, **about},
+            history={n: x[:, rows] if x.shape[1:2] == (self.members,) else x for n, x in self.history.items()},
+            run_state=agent.with_data(map_members(lambda x: x[rows], agent.without_data(self.run_state))),
+            registers=tuple(x[rows] for x in self.registers),
+            evaluation=last,
+            folder=None,
+        )
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the state of a member, compiled: it takes the number of the member in place of the state."""
+        behavior, many = self.behavior, self.has_members
+
+        def of_member(leaves: list[jax.Array], member: int, *args: Any) -> Any:
+            return function(behavior.restore([x[member] for x in leaves] if many else leaves), *args)
+
+        return functools.partial(jax.jit(of_member), behavior.take(acting_part(self.run_state)))
 
     @functools.cached_property
     def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
-        behavior, many = self.behavior, self.has_members
-
-        def act(leaves, member, obs, carry, key):
-            leaves = [x[member] for x in leaves] if many else leaves
-            return behavior.act_with_carry(behavior.restore(leaves), obs, carry, key)
-
-        compiled, leaves = jax.jit(act), behavior.take(acting_part(self.run_state))
-        return lambda member, obs, carry, key: compiled(leaves, member, obs, carry, key)
+        return self._compiled(self.behavior.act_with_carry)
 
     @functools.cached_property
     def _probabilities(self) -> Callable[..., jax.Array]:
-        behavior, many = self.behavior, self.has_members
-
-        def probabilities(leaves, member, obs):
-            return behavior.probabilities(behavior.restore([x[member] for x in leaves] if many else leaves), obs)
-
-        return functools.partial(jax.jit(probabilities), behavior.take(acting_part(self.run_state)))
+        return self._compiled(self.behavior.probabilities)
 
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.

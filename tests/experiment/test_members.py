@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.experiment.agents import member_axes
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
 from tests.support.random_walk import RandomWalk
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
