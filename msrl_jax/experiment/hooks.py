@@ -28,7 +28,7 @@ AUTOMATIC = 60.0
 """Seconds between checkpoints if the user gives no interval."""
 
 _SHARE = 0.02
-"""Largest share of the time that training waits for checkpoints that the user did not ask for."""
+"""Largest share of the time that training waits for checkpoints at automatic intervals."""
 
 _RING_BYTES = 2**26
 """Largest size of the recorded steps of a chunk on the devices, if `chunk` is not given."""
@@ -194,13 +194,13 @@ class Checkpoints:
             self.save(run)
 
     def _is_due(self, run: Run, busy: bool) -> bool:
-        least, waited = run.saving_seconds / _SHARE, time.monotonic() - self._saved_at
-        if self._is_best(run) and (self.every is not None or (waited >= least and not busy)):
+        if self._is_best(run):
             return True
         if self.every is not None:
             return run.step // self.every > self._saved_step // self.every
         wait = self._interval.seconds
-        return waited >= (max(AUTOMATIC, least) if wait is None else wait) and not busy
+        wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if wait is None else wait
+        return time.monotonic() - self._saved_at >= wait and not busy
 
     def _is_best(self, run: Run) -> bool:
         """Whether an evaluation is the best so far; its agent would be lost, because evaluations seldom fall on checkpoints."""

@@ -95,7 +95,7 @@ def non_finite(leaves: Sequence[jax.Array], numbers: Sequence[int]) -> list[int]
     def check(group: list[int]) -> jax.Array:
         at = leaves[group[0]].sharding
         several = jax.process_count() > 1 and isinstance(at, NamedSharding)
-        return _flags(NamedSharding(at.mesh, PartitionSpec()) if several else None)([leaves[i] for i in group])
+        return _flags(NamedSharding(at.mesh, PartitionSpec()) if several else None)([leaves[i] for i in group])  # type: ignore
 
     flags = read([check(group) for group in meshes.values()])
     pairs = zip(meshes.values(), flags, strict=True)

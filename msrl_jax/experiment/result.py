@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def _saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
@@ -169,13 +175,7 @@ class Result:
         return describe(self)
 
     def member(self, member: int | None = None) -> int:
-        """The number of a member.
-
-        Args:
-          member: the number, from 0 to `members - 1`; None for the best one.
-
-        Returns:
-          The number.
+        """The number of a member: from 0 to `members - 1`, or None for the best one.
 
         Raises:
           ValueError: if the run has no such member.
@@ -307,17 +307,16 @@ class Result:
         """Chooses actions for raw observations with the carry of a recurrent agent; other agents have an empty carry.
 
         Args:
-          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
+          obs: as in `act`.
           carry: None at the start of an episode, later the carry that the last call returned.
-          key: key for sampling the action; None takes the most probable one.
-          member: number of the member that acts; the best one if None.
+          key: as in `act`.
+          member: as in `act`.
 
         Returns:
           The action, or the actions `[B, ...]`, and the carry for the next step.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
-            carry does not fit the number of observations, or if the run has no such member.
+          ValueError: as in `act`, or if the carry does not fit the number of observations.
         """
         obs, single = self.behavior.batched(obs)
         count = jax.tree.leaves(obs)[0].shape[0]
@@ -329,8 +328,8 @@ class Result:
         """The probabilities with which `act` chooses discrete actions if it has a key.
 
         Args:
-          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
-          member: number of the member that acts; the best one if None.
+          obs: as in `act`.
+          member: as in `act`.
 
         Returns:
           The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
@@ -400,18 +399,16 @@ class Result:
             for member, setting in enumerate(self.settings):
                 groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
         figure = plot_history(self.history, metrics, groups, unit=self.behavior.agent.unit, title=self._title)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return _saved(figure, path)
 
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
         """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
 
         Args:
-          path: file for the figure, in the format of its suffix; None writes no file.
+          path: as in `plot`.
 
         Returns:
-          The figure; a notebook shows it if it is the value of a cell.
+          The figure, as in `plot`.
 
         Raises:
           ValueError: if the members of the run are independent, or the run has no chunk yet.
@@ -420,9 +417,7 @@ class Result:
         if pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
         figure = plot_lineage(self.history, pbt, unit=self.behavior.agent.unit, title=self._title)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return _saved(figure, path)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

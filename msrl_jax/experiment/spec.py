@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
@@ -118,8 +117,9 @@ class Experiment:
     @property
     def key(self) -> jax.Array:
         """The initial key, or keys `[M]`: a member with the seed `s` has the key `jax.random.key(s)`."""
-        seeds = [jax.random.key(member["seed"]) for member in self.each_member]
-        return jnp.stack(seeds) if self.has_members else seeds[0]
+        if not self.has_members:
+            return jax.random.key(self.seed)
+        return jax.vmap(jax.random.key)(np.array([member["seed"] for member in self.each_member], np.uint32))
 
     @property
     def numbers(self) -> dict[str, np.ndarray]:

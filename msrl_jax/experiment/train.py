@@ -91,7 +91,7 @@ def train(
       checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
         or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
       keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
-        best mean return of the last 100 episodes of training).
+        best mean return of the last 100 episodes of training). Evaluations that are the best so far have one of their own.
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
         updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
@@ -167,7 +167,7 @@ def train(
             stack.callback(release, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         every_hook = (
-            stopping.Stopping(requests),
+            requests,
             recording,
             guarding,
             evaluating,
