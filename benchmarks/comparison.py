@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 
 ROOT = Path(__file__).parents[1]

@@ -21,7 +21,7 @@ import numpy as np
 from comparison import Peer, Setting, commit
 
 import msrl_jax as msrl
-from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.report.bench import calibrated_chunk, interleave, program_runner
 
 PPO = {"num_envs": 16, "unroll_length": 128, "num_epochs": 10, "num_minibatches": 32, "learning_rate": 3e-4}

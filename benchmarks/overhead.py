@@ -13,11 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.guard import Guard
-from msrl_jax.experiment.pace import Pace
-from msrl_jax.experiment.run import Run
-from msrl_jax.experiment.saving import Checkpoints, Interval
-from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.experiment.hooks import Checkpoints, Interval
+from msrl_jax.experiment.run import Pace, Run
 
 KINDS = ("neither", "checkpoint", "guard")
 

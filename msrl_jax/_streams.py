@@ -15,11 +15,7 @@ class Lasting:
     """
 
     def __init__(self, stream: TextIO | None):
-        """Wraps a stream.
-
-        Args:
-          stream: receives the text. None, Python's stand-in for a closed standard stream, drops it.
-        """
+        """Wraps a stream; None, Python's stand-in for a closed standard stream, drops the text."""
         self._stream = stream
         self.error: Exception | None = None
 
@@ -60,10 +56,9 @@ class Lasting:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[Lasting]:
-    """Wraps the process's standard streams in `Lasting` within the context.
+    """Wraps the process's standard streams in `Lasting` within the context, and gives the wrapped `sys.stdout`.
 
-    Yields:
-      The wrapped `sys.stdout`. Afterwards a failed stream writes to the null device, so that the interpreter can close it.
+    Afterwards a failed stream writes to the null device, so that the interpreter can close it.
     """
     before = sys.stdout, sys.stderr
     out, err = map(Lasting, before)

@@ -19,15 +19,9 @@ def text_width() -> int:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -> list[str]:
-    """Formats a table. Long sentences and paths are folded; if numbers do not fit, each row becomes a paragraph.
+    """The lines of a table that fits the terminal, behind `indent` spaces.
 
-    Args:
-      head: the titles of the columns.
-      rows: a cell for each column.
-      indent: spaces before every line.
-
-    Returns:
-      The lines, at most as wide as the terminal.
+    Long sentences and paths are folded; if numbers do not fit, each row becomes a paragraph.
     """
     rows, width = [list(row) for row in rows], max(text_width() - indent, 20)
     cells = [max((len(row[i]) for row in rows), default=0) for i in range(len(head))]
@@ -55,16 +49,7 @@ def _as_paragraph(head: Sequence[str], row: Sequence[str], indent: str) -> list[
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
-    """Formats a paragraph.
-
-    Args:
-      text: the words.
-      first: prefix of the first line.
-      rest: prefix of the other lines.
-
-    Returns:
-      The lines, at most as wide as the terminal.
-    """
+    """The lines of a paragraph that fits the terminal; `first` and `rest` are the prefixes of the first and of other lines."""
     return textwrap.wrap(
         text, max(text_width(), 20), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )  # fmt: skip

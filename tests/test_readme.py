@@ -23,7 +23,7 @@ from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.cli import program
 from msrl_jax.envs import registry
 from msrl_jax.experiment import Experiment
-from msrl_jax.experiment.spec import resolve_policy
+from msrl_jax.experiment.arguments import resolve_policy
 from tests.support import processes
 
 ROOT = Path(__file__).parents[1]

@@ -217,7 +217,7 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
         from msrl_jax.fragments.plan.topologies import cpus_of
 
         use_cpu_devices(max(1, *map(cpus_of, args.devices)))
-    from msrl_jax.experiment.spec import make_experiment, resolve_policy
+    from msrl_jax.experiment.arguments import make_experiment, resolve_policy
     from msrl_jax.report.scaling import format_table, plans
 
     common = {"seeds": args.seeds, "env_params": args.env_params}

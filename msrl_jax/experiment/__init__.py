@@ -1,5 +1,6 @@
 """Experiments: what a run computes, its loop and hooks, its folder, and its result."""
 
+from msrl_jax.experiment.arguments import make_experiment as make_experiment
 from msrl_jax.experiment.callbacks import Callback as Callback
 from msrl_jax.experiment.callbacks import TensorBoard as TensorBoard
 from msrl_jax.experiment.callbacks import Tick as Tick
@@ -16,6 +17,5 @@ from msrl_jax.experiment.result import Result as Result
 from msrl_jax.experiment.run import Ending as Ending
 from msrl_jax.experiment.run import Run as Run
 from msrl_jax.experiment.spec import Experiment as Experiment
-from msrl_jax.experiment.spec import make_experiment as make_experiment
 from msrl_jax.experiment.store import ResumeWarning as ResumeWarning
 from msrl_jax.experiment.train import train as train

@@ -17,11 +17,6 @@ from msrl_jax.experiment import processes
 from msrl_jax.fragments.placement import Device
 
 
-def key_type() -> Any:
-    """The type of a typed PRNG key, as JAX is set up now."""
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
 @dataclasses.dataclass(frozen=True)
 class Behavior:
     """The behavior of an agent on raw observations.
@@ -62,17 +57,8 @@ class Behavior:
         return () if self.agent.initial_carry is None else self.agent.initial_carry(num_envs)
 
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
-        """Chooses actions, for recurrent and other agents.
-
-        Args:
-          state: state of one run, or the result of `restore`.
-          obs: raw observations `[E, ...]`; they are normalized with the statistics in `state` if training normalizes.
-          carry: `initial_carry` at the start of an episode, later the carry that the last call returned.
-          key: key for sampling the actions; None takes the most probable ones.
-
-        Returns:
-          Actions `[E, ...]` and the carry for the next step.
-        """
+        """Chooses actions for raw observations, both `[E, ...]`; gives them and the carry for the next step, which is
+        `initial_carry` at the start of an episode. None as the key takes the most probable actions."""
         observed = self.agent.env.observe(innermost(state).env_state, obs)
         if self.agent.initial_carry is None:
             return self.agent.act(state, observed, key), carry
@@ -126,7 +112,7 @@ class Behavior:
     @functools.cached_property
     def state_type(self) -> Any:
         """The state of one run as a pytree of `jax.ShapeDtypeStruct`."""
-        return jax.eval_shape(lambda key: self.agent.with_data(self.agent.init(key)), key_type())
+        return jax.eval_shape(lambda: self.agent.with_data(self.agent.init(jax.random.key(0))))
 
     @functools.cached_property
     def observation_type(self) -> Any:

@@ -46,15 +46,9 @@ class Member(NamedTuple):
 
 
 def with_numbers(build: Callable[[Any], Agent], config: Any, names: tuple[str, ...]) -> Agent:
-    """An agent that finds some fields of its config in its state, a `Member`.
+    """An agent that finds the fields `names` of its config in its state, a `Member`; `build` makes the agent of a config.
 
-    Args:
-      build: builds the agent for a config.
-      config: the config, with the numbers of the first member.
-      names: the fields.
-
-    Returns:
-      The agent. Its `init` takes a key and the numbers by field; those of `config` if they are left out.
+    Its `init` takes a key and the numbers by field; those of `config` if they are left out.
     """
     agent = build(config)
     note = (
@@ -101,15 +95,10 @@ def member_axes(axes: Any) -> Any:
 
 
 def members(agent: Agent, numbers: Mapping[str, np.ndarray] | None = None) -> Agent:
-    """Independent members side by side: an agent with a leading dimension `M` in its state and metrics.
+    """Independent members side by side, each of which computes the same as a run of its own.
 
-    Args:
-      agent: the agent of one member.
-      numbers: the numbers of the members, if `agent` is one `with_numbers`. `[M]`
-
-    Returns:
-      The agent; its `init` takes keys `[M]`. Data have no dimension of members, because all share them. Every member computes
-      the same as a run of its own. `act` and `env` are those of one member.
+    The state and the metrics have a leading dimension `M`, but data have none, because all members share them; `act` and `env`
+    are those of one member. `init` takes keys `[M]`; `numbers`, `[M]` each, are given if `agent` is one `with_numbers`.
     """
     dims, axes = 0, member_axes(agent.axes)
     if agent.data:
@@ -148,7 +137,8 @@ def numbers_only(agent: Agent, name: str) -> Agent:
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:
         state, metrics = agent.iteration(state, progress)
         for metric, value in metrics.items():
-            if isinstance(value, str | bytes) or value is None or _is_complex(value):
+            is_complex = jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating)
+            if isinstance(value, str | bytes) or value is None or is_complex:
                 raise TypeError(f"algorithm {name!r} reports the metric {metric!r} as {value!r}; metrics are real numbers")
             if metric in RESERVED:
                 raise ValueError(f"algorithm {name!r} reports the metric {metric!r}, as the run itself does; name it otherwise")
@@ -157,23 +147,13 @@ def numbers_only(agent: Agent, name: str) -> Agent:
     return dataclasses.replace(agent, iteration=iteration)
 
 
-def _is_complex(value: Any) -> bool:
-    return jnp.issubdtype(getattr(value, "dtype", float), jnp.complexfloating)
-
-
 def skip_nonfinite(agent: Agent) -> Agent:
     """An agent that keeps its parameters if an iteration makes them nan or infinite.
 
     Everything that learners compute is kept together: parameters, target parameters, states of optimizers, and copies of
     parameters for acting. Counters and keys go on. Running statistics of the environment are kept on their own: they do not
     depend on the learner, so actors do not wait for it. Both are plain selections between the old and the new value, so every
-    distribution policy computes the same.
-
-    Args:
-      agent: the agent of one member.
-
-    Returns:
-      The agent; its metrics have `skipped_updates`, 1 in an iteration whose update was dropped and 0 otherwise.
+    distribution policy computes the same. The metric `skipped_updates` is 1 in an iteration whose update was dropped.
     """
 
     def iteration(state: Any, progress: Progress) -> tuple[Any, Metrics]:

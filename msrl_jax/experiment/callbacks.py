@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from msrl_jax._checks import whole
 from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sources
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.history import scalars
@@ -147,6 +148,8 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
     for i, callback in enumerate(callbacks):
         if not callable(callback) and not is_hook(callback):
             raise TypeError(f"callbacks[{i}]={callback!r} cannot be called; use a function of a Tick")
+        if is_hook(callback) and (every := getattr(callback, "every", None)) is not None:
+            whole(f"callbacks[{i}].every", every)
     return callbacks
 
 

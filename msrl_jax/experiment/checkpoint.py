@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax.experiment.folder import CHECKPOINTS, SUMMARY, RunFolderError, to_json, write_json
 
@@ -114,11 +115,9 @@ class CheckpointWriter:
         if (path / SEAL).exists():
             return
         shutil.rmtree(path, ignore_errors=True)
-        entries = {}
-        for name, leaf in _named(state, registers):
-            data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-            if np.size(data):  # of several processes, only this one writes: its arrays are on the host
-                entries[name] = data if jax.process_count() == 1 else np.asarray(data)
+        named = [(name, jax.random.key_data(x) if _is_key(x) else x) for name, x in _named(state, registers) if np.size(x)]
+        # Of several processes, only this one writes: its arrays are on the host.
+        entries = dict(named) if jax.process_count() == 1 else {name: np.asarray(data) for name, data in named}
         with _as_os_error(path):
             self._folder.mkdir(exist_ok=True)  # not its parents: a run whose folder was moved must not be split
             # One for each checkpoint, because it would raise a part of its errors at later ones.
@@ -152,10 +151,9 @@ class CheckpointWriter:
 
     def _prune(self) -> None:
         found = [c for c in complete(self._folder.parent) if c.is_readable]
-        scored = [c for c in found if c.score is not None]
-        best = max(scored, key=lambda c: (c.score, c.iteration)) if scored else None
+        kept = best(found)
         for old in found[self._keep :]:
-            if old != best:
+            if old != kept:
                 (old.path / SEAL).unlink(missing_ok=True)  # from now on it is incomplete
                 shutil.rmtree(old.path, ignore_errors=True)
 
@@ -229,6 +227,11 @@ def complete(path: Path) -> list[Checkpoint]:
     return found
 
 
+def best(found: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint with the highest score, the newest one of several; None if none has a score."""
+    return max((c for c in found if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
+
+
 def _read_seal(path: Path) -> dict[str, Any]:
     """The content of a checkpoint's seal; raises CheckpointError if it is damaged."""
     try:
@@ -255,21 +258,12 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def newest(path: Path, note: Callable[[str], None]) -> Checkpoint | None:
-    """Finds the newest checkpoint that is whole.
+    """Finds the newest checkpoint that is whole; None if there is none at all.
 
-    Args:
-      path: the folder of the run.
-      note: called with a sentence about each damaged checkpoint that is passed over.
-
-    Returns:
-      The checkpoint; None if there is none at all.
-
-    Raises:
-      CheckpointError: if there are checkpoints, but each is damaged.
+    Calls `note` with a sentence about each damaged checkpoint that is passed over; raises CheckpointError if each is damaged.
     """
-    found = complete(path)
     problems = []
-    for checkpoint in found:
+    for checkpoint in complete(path):
         try:
             verify(checkpoint)
         except CheckpointError as error:
@@ -291,30 +285,13 @@ def _unsealed(path: Path, after: int) -> list[str]:
     return [f"the checkpoint {folder} is damaged: {SEAL} is missing" for folder in lost]
 
 
-def undamaged(path: Path) -> Iterator[Checkpoint]:
-    """The checkpoints of a run that are whole on disk, the newest first."""
-    for checkpoint in complete(path):
-        with contextlib.suppress(CheckpointError):
-            verify(checkpoint)
-            yield checkpoint
-
-
 def load(
     checkpoint: Checkpoint, like: Any, registers: Sequence[Any] = (), shardings: Sequence[Any] | None = None
 ) -> tuple[Any, tuple[jax.Array, ...]]:
-    """Reads a checkpoint onto any devices.
+    """Reads a checkpoint onto any devices: its state and registers.
 
-    Args:
-      checkpoint: the checkpoint.
-      like: a pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and dtypes of the saved state.
-      registers: the same for the further arrays.
-      shardings: a sharding for each leaf of `like` and each register; one device for all if None.
-
-    Returns:
-      The state and the registers.
-
-    Raises:
-      CheckpointError: if the entries of the checkpoint and the wanted ones differ; the message names the first difference.
+    `like` and `registers` are arrays or `jax.ShapeDtypeStruct`s with the saved shapes and dtypes; `shardings` has one for each
+    leaf of both, None takes one device for all. CheckpointError names the first difference from what was saved.
     """
     import orbax.checkpoint as ocp
 
@@ -324,18 +301,18 @@ def load(
     for (name, leaf), place in zip(named, places, strict=True):
         data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
         if np.size(data):
-            at = _of_key_data(place, len(data.shape)) if _is_key(leaf) else place
-            wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=at)
-    with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
-        try:
+            if _is_key(leaf) and isinstance(place, NamedSharding):  # the data of keys have one more dimension than the keys
+                place = NamedSharding(place.mesh, PartitionSpec(*place.spec[: len(data.shape) - 1]))
+            wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place)
+    try:
+        with ocp.StandardCheckpointer(multiprocessing_options=_by_itself()) as checkpointer:
             saved: Any = checkpointer.metadata(checkpoint.path.absolute()).item_metadata.tree
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
-        _check_entries(checkpoint.path, saved, wanted)
-        try:
+            _check_entries(checkpoint.path, saved, wanted)
             entries = checkpointer.restore(checkpoint.path.absolute(), wanted)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {checkpoint.path} cannot be read: {error}") from error
 
     def restored(name: str, leaf: Any, place: Any) -> jax.Array:
         data = entries.get(name)
@@ -346,13 +323,6 @@ def load(
     leaves = [restored(name, leaf, place) for (name, leaf), place in zip(named, places, strict=True)]
     tree = jax.tree.structure(like)
     return jax.tree.unflatten(tree, leaves[: tree.num_leaves]), tuple(leaves[tree.num_leaves :])
-
-
-def _of_key_data(place: Any, rank: int) -> Any:
-    """The sharding of the data of typed keys, which have one more dimension than the keys."""
-    if isinstance(place, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*place.spec[: rank - 1]))
-    return place
 
 
 def _check_entries(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

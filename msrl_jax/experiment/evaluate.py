@@ -134,23 +134,11 @@ class Evaluator:
         return Evaluation(**played, team_returns=teams)
 
 
-def make_evaluator(
-    behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS
-) -> Evaluator:
-    """Makes an evaluator that plays greedy episodes in parallel on one device.
+def make_evaluator(behavior: Behavior, episodes: int, *, members: bool = False, max_steps: int = MAX_STEPS) -> Evaluator:
+    """Makes an evaluator that plays greedy episodes in parallel on one device, each in an environment of its own.
 
-    Args:
-      behavior: the behavior to evaluate.
-      episodes: number of episodes; each has its own environment.
-      members: whether states and keys have a leading member dimension `M`.
-      max_steps: maximum length of an episode in steps, for environments that may never end.
-
-    Returns:
-      The evaluator. It compiles once, and does not change the observation statistics in a state.
-
-    Raises:
-      ValueError: if `episodes` or `max_steps` is below 1, and from the function, before it runs, if the episodes take more
-        memory than the device has.
+    If `members`, states and keys have a leading dimension `M`. The evaluator compiles once. It raises ValueError before it runs
+    if the episodes take more memory than the device has.
     """
     episodes, max_steps = whole("episodes", episodes), whole("max_steps", max_steps, most=2**31 - 1)
     copies, several = vectorize(behavior.env, episodes), has_agents(behavior.env)
@@ -168,27 +156,15 @@ def make_evaluator(
             agents = e.agent_returns + jnp.where(e.running[:, None], t.reward, 0.0) if several else ()
             # An environment starts another episode after its first, which does not count. So nothing resets its carry.
             return _Episodes(
-                step=e.step + 1,
-                env_state=env_state,
-                obs=t.obs,
-                carry=carry,
-                agent_returns=agents,
-                returns=e.returns + jnp.where(e.running, reward, 0.0),
-                lengths=e.lengths + e.running,
-                running=e.running & ~t.ended,
-            )
+                e.step + 1, env_state, t.obs, carry, agents, e.returns + jnp.where(e.running, reward, 0.0),
+                e.lengths + e.running, e.running & ~t.ended,
+            )  # fmt: skip
 
         zeros, agents = jnp.zeros(episodes), len(behavior.env.agents) if several else 0  # type: ignore[attr-defined]
         start = _Episodes(
-            step=jnp.int32(0),
-            env_state=env_state,
-            obs=obs,
-            carry=behavior.initial_carry(episodes),
-            agent_returns=jnp.zeros((episodes, agents)) if several else (),
-            returns=zeros,
-            lengths=zeros.astype(jnp.int32),
-            running=jnp.ones(episodes, bool),
-        )
+            jnp.int32(0), env_state, obs, behavior.initial_carry(episodes), jnp.zeros((episodes, agents)) if several else (),
+            zeros, zeros.astype(jnp.int32), jnp.ones(episodes, bool),
+        )  # fmt: skip
         end = jax.lax.while_loop(lambda c: c.running.any() & (c.step < max_steps), step, start)
         played = {"returns": end.returns, "lengths": end.lengths, "finished": ~end.running}
         return played | {"agent_returns": end.agent_returns} if several else played

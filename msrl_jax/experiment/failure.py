@@ -68,7 +68,9 @@ class Failure:
             who, what = "code outside of the fragments made", o.value
         elif o.role == "env":
             known = [fault for name, fault in FAULTS.items() if (o.source or "").endswith(f"({name})")]
-            did = known[0] if known else f"returned {_part(o.path)}{o.value}"
+            fields = _fields(o.path)
+            part = "a reward of " if fields & _REWARDS else "an observation of " if fields & _OBSERVATIONS else ""
+            did = known[0] if known else f"returned {part}{o.value}"
             who = f"{which} {did}: fragment {o.fragment!r} (role 'env') has"
         else:
             inside = f" in {o.within[-1]!r}" if o.within else ""
@@ -92,12 +94,6 @@ def _fields(path: str) -> set[str]:
     return {a or b for a, b in re.findall(r"\.(\w+)|\['(\w+)'\]", path)}
 
 
-def _part(path: str) -> str:
-    """What an environment returned under a pytree path of a `TimeStep`."""
-    fields = _fields(path)
-    return "a reward of " if fields & _REWARDS else "an observation of " if fields & _OBSERVATIONS else ""
-
-
 def _agent(env: Any, path: str, number: int) -> str | None:
     """The name of an agent by its number in an array `[E, A, ...]` of its team; None if a path leads to no such array."""
     if not _fields(path) & (_REWARDS | _OBSERVATIONS):
@@ -111,20 +107,14 @@ def save(path: Path, failure: Failure, description: Mapping[str, Any], record: i
     origin = failure.origin
     kinds, arrays = zip(*map(_to_numpy, origin.operands), strict=True) if origin.operands else ((), ())
     fields = {f.name: getattr(origin, f.name) for f in dataclasses.fields(origin) if f.name != "operands"}
-    about = {
-        "run": description, "record": record, "iteration": failure.iteration,
-        "origin": fields, "operands": kinds,
-    }  # fmt: skip
+    about = {"run": description, "record": record, "iteration": failure.iteration, "origin": fields, "operands": kinds}
+    entries = {f"{_OPERAND}{i}": x for i, x in enumerate(arrays)} | {_ABOUT: np.array(json.dumps(to_json(about)))}
     beside = path.with_name(f".{path.name}.partial")
     with writing(path):
         with beside.open("wb") as file:
-            np.savez(file, allow_pickle=False, **_numbered(arrays), about=np.array(json.dumps(to_json(about))))
+            np.savez(file, allow_pickle=False, **entries)
         os.replace(beside, path)
     return path
-
-
-def _numbered(arrays: Any) -> dict[str, np.ndarray]:
-    return {f"{_OPERAND}{i}": x for i, x in enumerate(arrays)}
 
 
 def _to_numpy(x: Any) -> tuple[dict[str, str], np.ndarray]:

@@ -21,7 +21,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from msrl_jax.experiment.history import Row, scalars
 CONFIG, ROWS, TABLE = "config.json", "metrics.jsonl", "metrics.csv"
 SUMMARY, EVALUATION, LOCK = "summary.json", "evaluation.json", "lock"
 CHECKPOINTS = "checkpoints"
+_COUNTS = ("step", "iteration")  # what every row has
 _PACKAGES = ("msrl-jax", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
 
 
@@ -53,17 +54,15 @@ def versions() -> dict[str, str]:
 
 def describe_devices(devices: Sequence[Any]) -> dict[str, Any]:
     """Platform, kind and number of the devices in use, and the settings of JAX and XLA that change the last bits of numbers."""
-    first = devices[0]
-    names = ("jax_default_matmul_precision", "jax_enable_x64", "jax_threefry_partitionable")
-    precision, x64, partitionable = (getattr(jax.config, name) for name in names)
+    config: Any = jax.config
     return {
-        "platform": first.platform,
-        "kind": first.device_kind,
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
         "count": len(devices),
         "processes": len({d.process_index for d in devices}),
-        "matmul_precision": precision or "default",
-        "x64": x64,
-        "threefry_partitionable": partitionable,
+        "matmul_precision": config.jax_default_matmul_precision or "default",
+        "x64": config.jax_enable_x64,
+        "threefry_partitionable": config.jax_threefry_partitionable,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
@@ -98,9 +97,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises RunFolderError if `path` is a file, or holds a run or other files; hidden ones do not count."""
-    if path.exists() and not path.is_dir():
-        raise RunFolderError(f"{path} is a file; name a folder for the run")
+    """Raises RunFolderError if `path` holds a run or other files; hidden ones do not count."""
     if taken := [name for name in (CONFIG, ROWS, SUMMARY, CHECKPOINTS) if (path / name).exists()]:
         raise RunFolderError(
             f"the folder {path} already holds a run ({taken[0]}); go on with it (resume=True, or --resume), name another "
@@ -119,8 +116,14 @@ def locked(path: Path) -> Iterator[None]:
     new = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     lock = path / LOCK
+
+    def remove_empty() -> None:  # a run that wrote nothing leaves no trace
+        with contextlib.suppress(OSError):
+            for folder in new:
+                folder.rmdir()
+
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove_empty, new)  # a run that wrote nothing leaves no trace
+        stack.callback(remove_empty)
         with writing(lock):
             file = stack.enter_context(lock.open("a+"))
         try:
@@ -141,12 +144,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _remove_empty(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Appends rows of the history to `metrics.jsonl`; a file that cannot take them all keeps its size."""
     file = path / ROWS
@@ -162,50 +159,44 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def write_table(path: Path) -> None:
     """Writes the rows of `metrics.jsonl` to `metrics.csv`."""
-    rows = [scalars(row) for row in _read_lines(path / ROWS)]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [scalars(row) for row in read_rows(path)]
     text = io.StringIO()
-    csv.writer(text).writerow(columns)
+    table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), restval="")
+    table.writeheader()
     for row in rows:
-        row |= {name: int(row[name]) for name in ("step", "iteration") if name in row}
-        cells = (row.get(name, math.nan) for name in columns)
-        csv.writer(text).writerow("" if isinstance(x, float) and math.isnan(x) else x for x in cells)
+        row |= {name: int(row[name]) for name in _COUNTS}
+        table.writerow({name: "" if math.isnan(x) else x for name, x in row.items()})
     _replace(path / TABLE, text.getvalue())
 
 
 def rewind_rows(path: Path, count: int) -> list[Row]:
-    """Removes the rows of a killed run that are newer than its checkpoint."""
+    """Removes the rows of a killed run that are newer than its checkpoint; gives the others."""
     rows, file = read_rows(path, count), path / ROWS
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     _replace(file, "".join(lines[:count]))
     return rows
 
 
-def _too_few(file: Path, count: int) -> RunFolderError:
-    return RunFolderError(
-        f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
-    )
-
-
-def read_rows(path: Path, count: int) -> list[Row]:
-    """Reads the rows of `metrics.jsonl` in a run's folder."""
-    rows = _read_lines(path / ROWS, count)
-    if len(rows) < count:
-        raise _too_few(path / ROWS, count)
-    return rows
-
-
-def _read_lines(file: Path, count: int | None = None) -> list[Row]:
+def read_rows(path: Path, count: int | None = None) -> list[Row]:
+    """Reads the rows of `metrics.jsonl` in a run's folder: the first ones that a checkpoint counts, or all that are whole."""
+    file = path / ROWS
     try:
         lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []  # the last line is empty, or cut off
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read ({error}); restore the file, or start a new run") from error
-    rows = []
+    rows: list[Row] = []
     for number, line in enumerate(lines[:count], 1):
         try:
-            rows.append({name: _from_json(value) for name, value in json.loads(line).items()})
+            row = {name: _from_json(value) for name, value in json.loads(line).items()}
+            if not all(isinstance(row.get(name), int | float) for name in _COUNTS):
+                raise ValueError
         except (ValueError, AttributeError):
             raise RunFolderError(f"line {number} of {file} is damaged; restore the file, or start a new run") from None
+        rows.append(row)
+    if count is not None and len(rows) < count:
+        raise RunFolderError(
+            f"{file} has fewer rows than the {count} that the checkpoint counts; restore the file, or start a new run"
+        )
     return rows
 
 

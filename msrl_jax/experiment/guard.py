@@ -15,14 +15,14 @@ import numpy as np
 from msrl_jax._device_memory import array_bytes
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import failure, folder, processes, store
-from msrl_jax.experiment.agents import SKIPPED, fold_keys
+from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
 from msrl_jax.experiment.failure import Failure
 from msrl_jax.experiment.history import HostMetrics, first_non_finite, in_words
-from msrl_jax.experiment.locate import locate
+from msrl_jax.experiment.hooks import Checkpoints
+from msrl_jax.experiment.nonfinite import Watch, locate
 from msrl_jax.experiment.run import Ending, Run
-from msrl_jax.experiment.saving import Checkpoints
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.watch import Watch
+from msrl_jax.fragments.program import Delayed
 
 KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27
 """The guard copies the state at most this often, and only if it is not larger."""
@@ -117,26 +117,24 @@ class Guard:
         self._small = self._can_read and sum(array_bytes(x) for x in jax.tree.leaves(run.run_state)) <= KEEP_BYTES
         self._first_bad = self._watch.bad(state)
         self._kept: tuple[Any, int] | None = None
-        self._kept_at = time.monotonic()
-        self._begin = run.iteration
+        self._kept_at, self._begin = time.monotonic(), run.iteration
         self._streak: np.ndarray = np.zeros(run.experiment.members, np.int64)
 
     def after(self, run: Run) -> None:
         """Looks at the metrics of the chunk and at the state."""
         if run.experiment.guard == "skip":
             run.finding = self._check_skipped(run, np.asarray(run.metrics[SKIPPED]))
-        else:
-            run.finding = self._check(run, run.metrics)
-            if run.finding is None:
-                self._keep(run)
+            return
+        run.finding = self._check(run, run.metrics)
+        if run.finding is None:
+            self._keep(run)
 
     def _check(self, run: Run, metrics: HostMetrics) -> Finding | None:
-        length = len(jax.tree.leaves(metrics)[0]) if jax.tree.leaves(metrics) else 1
         if self._first_bad:
             return Finding(None, self._first_bad[0], self._begin + 1, None)
         if found := first_non_finite(metrics):
             metric, within, member = found
-            return Finding(metric, None, run.iteration - length + within + 1, member)
+            return Finding(metric, None, run.iteration - len(jax.tree.leaves(metrics)[0]) + within + 1, member)
         bad = self._watch.bad(run.program.unwrap(run.run_state))
         return Finding(None, bad[0], run.iteration, None) if bad else None
 
@@ -249,18 +247,16 @@ class Divergence:
             return None
         if run.experiment.guard != "rollback" or len(run.deployment["rollbacks"]) >= MOST_ROLLBACKS:
             return Ending("diverged")
-        if self._saver is not None:
-            self._saver.wait()
         self._roll_back(run)
-        if self._saver is not None:
-            self._saver.goes_on_from(run)
         return None
 
     def _roll_back(self, run: Run) -> None:
         """Takes a run back in place; rows after that state are dropped, and the program is compiled again."""
         rollbacks = run.deployment["rollbacks"]
+        if self._saver is not None:
+            self._saver.wait()
         state, iteration = self._guard.earlier(run)
-        state = jax.tree.map(lambda x: jnp.copy(x), again(state, len(rollbacks) + 1, run.experiment))
+        state = jax.tree.map(jnp.copy, again(state, len(rollbacks) + 1, run.experiment))
         release(run.experiment.agent.env)
         run.experiment = run.experiment.slower()
         run.compiled_before += run.program.compile_seconds
@@ -279,6 +275,8 @@ class Divergence:
             folder.rewind_rows(run.path, len(run.rows))
             folder.write_json(run.path / folder.CONFIG, run.description)
         run.compile()
+        if self._saver is not None:
+            self._saver.begin(run)
 
 
 def again(state: Any, number: int, experiment: Experiment) -> Any:
@@ -287,14 +285,13 @@ def again(state: Any, number: int, experiment: Experiment) -> Any:
     Its keys are other ones, and the learning rates in which its members differ are halved: as often, or once if they evolve.
     """
     state = fold_keys(state, number)
-    if not experiment.settings:
-        return state
-    counted = state.state if hasattr(state, "registers") else state
-    evolving = counted.inner
-    member = evolving.inner if experiment.pbt is not None else evolving
-    slow = {name: x / 2 for name, x in member.numbers.items()}
-    if experiment.pbt is None:
-        slow = {name: jnp.asarray(x / 2**number) for name, x in experiment.numbers.items()}
-    member = member._replace(numbers=member.numbers | {n: x for n, x in slow.items() if n.endswith("learning_rate")})
-    counted = counted._replace(inner=evolving._replace(inner=member) if experiment.pbt is not None else member)
-    return state._replace(state=counted) if hasattr(state, "registers") else counted
+    return _slower(state, number, experiment) if experiment.settings else state
+
+
+def _slower(state: Any, number: int, experiment: Experiment) -> Any:
+    if not isinstance(state, Member):
+        field = "state" if isinstance(state, Delayed) else "inner"
+        return state._replace(**{field: _slower(getattr(state, field), number, experiment)})
+    now, by = (experiment.numbers, 2**number) if experiment.pbt is None else (state.numbers, 2)
+    slower = {name: jnp.asarray(x / by) for name, x in now.items() if name.endswith("learning_rate")}
+    return state._replace(numbers=state.numbers | slower)

@@ -23,16 +23,9 @@ def _as_cell(value: np.ndarray) -> float | np.ndarray:
 
 
 def reduce_chunk(metrics: HostMetrics, *, finite: bool = False) -> Row:
-    """Reduces the metrics of a chunk of iterations to one value each.
+    """The mean of each metric of a chunk, `[N]` or `[N, M]`, in float64; that of a `Mean` weighs an iteration by its samples.
 
-    Args:
-      metrics: host arrays `[N]` or `[N, M]`, or a `Mean` of two such arrays.
-      finite: whether to leave out the iterations in which a metric is not finite, and to sum up those whose updates were
-        dropped (`guard="skip"`).
-
-    Returns:
-      The mean over the iterations, in float64. For a `Mean`, the sum of the totals is divided by the sum of the counts, so
-      that the weight of an iteration is its number of samples; nan if there are no samples.
+    `finite` (`guard="skip"`) leaves out the iterations in which a metric is not finite, and sums up those with dropped updates.
     """
     row = {}
     for name, value in metrics.items():
@@ -116,14 +109,9 @@ def stack_rows(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
 
 def last_mean(column: np.ndarray, fraction: float = 0.1) -> np.ndarray:
-    """The mean of a history column over the last part of the run, without nan entries; the last known value if all are nan.
+    """The mean of a history column, `[C]` or `[C, M]`, over the last part of the run, at least one chunk, without nan entries.
 
-    Args:
-      column: array `[C]` or `[C, M]`.
-      fraction: share of the run, rounded to at least one chunk.
-
-    Returns:
-      Array `[]` or `[M]`; nan if all entries of the whole run are nan.
+    If all are nan, it is the last known value; nan if there is none.
     """
     column = np.asarray(column, np.float64)
     tail = column[-max(1, round(len(column) * fraction)) :]

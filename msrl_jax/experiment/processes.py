@@ -54,11 +54,6 @@ def agreed(value: float) -> float:
     return float(gathered(repr(float(value)))[0])
 
 
-def any_of(flag: bool) -> bool:
-    """Whether the flag is set on any process; all processes call it."""
-    return any(gathered("x" if flag else ""))
-
-
 def to_hosts(tree: Tree) -> Tree:
     """A state that every process can use alone; all processes call it."""
     if count() == 1:

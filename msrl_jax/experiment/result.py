@@ -17,17 +17,26 @@ from msrl_jax.envs.base import release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import store
 from msrl_jax.experiment.acting import Behavior
+from msrl_jax.experiment.agents import map_members
 from msrl_jax.experiment.evaluate import MAX_STEPS, Evaluation, make_evaluator
-from msrl_jax.experiment.evolve import acting_part
 from msrl_jax.experiment.history import in_words, last_mean
-from msrl_jax.experiment.plot import plot_history, plot_lineage
+from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.run import Status
-from msrl_jax.experiment.selection import select_member, select_settings
 from msrl_jax.experiment.spec import Experiment
-from msrl_jax.experiment.summary import describe, summarize
+from msrl_jax.experiment.summary import describe, plot_history, plot_lineage, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def _saved(figure: "Figure", path: str | os.PathLike | None) -> "Figure":
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -166,20 +175,14 @@ class Result:
         return describe(self)
 
     def member(self, member: int | None = None) -> int:
-        """The number of a member.
-
-        Args:
-          member: the number, from 0 to `members - 1`; None for the best one.
-
-        Returns:
-          The number.
+        """The number of a member: from 0 to `members - 1`, or None for the best one.
 
         Raises:
           ValueError: if the run has no such member.
         """
         if member is None:
             return self.best
-        if isinstance(member, bool) or not isinstance(member, int | np.integer) or not 0 <= member < self.members:
+        if not _is_number(member) or not 0 <= member < self.members:
             which = "only member 0" if self.members == 1 else f"members 0 to {self.members - 1}"
             raise ValueError(f"member={member!r}: this run has {which}; name one of them, or None for the best one")
         return int(member)
@@ -215,27 +218,65 @@ class Result:
         """
         if settings is not None and member is not None:
             raise ValueError(f"settings={settings!r} and member={member!r} are both given; give one")
-        return select_member(self, member) if settings is None else select_settings(self, settings)
+        was = self.experiment.settings
+        if settings is not None:
+            count = len(next(iter(was.values()))) if was else 0
+            chosen: list[Any] = np.atleast_1d(np.asarray(settings, object)).tolist()
+            if not chosen or len(set(chosen)) < len(chosen) or not all(_is_number(x) and 0 <= x < count for x in chosen):
+                has = f"settings 0 to {count - 1}" if count else "one setting; select(member=0) takes one of its seeds"
+                raise ValueError(f"settings={settings!r}: this run has {has}; name some of them, each once")
+            rows = np.array([s * self.seeds + i for s in chosen for i in range(self.seeds)])
+            return self._of_rows(rows, settings={name: tuple(values[s] for s in chosen) for name, values in was.items()})
+        number = self.member(member)
+        if not self.has_members:
+            return self
+        setting = dict(self.settings[number])
+        changes = {"seed": setting.pop("seed"), "seeds": 1}
+        if setting:
+            return self._of_rows(np.array([number]), **changes, settings={name: (x,) for name, x in setting.items()})
+        return self._of_rows(number, **changes)
+
+    def _of_rows(self, rows: np.ndarray | int, **changes: Any) -> "Result":
+        """The result of some members; `changes` are those of its experiment."""
+        if self.experiment.pbt:
+            raise ValueError("the members of a population evolve together, so some are no run; act and evaluate take member=")
+        agent, last = self.behavior.agent, self.evaluation
+        if last is not None:
+            fields = [f.name for f in dataclasses.fields(Evaluation)]
+            last = Evaluation(**{name: jax.tree.map(lambda x: x[rows], getattr(last, name)) for name in fields})
+        first = {name: values[0] for name, values in changes.get("settings", {}).items()}
+        experiment = self.experiment.replaced(**changes, algorithm=dataclasses.replace(self.config, **first))
+        about = experiment.to_json()
+        if about["data"] is None:  # the data set of a loaded result is described as it was
+            about |= {"data": self.description["data"]}
+            about["config"] |= {"data": self.description["config"]["data"]} if "data" in about["config"] else {}
+        return dataclasses.replace(
+            self,
+            experiment=experiment,
+            description={**self.description, **about},
+            history={n: x[:, rows] if x.shape[1:2] == (self.members,) else x for n, x in self.history.items()},
+            run_state=agent.with_data(map_members(lambda x: x[rows], agent.without_data(self.run_state))),
+            registers=tuple(x[rows] for x in self.registers),
+            evaluation=last,
+            folder=None,
+        )
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the state of a member, compiled: it takes the number of the member in place of the state."""
+        behavior, many = self.behavior, self.has_members
+
+        def of_member(leaves: list[jax.Array], member: int, *args: Any) -> Any:
+            return function(behavior.restore([x[member] for x in leaves] if many else leaves), *args)
+
+        return functools.partial(jax.jit(of_member), behavior.take(acting_part(self.run_state)))
 
     @functools.cached_property
     def _act(self) -> Callable[..., tuple[jax.Array, Any]]:
-        behavior, many = self.behavior, self.has_members
-
-        def act(leaves, member, obs, carry, key):
-            leaves = [x[member] for x in leaves] if many else leaves
-            return behavior.act_with_carry(behavior.restore(leaves), obs, carry, key)
-
-        compiled, leaves = jax.jit(act), behavior.take(acting_part(self.run_state))
-        return lambda member, obs, carry, key: compiled(leaves, member, obs, carry, key)
+        return self._compiled(self.behavior.act_with_carry)
 
     @functools.cached_property
     def _probabilities(self) -> Callable[..., jax.Array]:
-        behavior, many = self.behavior, self.has_members
-
-        def probabilities(leaves, member, obs):
-            return behavior.probabilities(behavior.restore([x[member] for x in leaves] if many else leaves), obs)
-
-        return functools.partial(jax.jit(probabilities), behavior.take(acting_part(self.run_state)))
+        return self._compiled(self.behavior.probabilities)
 
     def act(self, obs: Any, key: jax.Array | None = None, *, member: int | None = None) -> jax.Array:
         """Chooses actions for raw observations of the environment.
@@ -266,17 +307,16 @@ class Result:
         """Chooses actions for raw observations with the carry of a recurrent agent; other agents have an empty carry.
 
         Args:
-          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
+          obs: as in `act`.
           carry: None at the start of an episode, later the carry that the last call returned.
-          key: key for sampling the action; None takes the most probable one.
-          member: number of the member that acts; the best one if None.
+          key: as in `act`.
+          member: as in `act`.
 
         Returns:
           The action, or the actions `[B, ...]`, and the carry for the next step.
 
         Raises:
-          ValueError: if `obs` has neither the shape of an observation nor that of a batch, if it has no legal action, if the
-            carry does not fit the number of observations, or if the run has no such member.
+          ValueError: as in `act`, or if the carry does not fit the number of observations.
         """
         obs, single = self.behavior.batched(obs)
         count = jax.tree.leaves(obs)[0].shape[0]
@@ -288,8 +328,8 @@ class Result:
         """The probabilities with which `act` chooses discrete actions if it has a key.
 
         Args:
-          obs: one observation, or a batch with a leading dimension `B`, as in `act`.
-          member: number of the member that acts; the best one if None.
+          obs: as in `act`.
+          member: as in `act`.
 
         Returns:
           The probabilities of the `N` actions, float32: `[N]`, or `[B, N]`; `[A, N]` or `[B, A, N]` if there are `A` agents.
@@ -359,18 +399,16 @@ class Result:
             for member, setting in enumerate(self.settings):
                 groups.setdefault(in_words({name: x for name, x in setting.items() if name != "seed"}), []).append(member)
         figure = plot_history(self.history, metrics, groups, unit=self.behavior.agent.unit, title=self._title)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return _saved(figure, path)
 
     def plot_lineage(self, path: str | os.PathLike | None = None) -> "Figure":
         """Draws the hyper-parameters of a population that was trained against steps, and who copied whom.
 
         Args:
-          path: file for the figure, in the format of its suffix; None writes no file.
+          path: as in `plot`.
 
         Returns:
-          The figure; a notebook shows it if it is the value of a cell.
+          The figure, as in `plot`.
 
         Raises:
           ValueError: if the members of the run are independent, or the run has no chunk yet.
@@ -379,9 +417,7 @@ class Result:
         if pbt is None or not len(self.history.get("step", ())):
             raise ValueError("this run has no lineage; train with pbt=msrl.PBT(...), for at least one chunk")
         figure = plot_lineage(self.history, pbt, unit=self.behavior.agent.unit, title=self._title)
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        return _saved(figure, path)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Writes the run to a new folder, for `Result.load`.

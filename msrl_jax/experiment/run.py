@@ -6,10 +6,11 @@ A hook has any of these, which are called in the order of the hooks:
     begin(run)       the state is there, and nothing has run
     before(run)      before each chunk; an `Ending` ends the run, and the hooks after that one are not called
     after(run)       after each chunk; an `Ending` ends the run, and so does True
-    end(run)         the run is over: the last hook first
+    end(run)         the run is over: the last hook first; all are called, also if one of them raises an error
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,9 +23,8 @@ from msrl_jax.algorithms.agent import innermost
 from msrl_jax.data.experience import without_experience
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.evaluate import Evaluation
-from msrl_jax.experiment.evolve import acting_part
 from msrl_jax.experiment.history import NO_EPISODES, HostMetrics, LastEpisodes, Row, reduce_chunk
-from msrl_jax.experiment.pace import Pace
+from msrl_jax.experiment.pbt import acting_part
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Delayed, Program
@@ -49,6 +49,62 @@ class Ending(NamedTuple):
 
 
 _NOT_YET = Ending("unfinished")
+
+
+TICKS = 50
+"""The approximate number of chunks of a run that takes less than a minute; every chunk ends with a tick."""
+
+SECONDS = 1.0
+"""The approximate length of a chunk of longer runs, in seconds."""
+
+
+def chunk_length(iterations: int, ticks: int = TICKS) -> int:
+    """The largest number of iterations of a chunk.
+
+    It is the divisor of `iterations` that gives the number of chunks closest to `ticks`, between 2/5 and twice as many; without
+    such a divisor, a length with a shorter last chunk.
+    """
+    if iterations <= ticks:
+        return 1
+    if iterations > 100_000:  # a run of this many is long, so that time decides
+        return iterations // ticks
+    lengths = range(math.ceil(iterations / (2 * ticks)), iterations * 5 // (2 * ticks) + 1)
+    divisors = [length for length in lengths if iterations % length == 0]
+    return min(divisors, key=lambda n: abs(iterations / n - ticks)) if divisors else round(iterations / ticks)
+
+
+class Pace:
+    """Chooses the lengths of chunks by the time that iterations take.
+
+    Lengths are powers of two and change by factors of two, or are `most`. Chunks end at multiples of their length where they
+    can, so that runs have their ticks at the same iterations.
+    """
+
+    def __init__(self, most: int, *, fixed: bool, target: float = SECONDS):
+        """Starts without a measurement."""
+        self.most, self._fixed, self._target = most, fixed, target
+        self._length = most if fixed else 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a length; if not, `measured` needs the time of a first iteration."""
+        return self._length > 0
+
+    def measured(self, iterations: int, seconds: float) -> None:
+        """Takes a measurement into account."""
+        if self._fixed:
+            return
+        each = max(seconds / iterations, 1e-9)
+        if self._length and self._target / 2 <= self._length * each <= 2 * self._target:
+            return
+        wanted = self._target / each
+        if self._length:  # a single slow chunk changes little
+            wanted = min(max(wanted, self._length / 2), self._length * 2)
+        self._length = self.most if wanted >= self.most else 2 ** max(0, math.floor(math.log2(wanted)))
+
+    def length(self, done: int) -> int:
+        """The number of iterations of the next chunk."""
+        return self._length - done % self._length
 
 
 @dataclasses.dataclass
@@ -162,18 +218,21 @@ class Run:
         if (returns := self.metrics.get("episode_return")) is not None:
             self.last_episodes = self.last_episodes.add(first, returns, finite=self.experiment.guard == "skip")
 
+    @property
+    def _most(self) -> int:
+        return most_at_once(self.program, self.pace.most)
+
     def compile(self) -> None:
         """Compiles the training program, unless it is compiled."""
-        self.program.warm_up(most_at_once(self.program, self.pace.most))
+        self.program.warm_up(self._most)
 
     def again(self, state: Any, count: int) -> tuple[Any, Any]:
         """Runs iterations from another state, which stays valid."""
-        return self.program.run(state, count, chunk=most_at_once(self.program, self.pace.most))
+        return self.program.run(state, count, chunk=self._most)
 
     def _iterate(self, count: int) -> Any:
         compiling, start = self.program.compile_seconds, time.perf_counter()
-        most = most_at_once(self.program, self.pace.most)
-        self.run_state, metrics = self.program.run(self.run_state, count, chunk=most, donate=True)
+        self.run_state, metrics = self.program.run(self.run_state, count, chunk=self._most, donate=True)
         jax.block_until_ready(self.run_state)
         self.iteration += count
         seconds = time.perf_counter() - start - (self.program.compile_seconds - compiling)
@@ -182,11 +241,9 @@ class Run:
 
     def _to_boundary(self, iteration: int) -> int:
         """Iterations until the chunk has to end."""
-        each, ends = self.experiment.steps_per_iteration, [self.iterations]
-        for every in self.boundaries:
-            multiple = (iteration * each // every + 1) * every
-            ends.append(-(-multiple // each))
-        return min(ends) - iteration
+        each = self.experiment.steps_per_iteration
+        multiples = ((iteration * each // every + 1) * every for every in self.boundaries)
+        return min([self.iterations, *(-(-multiple // each) for multiple in multiples)]) - iteration
 
 
 def most_at_once(program: Program, most: int) -> int:
@@ -206,12 +263,7 @@ def _call(hooks: Iterable[Any], phase: str, run: Run) -> Iterator[Ending]:
 
 
 def loop(run: Run, hooks: Sequence[Any]) -> None:
-    """Runs chunk after chunk, until all iterations are done or a hook ends the run.
-
-    Args:
-      run: the run, which has its `ending` then.
-      hooks: the hooks, in the order in which they are called.
-    """
+    """Runs chunk after chunk, until all iterations are done or a hook ends the run, which then has its `ending`."""
     list(_call(hooks, "begin", run))
     while True:
         if ending := next(_call(hooks, "before", run), None):
@@ -226,6 +278,15 @@ def loop(run: Run, hooks: Sequence[Any]) -> None:
             return
 
 
-def finish(run: Run, hooks: Sequence[Any]) -> None:
-    """Has all hooks finish what they do, the last one first."""
-    list(_call(reversed(hooks), "end", run))
+def finish(run: Run, hooks: Sequence[Any]) -> list[Exception]:
+    """Has all hooks finish what they do, the last one first; gives the errors of those that cannot, with a note of the hook."""
+    errors: list[Exception] = []
+    for hook in reversed(hooks):
+        try:
+            list(_call([hook], "end", run))
+        except Exception as error:
+            error.add_note(f"raised by `end` of the hook {type(hook).__qualname__}; the run itself is complete")
+            errors.append(error)
+            if processes.is_loss(error):
+                break  # the others would wait for a process that is gone
+    return errors

@@ -4,18 +4,15 @@ import dataclasses
 import functools
 import hashlib
 import json
-import numbers
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax import algorithms, data, envs, policies
+from msrl_jax import algorithms, data, envs
 from msrl_jax._checks import check_seed, whole
-from msrl_jax._spec import parse_spec
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import tunable_fields
@@ -28,10 +25,8 @@ from msrl_jax.envs.base import env_name, is_on_host
 from msrl_jax.envs.params import GivenParams, RandomizeParams, describe, randomized
 from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.agents import members, numbers_only, skip_nonfinite, with_numbers
-from msrl_jax.experiment.evolve import evolve
 from msrl_jax.experiment.folder import RunFolderError, to_json
-from msrl_jax.experiment.history import in_words
-from msrl_jax.experiment.pbt import PBT, GivenPBT, read
+from msrl_jax.experiment.pbt import PBT, evolve, read
 from msrl_jax.fragments.compiler import compile as compile_program
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -90,8 +85,6 @@ class Experiment:
         for values in zip(*self.settings.values(), strict=True):
             algorithms.make(self.algorithm, dict(zip(self.settings, values, strict=True)))
 
-    # --- what it is -----------------------------------------------------------------------------------------------------------
-
     @property
     def name(self) -> str:
         """The name of the algorithm."""
@@ -123,15 +116,14 @@ class Experiment:
     @property
     def key(self) -> jax.Array:
         """The initial key, or keys `[M]`: a member with the seed `s` has the key `jax.random.key(s)`."""
-        seeds = [jax.random.key(member["seed"]) for member in self.each_member]
-        return jnp.stack(seeds) if self.has_members else seeds[0]
+        if not self.has_members:
+            return jax.random.key(self.seed)
+        return jax.vmap(jax.random.key)(np.array([member["seed"] for member in self.each_member], np.uint32))
 
     @property
     def numbers(self) -> dict[str, np.ndarray]:
         """The values of every member: each setting has one member for each seed, side by side. `[M]` float32"""
         return {name: np.repeat(np.asarray(values, np.float32), self.seeds) for name, values in self.settings.items()}
-
-    # --- what it builds -------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def environment(self) -> Environment:
@@ -193,11 +185,6 @@ class Experiment:
         """The number of whole iterations."""
         return self.total_steps // self.steps_per_iteration
 
-    @property
-    def exploit_steps(self) -> int | None:
-        """Steps between two exploits of a population that is trained."""
-        return None if self.pbt is None else self.pbt.every * self.steps_per_iteration
-
     def check_length(self) -> None:
         """Raises ValueError if the run has no whole iteration, or a population that never evolves."""
         each, iterations = self.steps_per_iteration, self.iterations
@@ -246,8 +233,6 @@ class Experiment:
         new = dataclasses.replace(self, **changes)
         vars(new).update({name: vars(self)[name] for name in ("environment", "dataset") if name in vars(self)})
         return new
-
-    # --- what is written of it ------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """The experiment as plain data: the part of `config.json` that decides what is computed."""
@@ -387,122 +372,3 @@ def check_guard(guard: str) -> GuardPolicy:
         words = get_args(GuardPolicy)
         raise ValueError(f"guard={guard!r}{suggestion(guard, words)}; use one of {', '.join(words)}")
     return cast(GuardPolicy, guard)
-
-
-def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
-    """Looks up a distribution policy: `NAME`, `NAME:param=value,...`, or a policy."""
-    if not isinstance(policy, str):
-        return policies.get(policy)
-    name, params = parse_spec(policy)
-    return policies.get(name, **params)
-
-
-def make_experiment(
-    algo: Any = "ppo",
-    env: str | Environment = "CartPole-v1",
-    *,
-    total_steps: Any = 500_000,
-    seed: Any = 0,
-    seeds: Any = 1,
-    env_params: GivenParams | None = None,
-    pbt: GivenPBT | None = None,
-    guard: str = "halt",
-    overrides: Mapping[str, Any] | None = None,
-) -> Experiment:
-    """Looks everything up, checks it, and builds the agent of one member.
-
-    Args:
-      algo: name of an algorithm, its config, or the class of its config.
-      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
-      total_steps: steps of each member.
-      seed: the first seed.
-      seeds: the number of members of each setting.
-      env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
-      pbt: how the population is trained; None if its members are independent.
-      guard: what happens on nan and infinities.
-      overrides: fields of the config to replace; those that are tunable may have a sequence of values.
-
-    Returns:
-      The experiment.
-
-    Raises:
-      ValueError: on an unknown name or field, or an invalid value.
-    """
-    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
-    pbt = None if pbt is None else read(pbt)
-    if pbt is not None and seeds > 1:
-        raise ValueError(f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}")
-    seed = check_seed(seed, seeds if pbt is None else pbt.members)
-    base, overrides = algorithms.make(algo, {}), dict(overrides or {})
-    if pbt is not None:
-        pbt.check(base, overrides)
-        overrides = pbt.initial(seed) | overrides
-    overrides, settings = _split(base, overrides, seeds)
-    experiment = Experiment(
-        algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
-        seeds=seeds, settings=settings, pbt=pbt, guard=check_guard(guard),
-    )  # fmt: skip
-    _ = experiment.behavior if pbt is None else experiment.agent
-    return experiment
-
-
-def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
-    """Separates the fields that have several values from the others, which get the values of the first setting."""
-    kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
-    overrides = {name: x.item() if _is_scalar(x) else x for name, x in overrides.items()}
-    several: dict[str, tuple[float, ...]] = {}
-    for name, value in overrides.items():
-        values = _values(value)
-        if values is None or name not in fields or _holds_sequences(fields[name]):
-            continue
-        if name not in tunable_fields(kind):
-            others = ", ".join(tunable_fields(kind)) or "none of its fields"
-            raise ValueError(
-                f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the "
-                f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
-            )
-        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
-    if not several:
-        return dict(overrides), {}
-    lengths = {name: len(values) for name, values in several.items()}
-    if 0 in lengths.values() or len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ValueError(
-            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the "
-            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
-        )
-    for i in range(next(iter(lengths.values()))):
-        setting = {name: values[i] for name, values in several.items()}
-        try:
-            algorithms.make(base, {**overrides, **setting})
-        except ValueError as error:
-            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
-    return {**overrides, **{name: values[0] for name, values in several.items()}}, several
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
-
-
-def _values(value: Any) -> Sequence[Any] | None:
-    """The values of a field that has several."""
-    if isinstance(value, list | tuple | range):
-        return value
-    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) and value.ndim else None
-
-
-def _holds_sequences(field: dataclasses.Field) -> bool:
-    """Whether a single value of the field may be a sequence."""
-    return not isinstance(field.default, str | numbers.Number | None | type(dataclasses.MISSING))
-
-
-def _number(kind: type, name: str, i: int, value: Any) -> float:
-    value, where = value.item() if _is_scalar(value) else value, f"{kind.__name__}.{name}[{i}]"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
-        raise ValueError(f"{where}={value!r}: use a number for each member")
-    number: Any = value
-    with np.errstate(over="ignore", under="ignore"):
-        data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
-    if (data == 0) != (number == 0) or np.isinf(data):
-        raise ValueError(f"{where}={value!r} is {data} in float32, in which members have it; use a number from 1e-38 to 3e38")
-    return float(number)

@@ -14,7 +14,6 @@ from msrl_jax.experiment.run import Ending, Run
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 TIME_LIMIT = "time limit"
 
-
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
@@ -31,7 +30,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 class StopRequests:
-    """Why a run has to stop, as far as it is known.
+    """Why a run has to stop, as far as it is known; a hook that ends the run if any process knows a reason.
 
     Attributes:
       deadline: time of `now` at which the run has to be over; None if there is none.
@@ -47,6 +46,12 @@ class StopRequests:
             return self.signal
         late = self.deadline is not None and now() + next_seconds > self.deadline
         return TIME_LIMIT if late else ""
+
+    def before(self, run: Run) -> Ending | None:
+        """Ends the run if there is a reason to stop before the next chunk would be done and saved."""
+        reasons = processes.gathered(self.reason(run.last_seconds + run.saving_seconds))
+        reason = next(filter(None, reasons), "")
+        return Ending("interrupted", reason) if reason else None
 
     def on_signal(self, signum: int, frame: Any) -> None:
         """Notes the first signal. A second one ends the process at once; a second Ctrl-C raises KeyboardInterrupt."""
@@ -75,16 +80,3 @@ def stop_requests(limit: float | None = None) -> Iterator[StopRequests]:
     finally:
         for signum, handler in before.items():  # None is a handler of compiled code, such as that of jax.distributed
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-
-class Stopping:
-    """A hook that ends the run if any process has a reason to stop before the next chunk would be done and saved."""
-
-    def __init__(self, requests: StopRequests):
-        self._requests = requests
-
-    def before(self, run: Run) -> Ending | None:
-        """Ends the run if there is a reason."""
-        reasons = processes.gathered(self._requests.reason(run.last_seconds + run.saving_seconds))
-        reason = next(filter(None, reasons), "")
-        return Ending("interrupted", reason) if reason else None

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from msrl_jax import algorithms, data
 from msrl_jax.data.experience import at_rest, awake, without_experience
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
@@ -23,7 +22,7 @@ from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning
 from msrl_jax.experiment.history import NO_EPISODES, LastEpisodes, Row, stack_rows
 from msrl_jax.experiment.run import TIMINGS
-from msrl_jax.experiment.spec import Experiment, difference, fingerprint, make_experiment
+from msrl_jax.experiment.spec import Experiment, fingerprint
 from msrl_jax.fragments.program import Delayed, Program
 
 Result: TypeAlias = Any
@@ -35,10 +34,16 @@ FORMAT = 2
 _TRIES = 10
 """How often a checkpoint is read that a running process deletes at the same time."""
 
-_FIELDS = (
-    "algorithm", "env", "env_spec", "class", "env_object", "env_params", "policy", "seed", "seeds", "total_steps", "config",
-    "settings", "pbt", "guard", "rollbacks",
-)  # fmt: skip
+_FIELDS: dict[str, tuple[Any, str]] = {
+    "algorithm": (str, "text"), "env": (str, "text"), "env_spec": (str | None, "text or null"), "class": (str, "text"),
+    "env_object": (str | None, "text or null"), "env_params": (dict | str | None, "an object, text or null"),
+    "policy": (str, "text"), "seed": (int, "an integer"), "seeds": (int, "an integer"), "total_steps": (int, "an integer"),
+    "config": (dict, "an object"), "settings": (dict | None, "an object or null"), "pbt": (dict | None, "an object or null"),
+    "guard": (str, "text"), "rollbacks": (list, "a list"), "resumed": (list, "a list"), "record": (str | None, "text or null"),
+    "eval_episodes": (int, "an integer"), "eval_every": (int | None, "an integer or null"),
+    "chunk": (int | None, "an integer or null"),
+}  # fmt: skip
+"""What `config.json` of every run has: types, also in words."""
 
 
 class ResumeWarning(UserWarning):
@@ -81,14 +86,19 @@ def read_description(path: Path) -> dict[str, Any]:
     """Reads `config.json`; raises RunFolderError if the folder holds no run, a damaged one, or one of another version."""
     if not path.is_dir():
         raise RunFolderError(f"there is no folder {path}; name the folder of a run")
-    content = folder.read_json(path / folder.CONFIG)
+    file = path / folder.CONFIG
+    content = folder.read_json(file)
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT and isinstance(content, dict) and "versions" in content:
         by = "version 0.1" if found is None else "a newer version"
         raise RunFolderError(
             f"the run in {path} was saved by {by} of msrl_jax, which this version cannot read; start a new run"
         )
-    return folder.read_json(path / folder.CONFIG, *_FIELDS)
+    content = folder.read_json(file, *_FIELDS)
+    for name, (kind, words) in _FIELDS.items():
+        if not isinstance(value := content[name], kind) or (kind is int and isinstance(value, bool)):
+            raise RunFolderError(f"{file}: {name!r} is {value!r}, and should be {words}; restore the file, or start a new run")
+    return content
 
 
 def choose(path: Path, which: Any) -> Checkpoint:
@@ -97,7 +107,7 @@ def choose(path: Path, which: Any) -> Checkpoint:
     if which == "newest":
         chosen = checkpoint.newest(path, _note)
     elif which == "best":
-        chosen = max((c for c in found if c.score is not None), key=lambda c: (c.score, c.iteration), default=None)
+        chosen = checkpoint.best(found)
     else:
         chosen = next((c for c in found if c.iteration == which), None)
     if chosen is None:
@@ -141,81 +151,6 @@ def _check_settings(path: Path, description: Mapping[str, Any], saved: Checkpoin
 # --- how a run goes on
 
 
-def resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
-    """The experiment of a run that goes on.
-
-    Args:
-      saved: the run.
-      given: arguments of `make_experiment`; None is not given.
-      overrides: fields of the config that were given.
-
-    Returns:
-      The experiment, which may have another length and another guard.
-
-    Raises:
-      RunFolderError: if something that was given decides what the run computes, and differs.
-    """
-    was, where = saved.description, f"the run in {saved.path}"
-    algo, env = given["algo"], given["env"]
-    own = getattr(algo, "data", None) if not isinstance(algo, str | type) else None
-    dataset = _find_dataset(saved, overrides.get("data", own))
-    env_object = None if env is None or isinstance(env, str) else env
-    before = Experiment.from_json(was, env=env_object, env_params=given["env_params"], data=dataset, where=where)
-    settings = dict(before.settings) | dict(overrides) | ({} if dataset is None else {"data": dataset})
-    is_same = isinstance(algo, str | type) and algorithms.get(algo) is type(before.algorithm)
-    chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
-    defaults = {name: getattr(before, name) for name in ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "guard")}
-    algo = before.algorithm if algo is None or is_same else algo
-    kind = algorithms.get(algo) if isinstance(algo, str | type) else type(algo)
-    if kind is not type(before.algorithm):
-        raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
-    experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
-    check_same(saved, experiment)
-    return experiment
-
-
-def check_same(saved: Saved, experiment: Experiment) -> None:
-    """Raises RunFolderError unless an experiment computes what a run in a folder computes."""
-    if differs := difference(saved.description, experiment.to_json()):
-        raise _differs(saved, *differs)
-
-
-def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
-    if name == "env_object":
-        return RunFolderError(
-            f"the run in {saved.path} has the environment {before}, and cannot go on with {now}; give the same one, or start a "
-            "new run in another folder"
-        )
-    return RunFolderError(
-        f"the run in {saved.path} has {name}={before!r}, and cannot go on with {name}={now!r}; leave {name} out, or start a "
-        "new run in another folder"
-    )
-
-
-def _find_dataset(saved: Saved, given: Any) -> Any:
-    """What a config takes to find the data set of a run again; None if the run has none."""
-    was = saved.description.get("data")
-    if was is None:
-        if given is not None:
-            raise RunFolderError(f"the run in {saved.path} has no data set, and cannot take one; leave data out")
-        return None
-    source = was["path"] if given is None else given
-    if source is None:
-        raise RunFolderError(f"the data set of the run in {saved.path} was an object; give it again: data=...")
-    try:
-        found = data.load(source)
-    except (ValueError, OSError) as error:
-        raise RunFolderError(
-            f"the data set of the run in {saved.path} cannot be read: {error}. Give it again: data=..."
-        ) from error
-    if found.fingerprint() != was["sha256"]:
-        raise RunFolderError(
-            f"{source if isinstance(source, str) else 'the given data set'} is not the data set of the run in {saved.path}: "
-            f"its content differs. Give the one with the SHA-256 {was['sha256'][:12]}...: data=..."
-        )
-    return source
-
-
 def _registers(saved: Checkpoint, state: Any) -> list[tuple[str, Any]]:
     """The leaves of a state that the registers of a checkpoint hold, with their paths, in the order of the registers."""
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
@@ -252,8 +187,10 @@ def restore_state(saved: Checkpoint, experiment: Experiment, program: Program) -
 
 def saved_states(path: Path | None, run: Any) -> Iterator[tuple[Any, int]]:
     """The states and iterations of the checkpoints of a run in progress, the newest first."""
-    for found in [] if path is None else checkpoint.undamaged(path):
-        yield restore_state(found, run.experiment, run.program), found.iteration
+    for found in [] if path is None else checkpoint.complete(path):
+        with contextlib.suppress(CheckpointError):
+            checkpoint.verify(found)
+            yield restore_state(found, run.experiment, run.program), found.iteration
 
 
 def take_over(saved: Saved, run: Any) -> None:
@@ -281,19 +218,14 @@ def take_over(saved: Saved, run: Any) -> None:
 def warn_of_schedules(saved: Saved, experiment: Experiment, done: int) -> None:
     """Says what happens to schedules over `total_steps` if these change."""
     config, was, now = experiment.algorithm, saved.description["total_steps"], experiment.total_steps
-    if was == now:
-        return
     falls = getattr(config, "anneal_learning_rate", False)  # of a field, or of any of several teams
     rises = getattr(config, "beta", None) is not None
-    if not (falls or rises):
+    if was == now or not (falls or rises):
         return
     what = " and ".join(["the learning rate"] * bool(falls) + ["beta of the replay"] * bool(rises))
-    rate = getattr(config, "learning_rate", None)
-    text = (
-        f": it goes on from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
-        if falls and rate is not None
-        else ""
-    )
+    rate, text = getattr(config, "learning_rate", None), ""
+    if falls and rate is not None:
+        text = f": it goes on from {rate * (1 - done / now):.3g}, after {max(0.0, rate * (1 - done / was)):.3g}"
     _note(
         f"total_steps changes from {was:,} to {now:,}, over which {what} changes: the schedule now spans the new number{text}. "
         f"A run of {now:,} steps from the start would differ"
@@ -376,16 +308,9 @@ def _not_needed(what: str) -> Iterator[None]:
 def load(
     path: Path, env: Environment | None, env_params: GivenParams | None, which: Literal["newest", "best"] | int
 ) -> dict[str, Any]:
-    """Reads a run from its folder, to which another process may be writing.
+    """Reads a run from its folder, to which another process may be writing; see `Result.load`.
 
-    Args:
-      path: the folder.
-      env: the environment, if the run got an environment object.
-      env_params: what its parameters are drawn from, if the run got a function or a `Curriculum`.
-      which: the checkpoint.
-
-    Returns:
-      The fields of the result; its state is on one device, without recorded steps and data.
+    Returns the fields of the result; its state is on one device, without recorded steps and data.
     """
     description = read_description(path)
     experiment = Experiment.from_json(description, env=env, env_params=env_params, where=f"the run in {path}")

@@ -6,8 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,18 +17,16 @@ from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping, store
+from msrl_jax.experiment.arguments import as_asked, find_folder, opened, resolve_policy
 from msrl_jax.experiment.callbacks import Callback, Callbacks, check_callbacks, is_hook, short_unit
-from msrl_jax.experiment.evaluating import Evaluating
 from msrl_jax.experiment.guard import DivergedError, Divergence, Guard, again
 from msrl_jax.experiment.history import stack_rows
-from msrl_jax.experiment.pace import Pace
+from msrl_jax.experiment.hooks import Checkpoints, Evaluating, Rows, interval, recorded
 from msrl_jax.experiment.pbt import GivenPBT
 from msrl_jax.experiment.progress import Progress, choose_display
-from msrl_jax.experiment.recording import recorded
 from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.run import Run, finish, loop, most_at_once
-from msrl_jax.experiment.saving import Checkpoints, Rows, interval
-from msrl_jax.experiment.spec import Experiment, GuardPolicy, check_guard, make_experiment, resolve_policy
+from msrl_jax.experiment.run import Pace, Run, finish, loop, most_at_once
+from msrl_jax.experiment.spec import Experiment, GuardPolicy, check_guard
 from msrl_jax.experiment.store import Saved
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
@@ -94,7 +91,7 @@ def train(
       checkpoint_every: steps between checkpoints as an integer, or their time as text, such as `"10m"`; None takes a minute,
         or longer if saving would take more than 2% of the time. Runs with a folder are always saved at their end.
       keep_checkpoints: number of checkpoints to keep, besides the one with the best evaluation (without `eval_every`, the
-        best mean return of the last 100 episodes of training).
+        best mean return of the last 100 episodes of training). Evaluations that are the best so far have one of their own.
       time_limit: time after which the run is saved and ends, in seconds or as text, such as `"5h50m"`.
       guard: what the run does about nan and infinities: "halt", the default, ends it with a `DivergedError`; "skip" drops
         updates that are not finite; "rollback" goes back to the last good state, with half the learning rate and other random
@@ -122,6 +119,8 @@ def train(
       RunFolderError: a ValueError, if the folder holds no run to go on with, another one, or a damaged one.
       DivergedError: if a metric, a parameter or an observation is nan or infinite; it carries the result so far.
       ProcessError: if another process of the run ended.
+      Exception: the first one that `end` of a hook raised, after all hooks have ended and the run is saved; a note names the
+        hook, and the error's `result` is the result.
     """
     started = time.perf_counter()
     limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
@@ -131,21 +130,25 @@ def train(
         "algo": algo, "env": env, "total_steps": total_steps, "seed": seed, "seeds": seeds, "env_params": env_params,
         "pbt": pbt, "guard": None if guard is None else check_guard(guard),
     }  # fmt: skip
-    watching = _check_watching(eval_episodes=eval_episodes, eval_every=eval_every, chunk=chunk)
+    watching = {"eval_episodes": eval_episodes, "eval_every": eval_every, "chunk": chunk}
+    watching = {n: None if x is None else whole(n, x, 0 if n == "eval_episodes" else 1) for n, x in watching.items()}
     # Absolute, because a callback may change the working directory.
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
-    path, goes_on = _folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
+    path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compile_cache.on())
         requests = stack.enter_context(stopping.stop_requests(limit))
         with processes.together("setting up the run"):
-            saved = stack.enter_context(_opened(path, goes_on))
-            kept = _WATCHING if saved is None else {name: saved.description[name] for name in _WATCHING}
+            saved = stack.enter_context(opened(path, goes_on))
+            kept = _WATCHING if saved is None else saved.description
             watching = {name: kept[name] if x is None else x for name, x in watching.items()}
-            experiment = _experiment(given, overrides, saved, watching["chunk"])
+            experiment = as_asked(given, overrides, saved, watching["chunk"])
             if saved is not None and saved.checkpoint is not None and saved.iteration == experiment.iterations:
                 return _already_done(saved, env, env_params)
-            _check_guard_fits(experiment, record)
+            if experiment.guard == "rollback" and record is not None:
+                raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
+            if experiment.guard == "rollback" and processes.count() > 1:
+                raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
             simulated = saved is None and is_on_host(experiment.environment)
             usual = saved.description["policy"] if saved else experiment.usual_policy
             where = resolve_policy(usual if policy is None else policy)
@@ -164,7 +167,7 @@ def train(
             stack.callback(release, evaluating.env)
         guarding = None if experiment.guard == "ignore" else Guard()
         every_hook = (
-            stopping.Stopping(requests),
+            requests,
             recording,
             guarding,
             evaluating,
@@ -176,8 +179,10 @@ def train(
         )
         hooks = [hook for hook in every_hook if hook is not None]
         deployment = _deployment(program, where, saved) | watching | {"record": recording and str(recording.writer.path)}
-        boundaries = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
-        boundaries = tuple(filter(None, [*boundaries, experiment.exploit_steps]))
+        asked = [getattr(hook, "every", None) for hook in hooks] if watching["chunk"] is None else []
+        if experiment.pbt is not None:
+            asked.append(experiment.pbt.every * experiment.steps_per_iteration)
+        boundaries = tuple(int(steps) for steps in asked if steps is not None)
         run = Run(
             experiment, where, devices, path, deployment, program, _first_state(experiment, program, most, saved, deployment),
             Pace(most, fixed=watching["chunk"] is not None), boundaries, started,
@@ -186,10 +191,13 @@ def train(
         try:
             loop(run, hooks)
         except Exception as error:  # such as that of a callback: what was done so far is kept
-            if not processes.is_loss(error):
-                _keep_what_there_is(run, hooks)
+            for problem in [] if processes.is_loss(error) else finish(run, hooks):
+                text = f"the run ends with an error, and could not be saved: {problem}"
+                warnings.warn(text, folder.SaveWarning, stacklevel=2)
             raise
-        finish(run, hooks)
+        errors = finish(run, hooks)
+        if errors and processes.is_loss(errors[-1]):
+            raise errors[-1]
         result = _result(run)
         if path is not None and processes.is_first():
             assert saver is not None
@@ -197,77 +205,17 @@ def train(
         processes.gathered("")  # no process ends while another one writes
     if run.finding is not None:
         assert guarding is not None
-        raise DivergedError(guarding.locate(run), result)
+        errors.insert(0, DivergedError(guarding.locate(run), result))
+    for other in errors[1:]:
+        errors[0].add_note("\n".join([f"then {type(other).__name__}: {other}", *other.__notes__]))
+    if errors:
+        vars(errors[0])["result"] = result
+        raise errors[0]
     return result
 
 
-DEFAULTS = {
-    "algo": "ppo", "env": "CartPole-v1", "total_steps": 500_000, "seed": 0, "seeds": 1, "env_params": None, "pbt": None,
-    "guard": "halt",
-}  # fmt: skip
-"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
-
 _WATCHING = {"eval_episodes": 32, "eval_every": None, "chunk": None}
-"""The same for what happens between chunks."""
-
-
-def _check_watching(**given: Any) -> dict[str, int | None]:
-    return {name: None if x is None else whole(name, x, 0 if name == "eval_episodes" else 1) for name, x in given.items()}
-
-
-def _folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
-    """The folder of the run, and whether the run in it goes on."""
-    if isinstance(resume, bool):
-        if resume and out is None:
-            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
-        return out, resume and out is not None and store.holds_run(out)
-    if out is not None and out != resume:
-        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders; a run goes on in its own")
-    return resume, True
-
-
-@contextlib.contextmanager
-def _opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
-    """Locks the folder of the run; gives the run in it that goes on."""
-    if path is None:
-        yield None
-        return
-    store.read_description(path) if goes_on else folder.check_free(path)
-    with folder.locked(path) if processes.is_first() else contextlib.nullcontext():
-        yield store.open_run(path) if goes_on else None
-
-
-def _experiment(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None, chunk: int | None) -> Experiment:
-    """What the arguments and the folder say."""
-    if isinstance(given["algo"], Experiment):
-        experiment = given["algo"]
-        for name, value in (given | overrides).items():
-            if value is not None and name != "algo":
-                raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
-        if saved is not None:
-            store.check_same(saved, experiment)
-    elif saved is None:
-        known = {name: DEFAULTS[name] if value is None else value for name, value in given.items()}
-        experiment = make_experiment(**known, overrides=overrides)
-    else:
-        experiment = store.resumed(saved, given, overrides)
-    if experiment.pbt is not None and chunk is not None:
-        experiment.pbt.check_chunk(chunk)
-    experiment.check_length()
-    if saved is not None and saved.iteration > experiment.iterations:
-        done = saved.iteration * experiment.steps_per_iteration
-        raise ValueError(
-            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend "
-            "it"
-        )
-    return experiment
-
-
-def _check_guard_fits(experiment: Experiment, record: Path | None) -> None:
-    if experiment.guard == "rollback" and record is not None:
-        raise ValueError('guard="rollback" would take recorded steps back; leave record out, or use guard="halt"')
-    if experiment.guard == "rollback" and processes.count() > 1:
-        raise ValueError('guard="rollback" works in one process only; use guard="halt" or "skip"')
+"""What happens between the chunks of a new run if nothing is given."""
 
 
 def _deployment(program: Program, policy: DistributionPolicy, saved: Saved | None) -> dict[str, Any]:
@@ -308,15 +256,6 @@ def _begin(run: Run, saved: Saved | None) -> None:
         store.warn_of_schedules(saved, run.experiment, run.step)
     if run.iteration < run.iterations:
         run.compile()
-
-
-def _keep_what_there_is(run: Run, hooks: Sequence[Any]) -> None:
-    """Saves a run that ends with an error, as far as it can be saved."""
-    try:
-        finish(run, hooks)
-    except Exception as problem:  # the error that ended the run is more important
-        text = f"the run ends with an error, and could not be saved: {problem}"
-        warnings.warn(text, folder.SaveWarning, stacklevel=3)
 
 
 def _result(run: Run) -> Result:

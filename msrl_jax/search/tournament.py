@@ -25,10 +25,10 @@ from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
 from msrl_jax.experiment import processes, stopping
 from msrl_jax.experiment.agents import fold_keys
+from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.callbacks import Callback, Tick
 from msrl_jax.experiment.guard import DivergedError
 from msrl_jax.experiment.result import Result
-from msrl_jax.experiment.spec import make_experiment, resolve_policy
 from msrl_jax.experiment.store import ResumeWarning
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy

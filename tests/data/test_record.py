@@ -14,7 +14,7 @@ import msrl_jax as msrl
 from msrl_jax import data, envs
 from msrl_jax.cli import main
 from msrl_jax.data.experience import ExperienceWriter, RecordedEnvironment
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
 from tests.support.random_walk import RandomWalk
 from tests.support.runs import assert_same_state
 from tests.support.training_envs import Lottery, Poison

@@ -55,6 +55,26 @@ def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     assert steps[-1] >= 2 * 19 and mean[-1] == np.mean(last)
 
 
+@pytest.mark.parametrize("every", [7 * 64, "10d", None])
+def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due(every, tmp_path):
+    """Evaluations are due every third iteration, and checkpoints every seventh, or at the end only."""
+
+    def train(**options):
+        return msrl.train(
+            "ppo", "CartPole-v1:max_steps_in_episode=60", total_steps=16 * 64, chunk=1, eval_episodes=4, eval_every=3 * 64,
+            checkpoint_every=every, keep_checkpoints=1, out=tmp_path, devices=jax.devices()[:1], progress=False, num_envs=8,
+            unroll_length=8, num_epochs=1, num_minibatches=2, hidden_sizes=(8,), learning_rate=0.02, **options,
+        )  # fmt: skip
+
+    train(callbacks=[stop_after(8)])
+    history = train(resume=True).history
+    returns = {int(i): x for i, x in zip(history["iteration"], history["eval_return"], strict=True) if not np.isnan(x)}
+    assert len(set(returns.values())) > 2 and min(returns) == 3
+    best = Result.load(tmp_path, checkpoint="best")
+    assert returns[best.history["iteration"][-1]] == max(returns.values())
+    assert best.evaluation.mean_return == max(returns.values())
+
+
 def test_without_an_episode_the_best_checkpoint_is_missing_and_says_why(tmp_path):
     msrl.train(
         "ppo", Lottery(short=100, long=100), total_steps=32, num_envs=2, unroll_length=8, num_minibatches=1, num_epochs=1,

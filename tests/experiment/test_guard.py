@@ -11,7 +11,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli
 from msrl_jax.experiment import DivergedError
-from msrl_jax.experiment.watch import non_finite
+from msrl_jax.experiment.nonfinite import non_finite
 from msrl_jax.fragments.plan.origin import find_origin
 from tests.support.guarded_envs import Faulty
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from msrl_jax.experiment.history import decimals, first_non_finite, last_mean, reduce_chunk, stack_rows
-from msrl_jax.experiment.pace import chunk_length
+from msrl_jax.experiment.run import chunk_length
 from msrl_jax.fragments.metrics import Mean
 
 

@@ -10,7 +10,7 @@ from msrl_jax import algorithms, envs
 from msrl_jax.algorithms.agent import innermost
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.agents import with_numbers
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
 
 from .test_members import ENV, assert_member
 

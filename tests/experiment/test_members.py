@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.experiment.agents import member_axes
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
 from tests.support.random_walk import RandomWalk
 
 ENV = "CartPole-v1:max_steps_in_episode=30"
@@ -88,3 +88,10 @@ def test_the_member_axis_comes_first():
     assert member_axes(axes) == {
         "params": P("member"), "env": P("member", "env"), "obs": (P("member", None, "env"), P("member")),
     }  # fmt: skip
+
+
+def test_members_have_the_keys_of_single_runs():
+    last = 2**32 - 1
+    experiment = make_experiment("ppo", "CartPole-v1", seed=last - 2, seeds=3)
+    for key, seed in zip(experiment.key, (last - 2, last - 1, last), strict=True):
+        assert key == jax.random.key(seed) and key.dtype == jax.random.key(seed).dtype

@@ -8,7 +8,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import _device_memory, cli
 from msrl_jax.cli import program
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
 from msrl_jax.fragments.runtime.memory import Fitting, program_bytes
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}

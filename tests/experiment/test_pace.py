@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from msrl_jax.experiment.pace import Pace, chunk_length
-from msrl_jax.experiment.saving import AUTOMATIC, Interval, interval
+from msrl_jax.experiment.hooks import AUTOMATIC, Interval, interval
+from msrl_jax.experiment.run import Pace, chunk_length
 from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests, seconds
 
 

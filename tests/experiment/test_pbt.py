@@ -13,9 +13,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import innermost
-from msrl_jax.experiment.evolve import exploit, explore
-from msrl_jax.experiment.pbt import read
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.experiment.pbt import exploit, explore, read
 from msrl_jax.policies import Layout, Placement
 
 RATE = envs.log_uniform(1e-5, 1e-2)

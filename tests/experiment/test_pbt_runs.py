@@ -11,8 +11,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import cli, envs
 from msrl_jax.experiment import Result, RunFolderError
-from msrl_jax.experiment.plot import copies
-from msrl_jax.experiment.spec import make_experiment
+from msrl_jax.experiment.arguments import make_experiment
+from msrl_jax.experiment.summary import copies
 from tests.support.guarded_envs import Faulty
 from tests.support.runs import assert_same_run, stop_after
 

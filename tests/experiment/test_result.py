@@ -8,7 +8,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax.experiment import Result
-from msrl_jax.experiment.spec import make_experiment, resolve_policy
+from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from tests.support.training_envs import Lottery
 
 

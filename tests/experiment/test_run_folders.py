@@ -39,6 +39,16 @@ CONFLICTS = [
 ]
 
 
+def test_a_rounded_number_is_the_one_that_was_saved(copy):
+    """The run has the learning rate 0.003, and `np.float32(0.003)` is 0.003000000026077032."""
+    options = {"devices": jax.devices()[:1], "progress": False, "callbacks": [stop_after(9)]}
+    goes_on = msrl.train(resume=copy, learning_rate=np.float32(0.003), **options)
+    assert goes_on.config.learning_rate == 0.003 and goes_on.history["iteration"][-1] == 9
+    assert msrl.train(resume=copy, learning_rate=jax.numpy.float32(0.003), **options).config == goes_on.config
+    with pytest.raises(RunFolderError, match=r"has learning_rate=0\.003, and cannot go on with learning_rate="):
+        msrl.train(resume=copy, learning_rate=np.nextafter(np.float32(0.003), np.float32(1)), **options)
+
+
 @pytest.mark.parametrize(("given", "message"), CONFLICTS, ids=[next(iter(g)) for g, _ in CONFLICTS])
 def test_what_contradicts_the_run_is_refused(given, message, stopped):
     before = sorted((p, p.stat().st_mtime_ns) for p in stopped.rglob("*") if p.is_file())
@@ -108,11 +118,18 @@ DAMAGES = [
         break_config(config={"hidden_sizes": [16], "num_envs": 8, "unroll_length": 8, "num_minibatches": 2}),
         r"not what the run was saved with|does not fit: state",
     ),
+    (break_config(config=5), r"config\.json: 'config' is 5, and should be an object; restore the file"),
+    (break_config(settings=[1e-3]), r"config\.json: 'settings' is \[0\.001\], and should be an object or null"),
+    (break_config(seeds="two"), r"config\.json: 'seeds' is 'two', and should be an integer"),
+    (break_config(rollbacks=None), r"config\.json: 'rollbacks' is None, and should be a list"),
+    (break_config(resumed=3), r"config\.json: 'resumed' is 3, and should be a list"),
+    (break_config(eval_every="often"), r"config\.json: 'eval_every' is 'often', and should be an integer or null"),
     (break_config(seed=7), r"config\.json is not what the run was saved with"),
     (edit_checkpoints('"iteration": ', '"iteration": 1'), r"no checkpoint that is whole: .* run\.json is not what was written"),
     (edit_checkpoints('"rows": ', '"rows": 0'), r"no checkpoint that is whole: .* run\.json"),
     (replace_by_folder("metrics.jsonl"), r"metrics\.jsonl cannot be read"),
-    (damage("metrics.jsonl", "{}\n"), r"metrics\.jsonl has fewer rows than the 2"),
+    (damage("metrics.jsonl", '{"step": 64, "iteration": 1}\n'), r"metrics\.jsonl has fewer rows than the 2"),
+    (damage("metrics.jsonl", "{}\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
     (damage("metrics.jsonl", "nonsense\n" * 9), r"line 1 of .*metrics\.jsonl is damaged"),
 ]
 
@@ -222,15 +239,15 @@ def test_damaged_checkpoints_are_set_aside_and_made_anew(copy):
 def test_columns_that_come_later_are_added_to_the_table(tmp_path):
     from msrl_jax.experiment.folder import append_rows, rewind_rows, write_table
 
-    append_rows(tmp_path, [{"step": 1.0, "x": 2.0}])
-    append_rows(tmp_path, [{"step": 2.0, "y": np.array([3.0, 4.0])}])
-    append_rows(tmp_path, [{"step": 3.0, "x": 5.0}])
+    append_rows(tmp_path, [{"step": 8.0, "iteration": 1.0, "x": 2.0}])
+    append_rows(tmp_path, [{"step": 16.0, "iteration": 2.0, "y": np.array([3.0, 4.0])}])
+    append_rows(tmp_path, [{"step": 24.0, "iteration": 3.0, "x": 5.0}])
     write_table(tmp_path)
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
-        "step,x,y,y/0,y/1",
-        "1,2.0,,,",
-        "2,,3.5,3.0,4.0",
-        "3,5.0,,,",
+        "step,iteration,x,y,y/0,y/1",
+        "8,1,2.0,,,",
+        "16,2,,3.5,3.0,4.0",
+        "24,3,5.0,,,",
     ]
     assert len(rewind_rows(tmp_path, 2)) == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 

@@ -7,8 +7,8 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import codecs
 from msrl_jax._checks import as_path
+from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.callbacks import check_callbacks
-from msrl_jax.experiment.spec import make_experiment, resolve_policy
 from msrl_jax.policies import Central, SingleLearnerCoarse, SingleLearnerFine, base
 
 SPECS = [
@@ -71,6 +71,13 @@ def test_callbacks_are_a_sequence_of_functions():
     for message, given in refused.items():
         with pytest.raises(TypeError, match=message):
             check_callbacks(given)
+
+
+@pytest.mark.parametrize("every", [0, -64, 2.5, "100", True])
+def test_a_hook_says_in_whole_steps_when_chunks_end(every):
+    hook = type("Hook", (), {"every": every, "after": lambda self, run: None})()
+    with pytest.raises(ValueError, match=rf"^callbacks\[1\]\.every={every!r}: use an integer of at least 1"):
+        check_callbacks([print, hook])
 
 
 def test_a_path_is_text_or_an_object_that_stands_for_one(tmp_path):

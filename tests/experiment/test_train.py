@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import signal
 
 import jax
@@ -273,6 +274,29 @@ def test_hooks_are_called_around_every_chunk(tiny, one_device):
     assert run.status == "stopped" and run.history["iteration"].tolist() == [1, 2]
     around = [(phase, i) for i in (0, 1) for phase in ("before", "after")]
     assert calls == [("begin", 0), *((phase, i + (phase == "after")) for phase, i in around), ("end", "stopped")]
+
+
+def test_a_hook_that_cannot_end_keeps_neither_the_others_nor_the_result(tiny, one_device, tmp_path):
+    ended = []
+
+    class First:
+        def end(self, run):
+            ended.append(run.ending.status)
+
+    class Broken:
+        def end(self, run):
+            raise OSError("no connection")
+
+    class Last:
+        def end(self, run):
+            raise KeyError("missing")
+
+    options = {"total_steps": 2 * 64, "eval_episodes": 0, "devices": one_device, "progress": False, "out": tmp_path / "run"}
+    with pytest.raises(KeyError, match="missing") as caught:
+        msrl.train("ppo", ENV, callbacks=[First(), Broken(), Last()], **options, **tiny)
+    notes = "\n".join(caught.value.__notes__)
+    assert re.search(r"`end` of the hook \S*Last;.*\nthen OSError: no connection\n.*`end` of the hook \S*Broken", notes)
+    assert ended == ["finished"] and caught.value.result.status == Result.load(tmp_path / "run").status == "finished"
 
 
 def test_a_run_saved_by_version_0_1_is_refused_with_a_sentence(run_folder, trained, tmp_path):

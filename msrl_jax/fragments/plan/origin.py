@@ -5,6 +5,7 @@ finite operands; the first of them is the cause. So infinities that have no effe
 cause is then evaluated in smaller parts: a loop step by step, a fragment or a call equation by equation.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,16 +85,10 @@ def is_finite(x: Any) -> bool:
 
 
 def find_origin(eqns: Sequence[JaxprEqn], env: Mapping[Var, Any], results: Sequence[Atom]) -> Origin | int | None:
-    """Evaluates an iteration and finds where the non-finite elements of its results come from.
+    """Evaluates the equations of an iteration, without effects, and finds where non-finite elements of its results come from.
 
-    Args:
-      eqns: the equations of the iteration, without effects.
-      env: values of the variables that the equations do not make, on one device.
-      results: the results that should be finite.
-
-    Returns:
-      The origin; or the number of an entry of `env`, if that entry is not finite and no equation is to blame; or None if all
-      results are finite.
+    `env` has the values, on one device, of variables that no equation makes. Returns the origin; or the number of an entry of
+    `env` that is not finite, if no equation is to blame; or None if all results are finite.
     """
     search = _Search()
     cause = search.cause(eqns, search.values(eqns, env), results, None)
@@ -108,20 +103,19 @@ def evaluate_again(eqn: JaxprEqn, operands: Sequence[Any], all_eqns: Sequence[Ja
     return search.origin(_Cause(eqn, tuple(operands), None), all_eqns)
 
 
-def fragments_of(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """All fragments in equations in order of appearance, nested ones included."""
-    for eqn in eqns:
-        if is_fragment(eqn):
-            yield eqn
-        for sub in sub_jaxprs(eqn):
-            yield from fragments_of(sub.eqns)
-
-
 def find_fragment(closed: ClosedJaxpr, name: str, number: int) -> tuple[JaxprEqn | None, Sequence[JaxprEqn]]:
     """The equation of a fragment of a traced iteration by its name and its number among those, or None; and all equations."""
     eqns = drop_unused(closed.jaxpr).eqns
-    same = [eqn for eqn in fragments_of(eqns) if eqn.params["name"] == name]
-    return (same[number] if number < len(same) else None), eqns
+    return next(itertools.islice(_fragments(eqns, name), number, None), None), eqns
+
+
+def _fragments(eqns: Sequence[JaxprEqn], name: str | None) -> Iterator[JaxprEqn]:
+    """All fragments of a name in equations in order of appearance, nested ones included."""
+    for eqn in eqns:
+        if is_fragment(eqn) and eqn.params["name"] == name:
+            yield eqn
+        for sub in sub_jaxprs(eqn):
+            yield from _fragments(sub.eqns, name)
 
 
 def _value(env: Mapping[Var, Any], atom: Atom) -> Any:
@@ -214,16 +208,15 @@ class _Search:
         marked, last = [i for i, e in enumerate(chain) if is_fragment(e.eqn)], chain[-1]
         eqn, operands = chain[marked[-1]][:2] if marked else last[:2]
         outs = self.function(eqn)(*operands)
-        paths = _result_paths(eqn) if marked else [""] * len(outs)
-        first, *rest = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=_order(eqn, paths) if marked else None)
+        paths, order = _results(eqn) if marked else ([""] * len(outs), None)
+        first, *rest = sorted((i for i, x in enumerate(outs) if not is_finite(x)), key=order)
         bad = np.asarray(outs[first])
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(bad))[0])
         element = complex(bad[index])
         name = eqn.params["name"] if marked else None
-        same = [e for e in fragments_of(eqns) if e.params["name"] == name]
         return Origin(
             fragment=name, role=eqn.params["role"] if marked else None, path=paths[first], index=index,
-            number=next((i for i, e in enumerate(same) if e is eqn), 0),
+            number=next((i for i, e in enumerate(_fragments(eqns, name)) if e is eqn), 0),
             within=tuple(chain[i].eqn.params["name"] for i in marked[:-1]),
             value="nan" if np.isnan(element) else "inf" if element.real > 0 else "-inf",
             others=tuple(paths[i] for i in rest) if marked else (), steps=tuple(e.step for e in chain if e.step is not None),
@@ -232,17 +225,14 @@ class _Search:
         )  # fmt: skip
 
 
-def _result_paths(eqn: JaxprEqn) -> Sequence[str]:
-    return eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
-
-
-def _order(eqn: JaxprEqn, paths: Sequence[str]) -> Callable[[int], tuple[float, float]]:
-    """Orders a fragment's results: those with the shortest paths first, then as they are computed."""
+def _results(eqn: JaxprEqn) -> tuple[Sequence[str], Callable[[int], tuple[float, float]]]:
+    """The paths of a fragment's results, and their order: those with the shortest paths first, then as they are computed."""
     jaxpr = eqn.params["call_jaxpr"].jaxpr
+    paths = jaxpr.debug_info.result_paths or [f"[{i}]" for i in range(len(eqn.outvars))]
     made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
 
     def order(i: int) -> tuple[float, float]:
         atom = jaxpr.outvars[i]
         return paths[i].count(".") + paths[i].count("["), made.get(atom, -1) if isinstance(atom, Var) else math.inf
 
-    return order
+    return paths, order

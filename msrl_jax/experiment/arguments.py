@@ -1,0 +1,274 @@
+"""From the arguments of `train`, and from what the folder of a run holds, to an `Experiment`."""
+
+import contextlib
+import dataclasses
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax import algorithms, data, policies
+from msrl_jax._checks import check_seed, whole
+from msrl_jax._spec import parse_spec
+from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.envs import Environment
+from msrl_jax.envs.params import GivenParams
+from msrl_jax.experiment import folder, processes, store
+from msrl_jax.experiment.folder import RunFolderError
+from msrl_jax.experiment.history import in_words
+from msrl_jax.experiment.pbt import GivenPBT, read
+from msrl_jax.experiment.spec import Experiment, Settings, check_guard, difference
+from msrl_jax.experiment.store import Saved
+from msrl_jax.fragments.placement import DistributionPolicy
+
+_DEFAULTS = {
+    "algo": "ppo", "env": "CartPole-v1", "total_steps": 500_000, "seed": 0, "seeds": 1, "env_params": None, "pbt": None,
+    "guard": "halt",
+}  # fmt: skip
+"""What a new run uses where nothing is given; a run that goes on uses what it began with."""
+
+
+def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
+    """Looks up a distribution policy: `NAME`, `NAME:param=value,...`, or a policy."""
+    if not isinstance(policy, str):
+        return policies.get(policy)
+    name, params = parse_spec(policy)
+    return policies.get(name, **params)
+
+
+def make_experiment(
+    algo: Any = "ppo",
+    env: str | Environment = "CartPole-v1",
+    *,
+    total_steps: Any = 500_000,
+    seed: Any = 0,
+    seeds: Any = 1,
+    env_params: GivenParams | None = None,
+    pbt: GivenPBT | None = None,
+    guard: str = "halt",
+    overrides: Mapping[str, Any] | None = None,
+) -> Experiment:
+    """Looks everything up, checks it, and builds the agent of one member.
+
+    Args:
+      algo: name of an algorithm, its config, or the class of its config.
+      env: `NAME` or `NAME:param=value,...` of an environment, or an environment.
+      total_steps: steps of each member.
+      seed: the first seed.
+      seeds: the number of members of each setting.
+      env_params: what parameters of the environment are drawn from, as in `RandomizeParams`; None leaves all constant.
+      pbt: how the population is trained; None if its members are independent.
+      guard: what happens on nan and infinities.
+      overrides: fields of the config to replace; those that are tunable may have a sequence of values.
+
+    Returns:
+      The experiment.
+
+    Raises:
+      ValueError: on an unknown name or field, or an invalid value.
+    """
+    seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
+    pbt = None if pbt is None else read(pbt)
+    if pbt is not None and seeds > 1:
+        raise ValueError(f"seeds={seeds}: the members of a population have the seeds from seed on; give pbt members={seeds}")
+    seed = check_seed(seed, seeds if pbt is None else pbt.members)
+    base, overrides = algorithms.make(algo, {}), dict(overrides or {})
+    if pbt is not None:
+        pbt.check(base, overrides)
+        overrides = pbt.initial(seed) | overrides
+    overrides, settings = _split(base, overrides, seeds)
+    experiment = Experiment(
+        algorithm=algorithms.make(base, overrides), env=env, env_params=env_params or None, total_steps=total_steps, seed=seed,
+        seeds=seeds, settings=settings, pbt=pbt, guard=check_guard(guard),
+    )  # fmt: skip
+    _ = experiment.behavior if pbt is None else experiment.agent
+    return experiment
+
+
+def _split(base: Any, overrides: Mapping[str, Any], seeds: int) -> tuple[dict[str, Any], Settings]:
+    """Separates the fields that have several values from the others, which get the values of the first setting."""
+    kind, fields = type(base), {field.name: field for field in dataclasses.fields(base)}
+    overrides = {name: x.item() if _is_scalar(x) else x for name, x in overrides.items()}
+    several: dict[str, tuple[float, ...]] = {}
+    for name, value in overrides.items():
+        values = _values(value)
+        if values is None or name not in fields or _holds_sequences(fields[name]):
+            continue
+        if name not in tunable_fields(kind):
+            others = ", ".join(tunable_fields(kind)) or "none of its fields"
+            raise ValueError(
+                f"{kind.__name__}.{name}={value!r}: {name} changes the program (its shapes, loops or branches), so the "
+                f"members of a run cannot differ in it; they can in {others}. Use msrl.sweep, or a run for each value"
+            )
+        several[name] = tuple(_number(kind, name, i, x) for i, x in enumerate(values))
+    if not several:
+        return dict(overrides), {}
+    lengths = {name: len(values) for name, values in several.items()}
+    if 0 in lengths.values() or len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+        raise ValueError(
+            f"{counts} values; give all of these fields equally many, at least one: the first values are one setting, the "
+            "second ones the next. msrl.sweep(..., method='grid') takes all combinations"
+        )
+    for i in range(next(iter(lengths.values()))):
+        setting = {name: values[i] for name, values in several.items()}
+        try:
+            algorithms.make(base, {**overrides, **setting})
+        except ValueError as error:
+            raise ValueError(f"member {i * seeds} ({in_words(setting)}): {error}") from None
+    return {**overrides, **{name: values[0] for name, values in several.items()}}, several
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, np.ndarray | jax.Array) and value.ndim == 0
+
+
+def _values(value: Any) -> Sequence[Any] | None:
+    """The values of a field that has several."""
+    if isinstance(value, list | tuple | range):
+        return value
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) and value.ndim else None
+
+
+def _holds_sequences(field: dataclasses.Field) -> bool:
+    """Whether a single value of the field may be a sequence."""
+    return not isinstance(field.default, str | numbers.Number | None | type(dataclasses.MISSING))
+
+
+def _number(kind: type, name: str, i: int, value: Any) -> float:
+    value, where = value.item() if _is_scalar(value) else value, f"{kind.__name__}.{name}[{i}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.generic):
+        raise ValueError(f"{where}={value!r}: use a number for each member")
+    number: Any = value
+    with np.errstate(over="ignore", under="ignore"):
+        data = np.float32(np.inf) if abs(number) >= 1e300 else np.float32(number)
+    if (data == 0) != (number == 0) or np.isinf(data):
+        raise ValueError(f"{where}={value!r} is {data} in float32, in which members have it; use a number from 1e-38 to 3e38")
+    return float(number)
+
+
+# --- what goes on in a folder
+
+
+def find_folder(out: Path | None, resume: bool | Path) -> tuple[Path | None, bool]:
+    """The folder of the run, and whether the run in it goes on."""
+    if isinstance(resume, bool):
+        if resume and out is None:
+            raise ValueError("resume=True goes on with the run in out=...; give the folder there, or as resume=")
+        return out, resume and out is not None and store.holds_run(out)
+    if out is not None and out != resume:
+        raise ValueError(f"out={str(out)!r} and resume={str(resume)!r} are two folders; a run goes on in its own")
+    return resume, True
+
+
+@contextlib.contextmanager
+def opened(path: Path | None, goes_on: bool) -> Iterator[Saved | None]:
+    """Locks the folder of the run; gives the run in it that goes on."""
+    if path is None:
+        yield None
+        return
+    store.read_description(path) if goes_on else folder.check_free(path)
+    with folder.locked(path) if processes.is_first() else contextlib.nullcontext():
+        yield store.open_run(path) if goes_on else None
+
+
+def as_asked(given: dict[str, Any], overrides: dict[str, Any], saved: Saved | None, chunk: int | None) -> Experiment:
+    """The experiment that the arguments and the folder say."""
+    if isinstance(given["algo"], Experiment):
+        experiment = given["algo"]
+        for name, value in (given | overrides).items():
+            if value is not None and name != "algo":
+                raise ValueError(f"{name}={value!r}: the experiment says what is computed; change that, or leave {name} out")
+        if saved is not None:
+            _check_same(saved, experiment)
+    elif saved is None:
+        known = {name: _DEFAULTS[name] if value is None else value for name, value in given.items()}
+        experiment = make_experiment(**known, overrides=overrides)
+    else:
+        experiment = _resumed(saved, given, overrides)
+    if experiment.pbt is not None and chunk is not None:
+        experiment.pbt.check_chunk(chunk)
+    experiment.check_length()
+    if saved is not None and saved.iteration > experiment.iterations:
+        done = saved.iteration * experiment.steps_per_iteration
+        raise ValueError(
+            f"total_steps={experiment.total_steps}: the run in {saved.path} has done {done} steps already; give more to extend "
+            "it"
+        )
+    return experiment
+
+
+def _resumed(saved: Saved, given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Experiment:
+    """The experiment of a run that goes on: its length and its guard may be others.
+
+    `given` are arguments of `make_experiment`, None where they are not given, and `overrides` fields of the config. Raises
+    RunFolderError if something that decides what the run computes differs.
+    """
+    was, where = saved.description, f"the run in {saved.path}"
+    algo, env = given["algo"], given["env"]
+    own = getattr(algo, "data", None) if not isinstance(algo, str | type) else None
+    dataset = _find_dataset(saved, overrides.get("data", own))
+    env_object = None if env is None or isinstance(env, str) else env
+    before = Experiment.from_json(was, env=env_object, env_params=given["env_params"], data=dataset, where=where)
+    known = {name: getattr(before.algorithm, name, None) for name in overrides} | dict(before.settings)
+    overrides = {name: known[name] if _is_rounded(x, known[name]) else x for name, x in overrides.items()}
+    settings = dict(before.settings) | overrides | ({} if dataset is None else {"data": dataset})
+    is_same = isinstance(algo, str | type) and algorithms.get(algo) is type(before.algorithm)
+    chosen = {name: x for name, x in given.items() if x is not None and name != "algo"}
+    defaults = {name: getattr(before, name) for name in ("env", "total_steps", "seed", "seeds", "env_params", "pbt", "guard")}
+    algo = before.algorithm if algo is None or is_same else algo
+    kind = algorithms.get(algo) if isinstance(algo, str | type) else type(algo)
+    if kind is not type(before.algorithm):
+        raise _differs(saved, "algo", was["algorithm"], kind.name)  # type: ignore[attr-defined]
+    experiment = make_experiment(algo, **(defaults | chosen), overrides=settings)
+    _check_same(saved, experiment)
+    return experiment
+
+
+def _is_rounded(given: Any, saved: Any) -> bool:
+    """Whether arrays or NumPy numbers are saved numbers in their own dtype, such as `np.float32(3e-4)` of 0.0003."""
+    if not isinstance(given, np.ndarray | np.generic | jax.Array) or not isinstance(saved, float | tuple):
+        return False
+    return given.shape == np.shape(saved) and bool((np.asarray(saved).astype(given.dtype) == given).all())
+
+
+def _check_same(saved: Saved, experiment: Experiment) -> None:
+    """Raises RunFolderError unless an experiment computes what a run in a folder computes."""
+    if differs := difference(saved.description, experiment.to_json()):
+        raise _differs(saved, *differs)
+
+
+def _differs(saved: Saved, name: str, before: Any, now: Any) -> RunFolderError:
+    was, given, remedy = f"{name}={before!r}", f"{name}={now!r}", f"leave {name} out"
+    if name == "env_object":
+        was, given, remedy = f"the environment {before}", str(now), "give the same one"
+    return RunFolderError(
+        f"the run in {saved.path} has {was}, and cannot go on with {given}; {remedy}, or start a new run in another folder"
+    )
+
+
+def _find_dataset(saved: Saved, given: Any) -> Any:
+    """What a config takes to find the data set of a run again; None if the run has none."""
+    was = saved.description.get("data")
+    if was is None:
+        if given is not None:
+            raise RunFolderError(f"the run in {saved.path} has no data set, and cannot take one; leave data out")
+        return None
+    source = was["path"] if given is None else given
+    if source is None:
+        raise RunFolderError(f"the data set of the run in {saved.path} was an object; give it again: data=...")
+    try:
+        found = data.load(source)
+    except (ValueError, OSError) as error:
+        raise RunFolderError(
+            f"the data set of the run in {saved.path} cannot be read: {error}. Give it again: data=..."
+        ) from error
+    if found.fingerprint() != was["sha256"]:
+        raise RunFolderError(
+            f"{source if isinstance(source, str) else 'the given data set'} is not the data set of the run in {saved.path}: "
+            f"its content differs. Give the one with the SHA-256 {was['sha256'][:12]}...: data=..."
+        )
+    return source

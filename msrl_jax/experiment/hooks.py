@@ -1,0 +1,268 @@
+"""Hooks that evaluate a run, record it, and write it to its folder: a run never ends because of its disk."""
+
+import dataclasses
+import math
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from msrl_jax._checks import whole
+from msrl_jax.data.experience import ExperienceWriter, at_rest
+from msrl_jax.data.files import check_new
+from msrl_jax.data.spaces import bytes_per_step
+from msrl_jax.experiment import folder, processes, stopping
+from msrl_jax.experiment.checkpoint import CheckpointWriter, complete
+from msrl_jax.experiment.evaluate import make_evaluator
+from msrl_jax.experiment.folder import SaveWarning
+from msrl_jax.experiment.history import Row
+from msrl_jax.experiment.run import Run, chunk_length
+from msrl_jax.experiment.spec import Experiment
+from msrl_jax.experiment.store import Saved
+
+AUTOMATIC = 60.0
+"""Seconds between checkpoints if the user gives no interval."""
+
+_SHARE = 0.02
+"""Largest share of the time that training waits for checkpoints at automatic intervals."""
+
+_RING_BYTES = 2**26
+"""Largest size of the recorded steps of a chunk on the devices, if `chunk` is not given."""
+
+
+class Evaluating:
+    """Plays greedy episodes when they are due and at the end of the run, with the same keys every time and for every member, so
+    that only policies make differences."""
+
+    def __init__(self, experiment: Experiment, episodes: int, every: int | None):
+        self._play = make_evaluator(experiment.behavior, episodes, members=experiment.has_members)
+        fold = lambda key: jax.random.fold_in(key, 1)  # noqa: E731
+        self._key = (jax.vmap(fold) if experiment.has_members else fold)(experiment.key)
+        unknown = np.full(experiment.members, np.nan) if experiment.has_members else np.nan
+        names = ("eval_return", "eval_length", *(f"eval_return/{team}" for team in self._play.teams))
+        self._unknown = dict.fromkeys(names, unknown)
+        self._has_begun, self._from, self.every, self.env = False, 0, every, self._play.env
+
+    def before(self, run: Run) -> None:
+        """Has another thread compile the evaluation while the chunks after the first one run."""
+        self._from = run.step
+        if not self._has_begun and run.iteration > run.resumed_from and processes.count() == 1:
+            start, self._has_begun = time.perf_counter(), True
+            self._play.begin(run.acting_state(), self._key)
+            run.seconds["evaluation_seconds"] += time.perf_counter() - start
+
+    def after(self, run: Run) -> None:
+        """Evaluates if it is time, unless something is not finite."""
+        run.rows[-1] |= self._unknown
+        due = self.every is not None and run.step // self.every > self._from // self.every
+        if run.finding is None and (due or run.iteration == run.iterations):
+            start, self._has_begun = time.perf_counter(), True
+            run.evaluation = self._play(run.acting_state(), self._key)
+            run.seconds["evaluation_seconds"] += time.perf_counter() - start
+            run.rows[-1] |= run.evaluation.means
+
+
+class Recording:
+    """Writes the steps of every chunk to a data set."""
+
+    def __init__(self, writer: ExperienceWriter):
+        self.writer = writer
+
+    def after(self, run: Run) -> None:
+        """Writes the steps since the last chunk."""
+        taken = run.iteration * (run.experiment.steps_per_iteration // run.experiment.behavior.agent.env.num_envs)
+        self.writer.add(run.program.unwrap(run.run_state), taken - self.writer.progress["steps"])
+
+    def end(self, run: Run) -> None:
+        """Joins the steps into one file; their parts stay if the run may go on later."""
+        self.writer.finish(goes_on=run.path is not None and run.ending.status not in ("finished", "diverged"))
+
+
+def recorded(
+    experiment: Experiment, record: Path | None, chunk: int | None, policy: str, saved: Saved | None
+) -> tuple[Experiment, Recording | None, int]:
+    """The run with recorded environments if it is recorded, its hook, and the largest number of iterations of a chunk."""
+    most = min(chunk or chunk_length(experiment.iterations), experiment.iterations)
+    done: dict[str, int] | None = None
+    if saved is not None:
+        done = {"steps": 0, "parts": 0} if saved.checkpoint is None else saved.checkpoint.progress["recorded"]
+        if done is None and record is not None:
+            raise ValueError(f"record={str(record)!r}: the run in {saved.path} is not recorded from its start; leave it out")
+        was = saved.description["record"]
+        if record is None:
+            record = None if was is None else Path(was)
+        elif was is None or os.path.abspath(record) != was:
+            check_new(record)  # the further steps go to a file of their own
+            done = None if done is None else done | {"parts": 0}
+    if record is None:
+        return experiment, None, most
+    agent = experiment.behavior.agent
+    if agent.unit != "environment steps":
+        raise ValueError(f"record={str(record)!r}: {experiment.name} takes no environment steps; leave it out")
+    steps = agent.steps_per_iteration // agent.env.num_envs
+    if chunk is None:
+        size = bytes_per_step(experiment.environment) * agent.steps_per_iteration * experiment.members
+        most = max(1, min(most, _RING_BYTES // size))
+    writer = ExperienceWriter(record, experiment.about() | {"policy": policy}, done)
+    return experiment.record(most * steps), Recording(writer), most
+
+
+class Rows:
+    """Writes `config.json`, and every row to `metrics.jsonl`, so that a killed run keeps all logged rows.
+
+    If a file cannot be written, the run goes on: the rows are kept, and written with a later one.
+    """
+
+    def __init__(self):
+        self._has_config = self._failed = False
+        self._waiting: list[Row] = []
+
+    def begin(self, run: Run) -> None:
+        """Makes the folder that of a run, and writes the rows that wait."""
+        assert run.path is not None
+        try:
+            if not self._has_config:
+                folder.write_json(run.path / folder.CONFIG, run.description)
+                self._has_config = True
+            if self._waiting:
+                folder.append_rows(run.path, self._waiting)
+            self._waiting.clear()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                warnings.warn(f"metrics are kept in memory, and the run goes on: {error}", SaveWarning, stacklevel=2)
+            self._failed = True
+
+    def after(self, run: Run) -> None:
+        """Writes the newest row, and those that could not be written before."""
+        self._waiting.append(dict(run.rows[-1]))
+        self.begin(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The time between checkpoints: steps of the run, or seconds; automatic if both are None."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+def interval(every: Any) -> Interval:
+    """Reads the time between checkpoints: a whole number of steps, a duration such as `"10m"`, or None for automatic ones."""
+    if every is None:
+        return Interval()
+    if isinstance(every, str):
+        try:
+            every = float(every)
+        except ValueError:
+            return Interval(seconds=stopping.seconds("checkpoint_every", every))
+    return Interval(steps=whole("checkpoint_every", every))
+
+
+class Checkpoints:
+    """Writes checkpoints when they are due, after evaluations that are the best so far, and at the end.
+
+    If one fails, it warns, and the run goes on. If several processes run it, process 0 writes the whole state.
+
+    Attributes:
+      error: why the last checkpoint could not be written; None if it is there.
+      every: steps between checkpoints, if steps count.
+    """
+
+    def __init__(self, path: Path, every: Interval, keep: int, recording: Recording | None = None):
+        """Starts to count from now."""
+        self._writer = CheckpointWriter(path, keep) if processes.is_first() else None
+        self._interval, self.every, self._recording = every, every.steps, recording
+        self._saved_at, self._saved_step, self._best = time.monotonic(), 0, -math.inf
+        self.error: OSError | None = None
+
+    def begin(self, run: Run) -> None:
+        """Notes where the run goes on; newer checkpoints are damaged or were left behind, and set aside."""
+        self._saved_step = run.step
+        if self._writer is not None:
+            assert run.path is not None
+            self._writer.set_aside(run.iteration)
+            self._best = max((c.score for c in complete(run.path) if c.score is not None), default=-math.inf)
+
+    def before(self, run: Run) -> None:
+        """Saves the run if it is time."""
+        if processes.agreed(self._writer is not None and self._is_due(run, self._writer.busy)):
+            self.save(run)
+
+    def _is_due(self, run: Run, busy: bool) -> bool:
+        if self._is_best(run):
+            return True
+        if self.every is not None:
+            return run.step // self.every > self._saved_step // self.every
+        wait = self._interval.seconds
+        wait = max(AUTOMATIC, run.saving_seconds / _SHARE) if wait is None else wait
+        return time.monotonic() - self._saved_at >= wait and not busy
+
+    def _is_best(self, run: Run) -> bool:
+        """Whether an evaluation is the best so far; its agent would be lost, because evaluations seldom fall on checkpoints."""
+        evaluated = run.step > self._saved_step and not np.isnan(run.rows[-1].get("eval_return", np.nan)).any()
+        found = score(run) if evaluated and run.deployment["eval_every"] is not None else None
+        return found is not None and found > self._best
+
+    def save(self, run: Run) -> None:
+        """Starts to write a checkpoint; warns if this one or the one before fails."""
+        start = time.monotonic()
+        self._saved_at, self._saved_step = start, run.step
+        state = run.experiment.agent.without_data(at_rest(run.program.unwrap(run.run_state)))
+        state, registers = processes.to_hosts((state, run.registers))
+        if self._writer is None:
+            return
+        progress = {
+            "settings": run.experiment.fingerprint(run.deployment["rollbacks"]),
+            "rows": len(run.rows),
+            "last_episodes": dataclasses.asdict(run.last_episodes),
+            "rollbacks": len(run.deployment["rollbacks"]),
+            "evaluation": run.evaluation,
+            "registers": run.program.registers,
+            "recorded": None if self._recording is None else self._recording.writer.progress,
+            "wall_seconds": time.perf_counter() - run.started,
+            "compile_seconds": run.compile_seconds,
+            **run.seconds,
+        }
+        found = score(run)
+        try:
+            self._writer.save(run.iteration, state, registers, progress, found)
+            self.error, self._best = None, max(self._best, -math.inf if found is None else found)
+        except OSError as error:
+            self.error = error
+            warnings.warn(f"the run goes on without a new checkpoint: {error}", SaveWarning, stacklevel=2)
+        run.saving_seconds = time.monotonic() - start
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk; notes an error."""
+        try:
+            if self._writer is not None:
+                self._writer.wait()
+        except OSError as error:
+            self.error = error
+
+    def end(self, run: Run) -> None:
+        """Saves the run, unless it diverged, so that the last good state stays the newest; waits until it is on disk."""
+        if run.finding is None:
+            self.save(run)
+        self.wait()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def score(run: Run) -> float | None:
+    """The measure of success by which the best checkpoint is kept; more is better. None if there is no such measure."""
+    agent = run.experiment.behavior.agent
+    if not agent.ranked or not run.rows:
+        return None
+    if agent.unit == "updates":
+        value = -np.mean(run.rows[-1].get("validation_loss", np.nan))
+    elif run.deployment["eval_every"] is not None:
+        value = np.mean(run.rows[-1].get("eval_return", np.nan))
+    else:
+        value = np.mean(run.last_episodes.mean())
+    return float(value) if np.isfinite(value) else None
