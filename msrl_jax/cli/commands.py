@@ -2,10 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import tyro
 
+T = TypeVar("T")
 Progress = Literal["auto", "bar", "lines", "none"]
 PerAlgorithm = Annotated[tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: each algorithm's own)")]
 
@@ -15,7 +16,13 @@ def option(default: Any = dataclasses.MISSING, doc: str = "") -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option,))
+def command(cls: type[T]) -> type[T]:
+    """Makes a class the options of a command."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+@command
 class Command:
     """What all commands have that compute."""
 
@@ -23,7 +30,7 @@ class Command:
     json: bool = option(False, "print the outcome as one line of JSON, the last on stdout.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class What(Command):
     """What a command runs."""
 
@@ -40,7 +47,7 @@ class What(Command):
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Again(Command):
     """What a command does with the agent of a run."""
 
@@ -52,7 +59,7 @@ class Again(Command):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Train(What):
     """Train an agent; with no arguments, PPO on CartPole-v1."""
 
@@ -98,7 +105,7 @@ class Train(What):
     given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Sweep(What):
     """Train many settings of an algorithm, side by side, and rank them.
 
@@ -134,7 +141,7 @@ class Sweep(What):
     progress: Progress = option("auto", "kind of progress display on stderr.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Compete(What):
     """Work on a leaderboard: draw a member, train it for a round, put back what is better. Any number of workers may."""
 
@@ -153,7 +160,7 @@ class Compete(What):
     progress: Progress = option("lines", "auto, bar, lines or none.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Evaluate(Again):
     """Play greedy episodes with a trained agent."""
 
@@ -164,7 +171,7 @@ class Evaluate(Again):
     max_steps: int = option(10_000, "maximum length of an episode, in steps.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Record(Again):
     """Let a trained agent act, and write its steps to a data set."""
 
@@ -177,14 +184,14 @@ class Record(Again):
     num_envs: int = option(16, "number of parallel environments.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Replay(Command):
     """Compute the first step of a run with a nan or infinity again, outside of jax.jit, and say where it comes from."""
 
     file: tyro.conf.Positional[Path] = option(doc="the file non_finite.npz in the folder of the run.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Explain(What):
     """Print the plan of an algorithm under a distribution policy: programs, placements and transfers."""
 
@@ -196,7 +203,7 @@ class Explain(What):
     seeds: int = option(1, "number of runs to train at once.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class Bench(Command):
     """Measure steps, updates and, where the host drives the loop, its time per instruction, over a grid of several values."""
 
@@ -215,7 +222,7 @@ class Bench(Command):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class List:
     """List the algorithms, environments, distribution policies, and the suites of environments that can be installed."""
 
@@ -223,7 +230,7 @@ class List:
     json: bool = option(False, "print the names as one line of JSON instead.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@command
 class CheckEnv(Command):
     """Try an environment out with random actions, and say where it breaks the protocol."""
 
