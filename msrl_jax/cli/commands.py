@@ -35,15 +35,15 @@ class What(Command):
     """What a command runs."""
 
     algo: str = option(
-        "ppo", "name of the algorithm (see `msrl-jax list`) or MODULE:CLASS; the fields of its config are flags too."
+        "ppo", "name of the algorithm (see `msrl-jax list`) or MODULE:CLASS; the fields of its config are flags."
     )
     env: str = option("CartPole-v1", "environment, NAME or NAME:param=value,...")
     env_params: str | None = option(
         None, "parameters of the environment as data, such as length=uniform:0.25:1,gravity=9.8; drawn in every episode."
     )
     policy: str | None = option(
-        None, "distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1; GPUOnly "
-        "if not given, or MultiLearner if the host simulates the environment."
+        None, "distribution policy, NAME or NAME:param=value,... such as SingleLearnerCoarse:learners=2,staleness=1, or "
+        "MODULE:CLASS; GPUOnly if not given, or MultiLearner if the host simulates the environment."
     )  # fmt: skip
 
 
@@ -74,16 +74,10 @@ class Train(What):
         False, "go on with the run in the folder, or start it if there is none. Its settings need not be given again; policy "
         "and devices may change (give cpu_devices again), and more total_steps extend it."
     )  # fmt: skip
-    chunk: int | None = option(
-        None, "iterations between two updates of the progress display; they grow to about a second if not given."
-    )
+    chunk: int | None = option(None, "iterations between updates of the display; they grow to about a second if not given.")
     eval_episodes: int = option(32, "episodes per greedy evaluation; 0 never evaluates.")
-    eval_every: int | None = option(
-        None, "environment steps between evaluations; if not given, there is one evaluation at the end."
-    )
-    checkpoint_every: str | None = option(
-        None, "steps between checkpoints, or their time such as 10m; about a minute if not given."
-    )
+    eval_every: int | None = option(None, "environment steps between evaluations; one at the end if not given.")
+    checkpoint_every: str | None = option(None, "steps between checkpoints, or time such as 10m; about a minute if not given.")
     keep_checkpoints: int = option(2, "number of checkpoints to keep, besides the best one.")
     time_limit: str | None = option(
         None, "time after which the run is saved and ends, such as 5h50m; the exit code is then 75."
@@ -96,12 +90,8 @@ class Train(What):
     tensorboard: bool = option(False, "also log to TensorBoard, in the run's folder.")
     wandb: str | None = option(None, "also log to Weights & Biases, in the project with this name.")
     progress: Progress = option("auto", "kind of progress display on stderr.")
-    processes: int | None = option(
-        None, "start this many processes on this machine; each has one CPU device, or --cpu-devices."
-    )
-    distributed: bool = option(
-        False, "this is one of the processes of a cluster, which JAX finds by itself: SLURM, Open MPI, GKE, a TPU pod."
-    )
+    processes: int | None = option(None, "start this many processes here; each has one CPU device, or --cpu-devices.")
+    distributed: bool = option(False, "be one of the processes of a cluster, which JAX finds: SLURM, Open MPI, GKE, a TPU pod.")
     given: Annotated[frozenset[str], tyro.conf.Suppress] = frozenset()
 
 
@@ -132,7 +122,7 @@ class Sweep(What):
     members_at_once: int | None = option(None, "members that are trained side by side; as many as memory holds if not given.")
     eval_episodes: int = option(32, "greedy episodes of each member, whose mean return ranks it; 0 takes the training return.")
     checkpoint_every: str | None = option(
-        None, "steps between checkpoints of a run, or their time such as 10m; about a minute if not given."
+        None, "steps between checkpoints of a run, or time such as 10m; a minute if not given."
     )
     time_limit: str | None = option(
         None, "time after which the sweep is saved and ends, such as 5h50m; the exit code is then 75."
@@ -147,9 +137,7 @@ class Compete(What):
 
     leaderboard: tyro.conf.Positional[Path] = option(doc="folder of the leaderboard, which is made if there is none.")
     round_steps: int = option(100_000, "environment steps of a round.")
-    total_steps: int = option(
-        10_000_000, "environment steps after which a member is trained no further, and over which schedules go."
-    )
+    total_steps: int = option(10_000_000, "steps after which a member trains no further, and over which schedules go.")
     rounds: int | None = option(None, "rounds of this worker; it does not end if not given.")
     time_limit: str | None = option(None, "time after which this worker ends, such as 5h50m.")
     target: float | None = option(None, "the worker ends when the best score is as high.")
@@ -166,7 +154,7 @@ class Evaluate(Again):
 
     episodes: int = option(128, "number of episodes.")
     checkpoint: Literal["newest", "best"] | int = option(
-        "newest", "newest, best, or the number of iterations after which it was written."
+        "newest", "newest, best, or the iterations after which it was written."
     )
     max_steps: int = option(10_000, "maximum length of an episode, in steps.")
 

@@ -81,8 +81,8 @@ class Course:
         """Checks and plans the programs that are new; raises ValueError if a trial is invalid or does not fit."""
         self.trials |= {trial.number: trial for trial in trials}
         kept = self.before.get("programs", [])
-        for number in range(len(self.programs), len(self.shapes)):
-            shape, own = self.shapes[number], [trial for trial in trials if trial.program == number]
+        for number, shape in list(enumerate(self.shapes))[len(self.programs) :]:
+            own = [trial for trial in trials if trial.program == number]
             try:
                 experiment = self.experiment(own[:1])
                 self._check(experiment)
@@ -146,10 +146,9 @@ class Course:
 
     def _train(self, number: int, stage: Stage, requests: StopRequests) -> str:
         """Trains a stage; gives the reason if it was interrupted."""
-        of_program = {n: [t for t in stage.trials if t.program == n] for n in sorted({t.program for t in stage.trials})}
         todo = [
-            (program, i, batch) for program, trials in of_program.items()
-            for i, batch in enumerate(batches(trials, self.programs[program]["at_once"]))
+            (which, i, batch) for which, program in enumerate(self.programs)
+            for i, batch in enumerate(batches([t for t in stage.trials if t.program == which], program["at_once"]))
         ]  # fmt: skip
         for count, (program, i, batch) in enumerate(todo, 1):
             left = None if requests.deadline is None else requests.deadline - now()
@@ -208,9 +207,9 @@ class Course:
 def memory_of(
     experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None
 ) -> tuple[int, int, int | None]:
-    """The trials that fit side by side, at least 1; where memory is scarcest, the bytes of one with all its seeds, and those there.
+    """The number of trials that fit side by side; the bytes of one with all its seeds, and of the memory if devices tell.
 
-    From shapes alone: two states, and the arrays of an iteration if XLA fused none of them. None if devices do not tell.
+    Where memory is scarcest, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
     """
     program = experiment.compile(policy, devices)
     held = program.state_bytes
@@ -225,8 +224,8 @@ def memory_of(
 
 def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
     """Splits trials into batches of about equal size, at most `at_once` each."""
-    count = -(-len(trials) // at_once)
-    length = -(-len(trials) // count)
+    count = max(1, -(-len(trials) // at_once))
+    length = max(1, -(-len(trials) // count))
     return [list(trials[i : i + length]) for i in range(0, len(trials), length)]
 
 

@@ -24,17 +24,11 @@ Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A swept field.
-
-    Attributes:
-      field: its name.
-      values: its options (`choice`), or the distribution of its values.
-      is_whole: whether its values are integers.
-    """
+    """A swept field."""
 
     field: str
-    values: Distribution
-    is_whole: bool
+    values: Distribution  # its options (`choice`), or the distribution of its values
+    is_whole: bool  # whether its values are integers
 
     @property
     def is_log(self) -> bool:

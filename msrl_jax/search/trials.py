@@ -36,30 +36,18 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A trial of a sweep and its results.
+    """A trial of a sweep and its results."""
 
-    Attributes:
-      number: its number, from 0.
-      values: the values of the swept fields.
-      program: the number of its program. Trials of one program differ in numbers alone, and are trained side by side.
-      steps: steps that each of its members has done.
-      rung: the last rung of successive halving that it finished.
-      returns: the return of each seed after these steps; nan for a member whose parameters are not finite. Empty if the trial
-        was not trained.
-      rank: 1 for the best: trials of a higher rung come first, then those with a higher mean return. None without returns.
-      run: the number of the run that trained it last, in `SweepResult.runs`; None if the trial was not trained.
-      member: the number of its first member in this run.
-    """
-
-    number: int
-    values: Mapping[str, Any]
-    program: int
-    steps: int = 0
-    rung: int = 0
+    number: int  # from 0
+    values: Mapping[str, Any]  # of the swept fields
+    program: int  # trials of one program differ in numbers alone, and are trained side by side
+    steps: int = 0  # that each of its members has done
+    rung: int = 0  # the last one of successive halving that it finished
+    # The return of each seed after these steps; nan for a member whose parameters are not finite. Empty without training.
     returns: tuple[float, ...] = ()
-    rank: int | None = None
-    run: int | None = None
-    member: int = 0
+    rank: int | None = None  # 1 for the best: trials of a higher rung come first, then those with a higher mean return
+    run: int | None = None  # the number of the run that trained it last, in `SweepResult.runs`
+    member: int = 0  # the number of its first member in this run
 
     @property
     def mean(self) -> float:
