@@ -147,14 +147,14 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
     A plain dataclass in place of the config, because a flag may have several values.
     """
     from msrl_jax import algorithms
-    from msrl_jax.algorithms.config import field_docs, tunable_fields
+    from msrl_jax.algorithms.config import tunable_fields
 
     configs = {name: algorithms.get(name) for name in algos}
     first, *_ = configs.values()
     taken = {f.name for f in dataclasses.fields(command)}
     shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
     several = set.intersection(*(set(tunable_fields(c)) for c in configs.values()))
-    hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_docs(first)
+    hints = [typing.get_type_hints(c) for c in configs.values()]
     swept = getattr(command, "SWEEPS", False)
 
     def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
@@ -167,7 +167,7 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
             kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
         elif kind == tuple[int, ...]:
             kind = Annotated[Any, _SIZES]
-        about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
+        about = tyro.conf.arg(help=field.metadata["doc"], help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
