@@ -1,7 +1,10 @@
 """Entries by name: shared by the registries of algorithms, environments, policies and codecs."""
 
+import importlib
+import os
+import sys
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msrl_jax._spelling import suggestion
 
@@ -25,3 +28,16 @@ def find(kind: str, table: Mapping[str, T], name: str) -> T:
     if found is None:
         raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
     return table[found]
+
+
+def imported(kind: str, path: str, what: str) -> Any:
+    """The object that `MODULE:CLASS` names; modules are looked for in the working directory too."""
+    module, _, name = path.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)  # a console script has its own folder there
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:CLASS of {what}") from None
+    finally:
+        sys.path.remove(here)

@@ -13,17 +13,9 @@ Calls: TypeAlias = Mapping[str, Callable[..., Any]]
 
 
 def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any]]:
-    """Splits `"NAME:key=value,key=value"` into the name and the arguments.
+    """Splits `"NAME:key=value,key=value"` into the name and the arguments, as `read_values` reads them.
 
-    Args:
-      spec: a name, and optionally a colon and arguments as `read_values` reads them.
-      prefixes: whether a name may have a prefix, which is followed by a colon: `jaxmarl:MPE_simple_spread_v3:num_agents=5`.
-
-    Returns:
-      The name and the arguments.
-
-    Raises:
-      ValueError: if the text after the colon cannot be read, or gives a key twice.
+    With `prefixes`, a name may have one, which is followed by a colon: `jaxmarl:MPE_simple_spread_v3:num_agents=5`.
     """
     name, colon, text = spec.partition(":")
     if prefixes and colon and "=" not in (second := text.partition(":")[0]):
@@ -34,18 +26,10 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
 
 
 def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
-    """Reads `"key=value,key=value"`; keys may have dots.
+    """Reads `"key=value,key=value"`, whose keys may have dots; raises a ValueError, `wrong` if it cannot be read.
 
-    Args:
-      text: the text.
-      calls: the functions that values may call. Without them, a call is a word: `trajectory_codec=frame_stack(4)`.
-      wrong: the message if the text cannot be read.
-
-    Returns:
-      The values by key; words, which may begin with a digit (`scenario=3s_vs_5z`), are text.
-
-    Raises:
-      ValueError: if the text or a value cannot be read, or a key is there twice.
+    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text. Values may call the functions `calls`; without them, a
+    call is a word: `trajectory_codec=frame_stack(4)`.
     """
     found: dict[str, Any] = {}
     for part in _split(text):

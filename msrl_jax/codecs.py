@@ -39,23 +39,11 @@ class Codec:
         return self.name
 
 
-def _is_plain(aval: ShapedArray) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool
-
-
-def _is_float32(aval: ShapedArray) -> bool:
-    return aval.dtype == jnp.float32 and aval.size > 1
-
-
-def _to_bfloat16(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16)
-
-
 BFLOAT16 = Codec(
     name="bfloat16",
-    encode=_to_bfloat16,
+    encode=lambda x: x.astype(jnp.bfloat16),
     decode=lambda x, aval: x.astype(aval.dtype),
-    takes=_is_float32,
+    takes=lambda aval: aval.dtype == jnp.float32 and aval.size > 1,
     holds=None,
     promise="a relative error of at most 2**-8 for numbers from 1.2e-38 to 3.38e38 (round to nearest)",
     lossless=False,
@@ -139,13 +127,16 @@ def frame_stack(frames: int, rank: int = 3) -> Codec:
     """
     if not isinstance(frames, int) or not isinstance(rank, int) or frames < 2 or rank < 1:
         raise ValueError(f"frame_stack({frames!r}, {rank!r}): a stack has at least 2 frames, and an observation 1 dimension")
+
+    def takes(aval: ShapedArray) -> bool:
+        is_plain = jnp.issubdtype(aval.dtype, jnp.number) or aval.dtype == jnp.bool
+        return is_plain and len(aval.shape) == 2 + rank and aval.shape[0] > 1 and aval.shape[-1] % frames == 0
+
     return Codec(
         name=f"frame_stack({frames})" if rank == 3 else f"frame_stack({frames}, {rank})",
         encode=functools.partial(_frame_encode, frames=frames),
         decode=functools.partial(_frame_decode, frames=frames),
-        takes=lambda aval: (
-            len(aval.shape) == 2 + rank and aval.shape[0] > 1 and aval.shape[-1] % frames == 0 and _is_plain(aval)
-        ),
+        takes=takes,
         holds=functools.partial(_frame_holds, frames=frames),
         promise="the same values, if each row is the previous one with a new last frame, or one frame repeated",
         lossless=True,

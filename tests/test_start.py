@@ -14,7 +14,7 @@ import pytest
 
 import msrl_jax as msrl
 from msrl_jax import _compile_cache
-from msrl_jax.cli import names
+from msrl_jax.cli.actions import names_in_sources
 from msrl_jax.fragments.runtime.executables import Executables
 from tests.support import processes
 
@@ -72,8 +72,9 @@ print(sorted({"jax", "flax", "optax", "gymnax", "jaxmarl", "numpy"} & set(sys.mo
 
 
 def test_names_that_are_listed_without_imports_are_those_of_the_registries():
-    assert set(names.ENVIRONMENTS) <= set(msrl.envs.names())
-    assert names.algorithms() == msrl.algorithms.names() and names.policies() == msrl.policies.names()
+    found = names_in_sources()
+    assert {"KuhnPoker", "RockPaperScissors"} < set(found["environments"]) <= set(msrl.envs.names())
+    assert found["algorithms"] == msrl.algorithms.names() and found["policies"] == msrl.policies.names()
 
 
 def test_every_name_of_the_package_is_there():

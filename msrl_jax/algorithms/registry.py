@@ -2,15 +2,12 @@
 
 import copy
 import dataclasses
-import importlib
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
 
-from msrl_jax import envs
+from msrl_jax import _registry, envs
 from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.config import ALGORITHMS, config
 from msrl_jax.envs.base import check_made, env_name
@@ -69,21 +66,9 @@ def get(algorithm: str | type) -> type:
         return algorithm
     if not isinstance(algorithm, str):
         raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
-    module, colon, name = algorithm.partition(":")
-    if colon:
-        here = os.getcwd()
-        sys.path.insert(0, here)  # a console script has its own folder there
-        try:
-            return get(getattr(importlib.import_module(module), name))
-        except (ImportError, AttributeError) as error:
-            remedy = "give MODULE:CLASS of a class made with algorithms.config"
-            raise ValueError(f"algorithm {algorithm!r}: {error}; {remedy}") from None
-        finally:
-            sys.path.remove(here)
-    found = {n.lower(): n for n in ALGORITHMS}.get(algorithm.lower())
-    if found is None:
-        raise ValueError(f"unknown algorithm {algorithm!r}{suggestion(algorithm, names())}; choose from {', '.join(names())}")
-    return ALGORITHMS[found]
+    if ":" in algorithm:
+        return get(_registry.imported("algorithm", algorithm, "a class made with algorithms.config"))
+    return _registry.find("algorithm", ALGORITHMS, algorithm)
 
 
 def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:

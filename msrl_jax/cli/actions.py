@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl_jax import _suites
-from msrl_jax.cli import launch, names
+from msrl_jax.cli import launch
 from msrl_jax.cli.commands import Bench, CheckEnv, Compete, Evaluate, Explain, List, Record, Replay, Sweep, Train
 from msrl_jax.cli.flags import UsageError
 
@@ -26,6 +26,8 @@ NOT_SAVED, OUT_OF_TIME = 3, 75
 
 MOST_CPU_DEVICES = 1024
 """Virtual CPU devices that start within seconds; each has threads of its own."""
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def use_cpu_devices(count: int | None) -> None:
@@ -63,10 +65,9 @@ def _note(what: Any) -> None:
 
 def _options(args: Any, *others: str) -> dict[str, Any]:
     """The options that are arguments of the function of the same name."""
-    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    if "progress" in options:
-        options["progress"] = False if args.progress == "none" else args.progress
-    return {k: v for k, v in options.items() if k not in ("config", "given", "json", "cpu_devices", *others)}
+    left_out = ("config", "given", "json", "cpu_devices", *others)
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in left_out}
+    return {name: False if (name, value) == ("progress", "none") else value for name, value in options.items()}
 
 
 def _folder(place: str, *parts: str | None) -> Path:
@@ -254,8 +255,7 @@ def list_names(args: List, config: dict[str, Any]) -> int:
 
         known = {"algorithms": algorithms.names(), "environments": sorted(envs.names()), "policies": policies.names()}
     else:
-        environments = sorted([*names.ENVIRONMENTS, *_suites.names()])
-        known = {"algorithms": names.algorithms(), "environments": environments, "policies": names.policies()}
+        known = names_in_sources()
     if args.envs:
         known = {"environments": known["environments"]}
     if args.json:
@@ -266,6 +266,20 @@ def list_names(args: List, config: dict[str, Any]) -> int:
     for kind, lines in (known | suites).items():
         print(f"{kind}\n" + "".join(f"  {line}\n" for line in lines))
     return 0
+
+
+def names_in_sources() -> dict[str, list[str]]:
+    """The names of the registries, read from the sources of this package: importing those would import JAX."""
+
+    def found(folder: str, pattern: str) -> list[str]:
+        texts = [file.read_text("utf-8") for file in (PACKAGE / folder).glob("*.py")]
+        return sorted(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))
+
+    return {
+        "algorithms": found("algorithms", r'^(?:@config\(|\w+ = variant\(\s*\w+,\s*"\w+",\s*)"(\w+)"'),
+        "environments": sorted([*_suites.names(), "KuhnPoker", "RockPaperScissors"]),
+        "policies": found("policies", r"^class (\w+)(?:(?!^class )[\s\S])*?^    def layout\("),  # classes with a layout
+    }
 
 
 def _state(suite: _suites.Suite) -> str:

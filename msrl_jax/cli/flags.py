@@ -33,21 +33,20 @@ def whole_number(text: str) -> int:
     raise ValueError(f"{text!r} is not a whole number")
 
 
-def _primitive(metavar: str, read: Callable[[str], Any]) -> PrimitiveConstructorSpec:
+def _one(metavar: str, read: Callable[[str], Any], is_instance: Callable[[Any], bool] = lambda x: True) -> Any:
+    """How tyro reads a value that is one word."""
     return PrimitiveConstructorSpec(
-        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=lambda x: True,
+        nargs=1, metavar=metavar, instance_from_str=lambda words: read(words[0]), is_instance=is_instance,
         str_from_instance=lambda x: [str(x)],
     )  # fmt: skip
 
 
 _REGISTRY = ConstructorRegistry()
-_INTEGER = _primitive("INT", whole_number)
 
 
 @_REGISTRY.primitive_rule
 def _read_integers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    is_integer = lambda x: isinstance(x, int) and not isinstance(x, bool)  # noqa: E731
-    return dataclasses.replace(_INTEGER, is_instance=is_integer) if info.type is int else None
+    return _one("INT", whole_number, lambda x: type(x) is int) if info.type is int else None
 
 
 def _numbers(text: str) -> Any:
@@ -60,21 +59,24 @@ def _numbers(text: str) -> Any:
         raise ValueError(f"{text!r} is not a number; {remedy}") from None
 
 
-_NUMBERS = _primitive("FLOAT[,FLOAT...]", _numbers)
-_NUMBERS_OR_NONE = _primitive("{None}|FLOAT[,FLOAT...]", lambda text: None if text == "None" else _numbers(text))
+_NUMBERS = _one("FLOAT[,FLOAT...]", _numbers)
+_NUMBERS_OR_NONE = _one("{None}|FLOAT[,FLOAT...]", lambda text: None if text == "None" else _numbers(text))
+_SPEC = _one("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
 _SIZES = PrimitiveConstructorSpec(
     nargs="*", metavar="INT [INT...]", str_from_instance=lambda x: list(map(str, x)), is_instance=lambda x: True,
     instance_from_str=lambda words: tuple(whole_number(x) for word in words for x in word.split(",")),
 )  # fmt: skip
-_SPEC = _primitive("VALUE[,VALUE...]|uniform:LOW:HIGH|log:LOW:HIGH", str)
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _options(kind: Any) -> PrimitiveConstructorSpec:
     """Reads the values of a field of words, or of sequences (items separated by spaces); a list if there are several."""
-    alternatives = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
-    sequence = next((part for part in alternatives if typing.get_origin(part) is tuple), None)
-    words = [word for part in alternatives if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
-    known: dict[str, Any] = {str(word): word for word in [*words, *[None] * (type(None) in alternatives)]}
+    sequence = next((part for part in _parts(kind) if typing.get_origin(part) is tuple), None)
+    words = [word for part in _parts(kind) if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+    known: dict[str, Any] = {str(word): word for word in [*words, *[None] * (type(None) in _parts(kind))]}
 
     def one(text: str) -> Any:
         if sequence is not None:
@@ -127,73 +129,65 @@ def _default_text(configs: dict[str, type], name: str) -> str | None:
     return f"(default: {', '.join(f'{x} of {algo}' for algo, x in defaults.items())})"
 
 
-def with_config_flags(command: type, algos: Sequence[str]) -> type:
-    """A command with a flag for every other field that the configs of all these algorithms have.
+def _with_texts(command: type, config: type | None) -> type:
+    """The dataclass that tyro reads: a command with the text of each option, and with the flags of a config."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    fields: list[Any] = [
+        (f.name, Annotated[hints[f.name], tyro.conf.arg(help=f.metadata["doc"])], dataclasses.field(default=f.default))
+        for f in dataclasses.fields(command) if "doc" in f.metadata
+    ]  # fmt: skip
+    if config is not None:
+        fields.append(("config", Annotated[config, tyro.conf.arg(name="")], dataclasses.field(default=config())))
+    return dataclasses.make_dataclass(command.__name__, fields, bases=(command,), frozen=True, kw_only=True)
 
-    The field `config` of the new dataclass holds the values; an omitted flag has the default of the first algorithm.
+
+def _config_flags(command: type, algos: Sequence[str]) -> type:
+    """A flag for every other field that the configs of all these algorithms have, with the default of the first algorithm.
+
+    A plain dataclass in place of the config, because a flag may have several values.
     """
     from msrl_jax import algorithms
-    from msrl_jax.algorithms.config import field_docs, tunable_fields
+    from msrl_jax.algorithms.config import tunable_fields
 
     configs = {name: algorithms.get(name) for name in algos}
     first, *_ = configs.values()
     taken = {f.name for f in dataclasses.fields(command)}
     shared = set.intersection(*({f.name for f in dataclasses.fields(c)} for c in configs.values()))
-    hints, texts = [typing.get_type_hints(c) for c in configs.values()], field_docs(first)
-
     several = set.intersection(*(set(tunable_fields(c)) for c in configs.values()))
+    hints = [typing.get_type_hints(c) for c in configs.values()]
     swept = getattr(command, "SWEEPS", False)
 
     def flag(field: dataclasses.Field) -> tuple[str, Any, Any]:
         kind = Union[tuple(hint[field.name] for hint in hints)]  # noqa: UP007
-        parts = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
-        if swept and {int, float} & set(parts):
+        if swept and {int, float} & set(_parts(kind)):
             kind = Annotated[Any, _SPEC]
-        elif swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in parts}:
+        elif swept and {tuple, typing.Literal} & {typing.get_origin(part) for part in _parts(kind)}:
             kind = Annotated[Any, _options(kind)]
         elif field.name in several:
             kind = Annotated[Any, _NUMBERS if kind is float else _NUMBERS_OR_NONE]
         elif kind == tuple[int, ...]:
             kind = Annotated[Any, _SIZES]
-        about = tyro.conf.arg(help=texts.get(field.name), help_behavior_hint=_default_text(configs, field.name))
+        about = tyro.conf.arg(help=field.metadata["doc"], help_behavior_hint=_default_text(configs, field.name))
         return field.name, Annotated[kind, about], dataclasses.field(default=field.default)
 
-    # A plain dataclass in place of the config, because a flag may have several values.
     fields = [flag(f) for f in dataclasses.fields(first) if f.name in shared - taken]
-    flags = dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
-    unprefixed = Annotated[flags, tyro.conf.arg(name="")]
-    return dataclasses.make_dataclass(
-        command.__name__, [("config", unprefixed, dataclasses.field(default=flags()))],
-        bases=(command,), frozen=True, kw_only=True,
-    )  # fmt: skip
+    return dataclasses.make_dataclass(first.__name__, fields, namespace={"__doc__": first.__doc__}, frozen=True)
 
 
 def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Reads the arguments of a command.
+    """Reads the arguments of a command, which `prog` names in messages, as an instance of its dataclass `base`.
 
-    Args:
-      prog: name of the command in messages.
-      base: the dataclass of the command. If it has a field `algo`, the fields of the algorithms' configs are flags too; a
-        field `given` receives the names of all fields that are on the command line.
-      argv: the arguments.
-
-    Returns:
-      An instance of `base`, and the given config fields, also those with a default value.
-
-    Raises:
-      UsageError: on an unknown argument, or on a value that is missing or cannot be read.
-      SystemExit: after printing the help for `--help`.
+    If it has a field `algo`, the fields of the algorithms' configs are flags too, and the second result has those that were
+    given. A field `given` gets the names of all flags that were given. Raises UsageError; SystemExit after `--help`.
     """
-    command: Any = base
-    if any(f.name == "algo" for f in dataclasses.fields(base)):
-        command = with_config_flags(base, values_of(argv, "--algo") or ["ppo"])
+    own = [f.name for f in dataclasses.fields(base)]
+    command = _with_texts(base, _config_flags(base, values_of(argv, "--algo") or ["ppo"]) if "algo" in own else None)
     for i, word in enumerate(argv):
         if word == "" or (word.startswith("--") and word.endswith("=")):
             flag = word.removesuffix("=") or (argv[i - 1] if i else "an argument")
             raise UsageError(f"the value of {flag} is empty; give one, or leave the option out")
     args, unknown = _parse(prog, command, argv, (base.__doc__ or "").splitlines()[0])
     config = getattr(args, "config", None)
-    own = [f.name for f in dataclasses.fields(args) if f.name != "config"]
     others = [f.name for f in dataclasses.fields(config)] if config is not None else []
     if unknown:
         what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
@@ -203,11 +197,11 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
             near = f", which is one of {', '.join(learners)}"
         raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
     given = _given(argv)
-    if "given" in own:
-        args = dataclasses.replace(args, given=frozenset(given))
     for name in own:
         if name in given and getattr(args, name) == ():
             raise UsageError(f"--{name.replace('_', '-')} has no value; give at least one, or leave the option out")
+    if "given" in own:
+        args = dataclasses.replace(args, given=frozenset(given))
     return args, {name: getattr(config, name) for name in others if name in given}
 
 

@@ -1,5 +1,6 @@
 """Starts the processes of a run on one machine, and ends them together."""
 
+import collections
 import os
 import re
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 ADDRESS, COUNT, INDEX = "MSRL_JAX_COORDINATOR", "MSRL_JAX_PROCESSES", "MSRL_JAX_PROCESS"
@@ -21,7 +22,6 @@ PATIENCE = 10
 """Seconds that the others have to stop by themselves after one has failed."""
 
 _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
-_KEPT = 200
 
 
 def launch(argv: Sequence[str], count: int) -> int:
@@ -43,7 +43,7 @@ def launch(argv: Sequence[str], count: int) -> int:
             if child.poll() is None:
                 child.send_signal(signum)
 
-    tails: list[list[bytes]] = [[] for _ in range(count)]
+    tails = [collections.deque[bytes](maxlen=200) for _ in range(count)]
     readers: list[threading.Thread] = []
     try:
         for s in signals:
@@ -56,8 +56,8 @@ def launch(argv: Sequence[str], count: int) -> int:
                 stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL, stderr=None if i == 0 else subprocess.PIPE,
             )  # fmt: skip
             children.append(child)
-            work = (_copy, (child.stdout,)) if i == 0 else (_keep, (child.stderr, tails[i]))
-            readers.append(threading.Thread(target=work[0], args=work[1], daemon=True))
+            work = (child.stdout, _print) if i == 0 else (child.stderr, tails[i].append)
+            readers.append(threading.Thread(target=_follow, args=work, daemon=True))
             readers[-1].start()
         failed = _wait(children)
     finally:
@@ -88,33 +88,28 @@ def launch(argv: Sequence[str], count: int) -> int:
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
     """Waits for the processes; returns the number of the first that failed, after the others have had time to stop."""
+
+    def cause() -> int | None:  # processes that see another one die end with LOST
+        codes = [child.poll() for child in children]
+        return next((i for lost in (False, True) for i, code in enumerate(codes) if code and (code == LOST) == lost), None)
+
     failed, deadline = None, float("inf")
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.05)
-        codes = [child.poll() for child in children]
-        if failed is None and any(codes):
-            # Processes that see another one die end with LOST; the one that died is the cause.
-            failed = next(i for i, code in sorted(enumerate(codes), key=lambda item: item[1] == LOST) if code)
+        if failed is None and (failed := cause()) is not None:
             deadline = time.monotonic() + PATIENCE
-    codes = [child.poll() for child in children]
-    if failed is None or codes[failed] == LOST:
-        order = sorted(enumerate(codes), key=lambda item: item[1] == LOST)
-        failed = next((i for i, code in order if code), None)
-    return failed
+    return cause() if failed is None or children[failed].returncode == LOST else failed
 
 
-def _copy(stream: IO[bytes]) -> None:
+def _follow(stream: IO[bytes], take: Callable[[bytes], object]) -> None:
     for line in stream:
         if not _NOISE.search(line):
-            sys.stdout.buffer.write(line)
-            sys.stdout.flush()
+            take(line)
 
 
-def _keep(stream: IO[bytes], tail: list[bytes]) -> None:
-    for line in stream:
-        if not _NOISE.search(line):
-            tail.append(line)
-            del tail[:-_KEPT]
+def _print(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.flush()
 
 
 def end_with_parent() -> None:

@@ -32,10 +32,10 @@ _DEFAULTS = {
 
 
 def resolve_policy(policy: str | DistributionPolicy) -> DistributionPolicy:
-    """Looks up a distribution policy: `NAME`, `NAME:param=value,...`, or a policy."""
+    """Looks up a distribution policy: `NAME` or `MODULE:CLASS`, with `:param=value,...` behind it; or a policy."""
     if not isinstance(policy, str):
         return policies.get(policy)
-    name, params = parse_spec(policy)
+    name, params = parse_spec(policy, prefixes=True)
     return policies.get(name, **params)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -26,8 +27,11 @@ def described(policy: object) -> str:
 
 
 def spec(policy: object) -> str:
-    """A policy as on the command line, such as `SingleLearnerCoarse:learners=2`."""
-    return ":".join([type(policy).__name__, *filter(None, [",".join(_given(policy))])])
+    """A policy as on the command line, such as `SingleLearnerCoarse:learners=2`; one of a user's module is `MODULE:CLASS`."""
+    kind = type(policy)
+    is_own = kind.__module__.partition(".")[0] not in ("msrl_jax", "__main__")
+    is_own = is_own and getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    return ":".join(filter(None, [kind.__module__ if is_own else "", kind.__name__, ",".join(_given(policy))]))
 
 
 def _given(policy: object) -> list[str]:

@@ -1,6 +1,6 @@
 """Distribution policies by name."""
 
-import dataclasses
+import inspect
 from typing import Any
 
 from msrl_jax import _registry
@@ -42,7 +42,8 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     """Looks up a distribution policy.
 
     Args:
-      policy: a name in `POLICIES` (case is ignored), or a policy, which is returned unchanged.
+      policy: a name in `POLICIES` (case is ignored); `MODULE:CLASS` of one of your own, whose module is also looked for in the
+        working directory; or a policy, which is returned unchanged.
       **parameters: the policy's parameters, such as `learners=2`.
 
     Returns:
@@ -58,11 +59,17 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
         if parameters:
             raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
         return policy
-    cls = _registry.find("policy", POLICIES, policy)
-    fields = [f.name for f in dataclasses.fields(cls)]
+    module, colon, rest = policy.partition(":")
+    if colon and module.lower() in map(str.lower, POLICIES):
+        raise ValueError(f"cannot read {rest!r} in {policy!r}; write {module}:key=value,key=value")
+    if colon:
+        cls: Any = _registry.imported("policy", policy, "a class with a method layout(devices, sizes)")
+    else:
+        cls = _registry.find("policy", POLICIES, policy)
+    fields = list(inspect.signature(cls).parameters)
     for name in parameters:
         if name not in fields:
-            others = [n for n, other in POLICIES.items() if name in {f.name for f in dataclasses.fields(other)}]
+            others = [n for n, other in POLICIES.items() if name in inspect.signature(other).parameters]
             hint = f" (a parameter of {' and '.join(others)})" if others else suggestion(name, fields)
             raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint}; its parameters are {', '.join(fields)}")
-    return cls(**parameters)
+    return get(cls(**parameters))

@@ -81,10 +81,13 @@ class Measurement:
 
     def __str__(self) -> str:
         where = f"{self.policy} on {self.devices} {self.platform} device{'s' * (self.devices > 1)}"
-        what = _setting(self.algorithm, self.env, self.num_envs, self.unroll_length)
+        what = f"{self.algorithm} {self.env}, {self.num_envs} envs x {self.unroll_length} steps"
         ratio = "" if self.ratio is None else f", {self.ratio:.3f} x jax.jit"
         rates = f"{self.steps_per_second:,.0f} steps/s, {_rate(self.updates_per_second)} updates/s"
-        dispatch = "" if self.instructions is None else f"; dispatch: {_dispatch(self)}"
+        dispatch = "" if self.instructions is None else (
+            f"; dispatch: {self.instructions} instructions per iteration, {self.instruction_microseconds:.0f} us each, of "
+            f"which Python {self.python_microseconds:.0f} us (a jitted call: {self.call_microseconds:.0f} us)"
+        )  # fmt: skip
         return f"{what}, {where}: {rates} (compile {self.compile_seconds:.1f} s){ratio}{dispatch}"
 
 
@@ -110,15 +113,10 @@ class Runner:
 
 
 def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
-    """Times runners in turn, so that changes in the speed of the machine affect all of them.
+    """The environment steps per second of each runner, in `repeats` runs of about `seconds`.
 
-    Args:
-      runners: what is timed: objects with a method `run(seconds)` that returns environment steps per second.
-      seconds: approximate length of a timed run.
-      repeats: number of timed runs of each runner; every other round is in reverse order.
-
-    Returns:
-      The steps per second of all runs of each runner.
+    They run in turn, every other round in reverse order, so that changes in the speed of the machine affect all of them. A
+    runner has a method `run(seconds)` that returns its steps per second.
     """
     rates: list[list[float]] = [[] for _ in runners]
     for repeat in range(repeats):
@@ -185,25 +183,12 @@ def measure(
     devices: Sequence[Device] | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> Measurement:
-    """Measures one setting.
-
-    Args:
-      experiment: the run to measure.
-      policy: the distribution policy.
-      repeats: number of timed runs.
-      seconds: approximate length of a timed run.
-      against: "jit" compares with the same iteration in a plain `jax.jit(jax.lax.scan(...))`, with the same initial state,
-        devices and metrics.
-      devices: the devices for the policy; all if None.
-      on_stage: called with a line of text before the setting is compiled, and before it is timed.
-
-    Returns:
-      The measurement.
-    """
+    """Measures one setting; the other arguments are those of `bench`."""
     note = on_stage or (lambda line: None)
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
-    note(f"compiling {_setting(experiment.name, experiment.env_name, num_envs, unroll_length)}, {spec(policy)} ...")
+    what = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
+    note(f"compiling {what}, {spec(policy)} ...")
     chunk = calibrated_chunk(experiment, program)
     compile_seconds = program.compile_seconds
     runners = [program_runner(experiment, program, chunk)]
@@ -212,28 +197,28 @@ def measure(
     note(f"measuring {repeats} runs of about {seconds:g} s{' and as many of jax.jit' if against else ''} ...")
     runs, *others = interleave(runners, seconds, repeats)
     where, rate = describe_devices(program.devices), statistics.median(runs)
-    measurement = Measurement(
-        algorithm=experiment.name, env=experiment.env_name, policy=spec(policy),
-        platform=where["platform"], devices=where["count"], num_envs=num_envs, unroll_length=unroll_length,
-        compile_seconds=compile_seconds,
-        steps_per_second=rate, updates_per_second=rate * agent.updates_per_iteration / agent.steps_per_iteration, runs=runs,
-    )  # fmt: skip
+    about = {
+        "algorithm": experiment.name, "env": experiment.env_name, "policy": spec(policy), "platform": where["platform"],
+        "devices": where["count"], "num_envs": num_envs, "unroll_length": unroll_length, "compile_seconds": compile_seconds,
+        "steps_per_second": rate, "updates_per_second": rate * agent.updates_per_iteration / agent.steps_per_iteration,
+        "runs": runs,
+    }  # fmt: skip
     if dispatch := program.measure_dispatch(experiment.start(program)):
-        measurement = dataclasses.replace(
-            measurement, instructions=dispatch.instructions, instruction_microseconds=dispatch.microseconds,
-            python_microseconds=dispatch.python_microseconds, call_microseconds=dispatch.call_microseconds,
-        )  # fmt: skip
-    if not others:
-        return measurement
-    jit_rate = statistics.median(others[0])
-    # XLA counts the body of a loop once, and removes a loop of length 1.
-    plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
-    fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
-    return dataclasses.replace(
-        measurement, jit_steps_per_second=jit_rate, jit_runs=others[0], ratio=measurement.steps_per_second / jit_rate,
-        flops=fused.get("flops"), jit_flops=plain.get("flops"),
-        bytes=fused.get("bytes accessed"), jit_bytes=plain.get("bytes accessed"),
-    )  # fmt: skip
+        about |= {
+            "instructions": dispatch.instructions, "instruction_microseconds": dispatch.microseconds,
+            "python_microseconds": dispatch.python_microseconds, "call_microseconds": dispatch.call_microseconds,
+        }  # fmt: skip
+    if others:
+        # XLA counts the body of a loop once, and removes a loop of length 1.
+        plain = plain_program(experiment, program, 2)[0].cost_analysis() or {}
+        fused = (program.compiled(2)[0].cost_analysis() or {}) if program.is_fused else {}
+        jit_rate = statistics.median(others[0])
+        about |= {
+            "jit_steps_per_second": jit_rate, "jit_runs": others[0], "ratio": rate / jit_rate,
+            "flops": fused.get("flops"), "jit_flops": plain.get("flops"),
+            "bytes": fused.get("bytes accessed"), "jit_bytes": plain.get("bytes accessed"),
+        }  # fmt: skip
+    return Measurement(**about)
 
 
 def bench(
@@ -287,19 +272,17 @@ def bench(
                 "per second (Result.steps_per_second)"
             )
     given = {"num_envs": num_envs, "unroll_length": unroll_lengths}
-    options = [[(name, value) for value in values] for name, values in given.items() if values]
-    sizes = [dict(choice) for choice in itertools.product(*options)]
+    sizes = [dict(x) for x in itertools.product(*([(name, x) for x in values] for name, values in given.items() if values))]
     grid = [
         (make_experiment(algo, env, overrides=overrides | size, env_params=env_params), resolve_policy(policy))
         for algo, env, policy, size in itertools.product(algos, envs, policies, sizes)
     ]
     for experiment, policy in grid:
         experiment.compile(policy, devices)
+    options = {"repeats": repeats, "seconds": seconds, "against": against, "devices": devices, "on_stage": on_stage}
     measurements = []
     for experiment, policy in grid:
-        measurements.append(
-            measure(experiment, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, on_stage=on_stage)
-        )
+        measurements.append(measure(experiment, policy, **options))
         if on_measurement is not None:
             on_measurement(measurements[-1])
     return measurements
@@ -307,41 +290,32 @@ def bench(
 
 def format_table(measurements: Sequence[Measurement]) -> str:
     """Formats measurements as a table that fits the terminal; settings that all share stand above it."""
-    header = ["algorithm", "env", "policy", "devices", "envs", "unroll", "steps/s", "updates/s", "spread", "compile s"]
     compared = any(m.ratio is not None for m in measurements)
     driven = any(m.instructions is not None for m in measurements)
-    header += ["instructions", "us each", "us Python", "us/call"] * driven
-    header += ["jit steps/s", "ratio", "FLOPs", "bytes"] * compared
-    rows = []
+    rows: list[dict[str, str]] = []
     for m in measurements:
-        spread = (max(m.runs) - min(m.runs)) / m.steps_per_second
-        row = [
-            m.algorithm, m.env, m.policy, f"{m.devices} {m.platform}", str(m.num_envs), str(m.unroll_length),
-            f"{m.steps_per_second:,.0f}", _rate(m.updates_per_second), f"{spread:.0%}", f"{m.compile_seconds:.1f}",
-        ]  # fmt: skip
+        rows.append({
+            "algorithm": m.algorithm, "env": m.env, "policy": m.policy, "devices": f"{m.devices} {m.platform}",
+            "envs": str(m.num_envs), "unroll": str(m.unroll_length), "steps/s": f"{m.steps_per_second:,.0f}",
+            "updates/s": _rate(m.updates_per_second), "spread": f"{(max(m.runs) - min(m.runs)) / m.steps_per_second:.0%}",
+            "compile s": f"{m.compile_seconds:.1f}",
+        })  # fmt: skip
         if driven:
+            rows[-1]["instructions"] = "one program" if m.instructions is None else str(m.instructions)
             times = (m.instruction_microseconds, m.python_microseconds, m.call_microseconds)
-            row += ["one program" if m.instructions is None else str(m.instructions)]
-            row += ["-" if t is None else f"{t:.1f}" for t in times]
+            for name, us in zip(("us each", "us Python", "us/call"), times, strict=True):
+                rows[-1][name] = "-" if us is None else f"{us:.1f}"
         if compared:
-            row += ["-", "-"] if m.jit_steps_per_second is None else [f"{m.jit_steps_per_second:,.0f}", f"{m.ratio:.3f}"]
-            row += [_quotient(m.flops, m.jit_flops), _quotient(m.bytes, m.jit_bytes)]
-        rows.append(row)
-    shared = [i for i in range(1, 6) if len({row[i] for row in rows}) == 1]
-    kept = [i for i in range(len(header)) if i not in shared]
-    above = paragraph(", ".join(f"{header[i]} {rows[0][i]}" for i in shared))
-    return "\n".join([*above, *table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])])
-
-
-def _setting(algorithm: str, env: str, num_envs: int, unroll_length: int) -> str:
-    return f"{algorithm} {env}, {num_envs} envs x {unroll_length} steps"
-
-
-def _dispatch(m: Measurement) -> str:
-    return (
-        f"{m.instructions} instructions per iteration, {m.instruction_microseconds:.0f} us each, of which Python "
-        f"{m.python_microseconds:.0f} us (a jitted call: {m.call_microseconds:.0f} us)"
-    )
+            rows[-1] |= {
+                "jit steps/s": "-" if m.jit_steps_per_second is None else f"{m.jit_steps_per_second:,.0f}",
+                "ratio": "-" if m.ratio is None else f"{m.ratio:.3f}",
+                "FLOPs": _quotient(m.flops, m.jit_flops), "bytes": _quotient(m.bytes, m.jit_bytes),
+            }  # fmt: skip
+    settings = ("env", "policy", "devices", "envs", "unroll")
+    shared = [name for name in settings if len({row[name] for row in rows}) == 1]
+    head = [name for name in rows[0] if name not in shared]
+    above = paragraph(", ".join(f"{name} {rows[0][name]}" for name in shared))
+    return "\n".join([*above, *table(head, [[row[name] for name in head] for row in rows])])
 
 
 def _rate(per_second: float) -> str:

@@ -1,7 +1,7 @@
 """How a plan scales: what crosses, what is reduced and what is held on each device, for several numbers of devices."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msrl_jax._checks import whole
@@ -16,22 +16,13 @@ from msrl_jax.policies.base import spec
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """The plan of one policy on some devices.
-
-    Attributes:
-      algorithm: name of the algorithm.
-      policy: the distribution policy.
-      devices: the devices, such as "tpu:v5e:8x8".
-      count: their number.
-      num_envs: number of environments; None for an algorithm that has none.
-      plan: the plan.
-    """
+    """The plan of one policy on some devices."""
 
     algorithm: str
     policy: str
-    devices: str
-    count: int
-    num_envs: int | None
+    devices: str  # such as "tpu:v5e:8x8"
+    count: int  # of devices
+    num_envs: int | None  # None for an algorithm that has none
     plan: Plan
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,30 +95,26 @@ def plans(
 HEAD = ("policy", "devices", "idle", "envs", "dispatches", "arriving", "collectives", "in bytes", "memory")
 
 
-def cells(row: Scaled) -> list[str]:
-    """A plan's numbers on each device as text, in the order of `HEAD`."""
+def _cells(row: Scaled) -> list[str]:
     d = row.to_dict()
+
+    def each(name: str, text: Callable[[int], str] = size) -> str:
+        """A number of every placement; once, if it is the same for all."""
+        values = {placement: text(number) for placement, number in d[name].items()}
+        return ", ".join(f"{k} {x}" for k, x in values.items()) if len({*values.values()}) > 1 else next(iter(values.values()))
+
     return [
         row.policy, row.devices, str(d["idle"]), str(row.num_envs or "-"), str(d["dispatches"]),
-        _by_placement({k: size(n) for k, n in d["bytes_arriving"].items()}),
-        _by_placement({k: str(n) for k, n in d["collectives"].items()}),
-        _by_placement({k: size(n) for k, n in d["bytes_of_collectives"].items()}),
-        _by_placement({k: size(n) for k, n in d["memory"].items()}),
+        each("bytes_arriving"), each("collectives", str), each("bytes_of_collectives"), each("memory"),
     ]  # fmt: skip
-
-
-def _by_placement(values: Mapping[str, str]) -> str:
-    if len(set(values.values())) == 1:
-        return next(iter(values.values()))
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def format_table(rows: Sequence[Scaled]) -> str:
     """Formats plans as a table that fits the terminal; bytes and numbers are of one device and one iteration."""
-    return "\n".join(table(HEAD, [cells(row) for row in rows]))
+    return "\n".join(table(HEAD, map(_cells, rows)))
 
 
 def format_markdown(rows: Sequence[Scaled]) -> str:
     """Formats plans as a Markdown table."""
-    lines = [HEAD, ["---"] * len(HEAD), *(["`" + first + "`", *rest] for first, *rest in map(cells, rows))]
+    lines = [HEAD, ["---"] * len(HEAD), *(["`" + first + "`", *rest] for first, *rest in map(_cells, rows))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

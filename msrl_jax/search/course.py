@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from msrl_jax import algorithms
 from msrl_jax._device_memory import device_memory
 from msrl_jax.envs.base import release
-from msrl_jax.experiment import checkpoint, processes, store
+from msrl_jax.experiment import checkpoint, folder, processes, store
 from msrl_jax.experiment.agents import map_members
 from msrl_jax.experiment.evaluate import Evaluation
 from msrl_jax.experiment.folder import RunFolderError
@@ -27,9 +28,8 @@ from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size
 from msrl_jax.fragments.runtime.memory import sharing_memory, temporary_bytes
-from msrl_jax.search import saved
-from msrl_jax.search.order import Order, Stage
-from msrl_jax.search.trials import Shape, Trial, shape_of, values_in_words
+from msrl_jax.search.space import Order, Stage
+from msrl_jax.search.trials import SWEEP, Shape, Trial, shape_of, values_in_words
 
 HEADROOM = 0.8
 """The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""
@@ -37,43 +37,24 @@ HEADROOM = 0.8
 
 @dataclasses.dataclass
 class Course:
-    """A sweep in progress.
+    """A sweep in progress; `sweep` says what the arguments are."""
 
-    Attributes:
-      base: the run of which every trial replaces fields of the config.
-      constants: fields of the config that all trials replace.
-      policy: the distribution policy.
-      devices: the devices; all if None.
-      watch: what watches its runs: arguments of `train`.
-      shared: whether trials may share a program.
-      wanted: trials that the user wants at once; None for as many as memory holds.
-      path: its folder, if it has one.
-      description: what it computes, as plain data.
-      before: the content of `sweep.json` if it goes on.
-      say: shows a line of progress.
-      shapes: its programs; a search adds to them.
-      trials: all trials so far, by number.
-      runs: the runs so far: folders, or results.
-      programs: what is planned for each program, as plain data.
-      least: steps of one iteration, the most of all programs.
-    """
-
-    base: Experiment
-    constants: Mapping[str, Any]
+    base: Experiment  # of which every trial replaces fields of the config
+    constants: Mapping[str, Any]  # fields of the config that all trials replace
     policy: DistributionPolicy
     devices: Sequence[Device] | None
-    watch: Mapping[str, Any]
-    shared: bool
-    wanted: int | None
+    watch: Mapping[str, Any]  # what watches its runs: arguments of `train`
+    shared: bool  # whether trials may share a program
+    wanted: int | None  # trials that the user wants at once; None for as many as memory holds
     path: Path | None
-    description: Mapping[str, Any]
-    before: Mapping[str, Any]
-    say: Callable[[str], None]
-    shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])
+    description: Mapping[str, Any]  # what it computes, as plain data
+    before: Mapping[str, Any]  # the content of `sweep.json` if it goes on
+    say: Callable[[str], None]  # shows a line of progress
+    shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])  # of its programs; Optuna adds to them
     trials: dict[int, Trial] = dataclasses.field(default_factory=dict[int, Trial])
     runs: list[Path | Result] = dataclasses.field(default_factory=list[Path | Result])
-    programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])
-    least: int = 1
+    programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])  # as in `sweep.json`
+    least: int = 1  # steps of one iteration, the most of all programs
 
     def make(self, chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
         """Makes trials of their values, and checks the config of each; raises ValueError that names the trial."""
@@ -100,11 +81,11 @@ class Course:
         """Checks and plans the programs that are new; raises ValueError if a trial is invalid or does not fit."""
         self.trials |= {trial.number: trial for trial in trials}
         kept = self.before.get("programs", [])
-        for number in range(len(self.programs), len(self.shapes)):
-            shape, own = self.shapes[number], [trial for trial in trials if trial.program == number]
+        for number, shape in list(enumerate(self.shapes))[len(self.programs) :]:
+            own = [trial for trial in trials if trial.program == number]
             try:
                 experiment = self.experiment(own[:1])
-                _check(experiment, self.watch["eval_episodes"])
+                self._check(experiment)
                 try:
                     fits, nbytes, limit = memory_of(experiment, self.policy, self.devices)
                 finally:
@@ -114,33 +95,60 @@ class Course:
             self.least = max(self.least, experiment.steps_per_iteration)
             # The members of a run that goes on are those that it began with.
             at_once = kept[number]["at_once"] if number < len(kept) else self.wanted or fits
-            self.programs.append({**dataclasses.asdict(shape), "at_once": at_once, "bytes_of_a_trial": nbytes})
+            self.programs.append({**shape._asdict(), "at_once": at_once, "bytes_of_a_trial": nbytes})
             which = f" ({values_in_words(shape.fields)})" if shape.fields else ""
             room = f"about {size(nbytes)}{'' if limit is None else f' of {size(limit)}'} for each trial"
             members = min(at_once, len(own)) * self.base.seeds
             self.say(f"program {number}{which}: {len(own)} trials, {members} members at once, {room}")
 
+    def _check(self, experiment: Experiment) -> None:
+        """Raises ValueError if a run cannot be a trial."""
+        agent = experiment.behavior.agent
+        experiment.check_length()
+        if not agent.ranked:
+            raise ValueError(
+                f"{experiment.name} trains teams or players that oppose each other, so returns do not rank its trials; train "
+                "them with a list of values, and compare them otherwise"
+            )
+        if agent.unit == "updates" and self.watch["eval_episodes"] == 0:
+            raise ValueError(
+                f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
+            )
+
     def conduct(self, order: Order, requests: StopRequests) -> str:
         """Trains all stages; gives the reason if a request to stop interrupted the sweep, else an empty text."""
-        number, done = 0, None
-        while True:
+        done = None
+        for number in itertools.count():
             try:
-                stage = next(order) if done is None else order.send(done)
+                stage = order.send(done)
             except StopIteration:
-                return ""
+                break
             self.prepare(stage.trials)
             if self.path is not None:
-                saved.write_sweep(self.path, self.description, self.programs, list(self.trials.values()), self.before)
+                self._write(self.path / SWEEP)
             if reason := self._train(number, stage, requests):
                 return reason
-            number, done = number + 1, [self.trials[trial.number] for trial in stage.trials]
+            done = [self.trials[trial.number] for trial in stage.trials]
+        return ""
+
+    def _write(self, file: Path) -> None:
+        """Writes `sweep.json` if there are more trials than it had; raises RunFolderError if it had others."""
+        was = self.before.get("trials", [])
+        trials = folder.to_json([{"trial": t.number, "program": t.program, "values": t.values} for t in self.trials.values()])
+        if differing := [new for new, old in zip(trials, was, strict=False) if new != old]:
+            raise RunFolderError(
+                f"{file} has other values for trial {differing[0]['trial']}, so other versions of packages chose them; go on "
+                "with those versions, or start a new sweep in another folder"
+            )
+        if len(trials) > len(was) and processes.is_first():
+            about = {"sweep": self.description, "versions": folder.versions(), "programs": self.programs, "trials": trials}
+            folder.write_json(file, about)
 
     def _train(self, number: int, stage: Stage, requests: StopRequests) -> str:
         """Trains a stage; gives the reason if it was interrupted."""
-        of_program = {n: [t for t in stage.trials if t.program == n] for n in sorted({t.program for t in stage.trials})}
         todo = [
-            (program, i, batch) for program, trials in of_program.items()
-            for i, batch in enumerate(batches(trials, self.programs[program]["at_once"]))
+            (which, i, batch) for which, program in enumerate(self.programs)
+            for i, batch in enumerate(batches([t for t in stage.trials if t.program == which], program["at_once"]))
         ]  # fmt: skip
         for count, (program, i, batch) in enumerate(todo, 1):
             left = None if requests.deadline is None else requests.deadline - now()
@@ -196,29 +204,12 @@ class Course:
         return result if done == iterations else None
 
 
-def _check(experiment: Experiment, eval_episodes: int) -> None:
-    """Raises ValueError if a run cannot be a trial."""
-    agent = experiment.behavior.agent
-    experiment.check_length()
-    if not agent.ranked:
-        raise ValueError(
-            f"{experiment.name} trains teams or players that oppose each other, so returns do not rank its trials; train them "
-            "with a list of values, and compare them otherwise"
-        )
-    if agent.unit == "updates" and eval_episodes == 0:
-        raise ValueError(
-            f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
-        )
-
-
 def memory_of(
     experiment: Experiment, policy: DistributionPolicy, devices: Sequence[Device] | None
 ) -> tuple[int, int, int | None]:
-    """Estimates the memory of a trial, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
+    """The number of trials that fit side by side; the bytes of one with all its seeds, and of the memory if devices tell.
 
-    Returns:
-      The trials that fit side by side, at least 1; the bytes of one with all its seeds, where memory is scarcest; and the bytes
-      that are there, None if the devices do not tell.
+    Where memory is scarcest, from shapes alone: two states, and the arrays of an iteration if XLA fused none of them.
     """
     program = experiment.compile(policy, devices)
     held = program.state_bytes
@@ -233,8 +224,8 @@ def memory_of(
 
 def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
     """Splits trials into batches of about equal size, at most `at_once` each."""
-    count = -(-len(trials) // at_once)
-    length = -(-len(trials) // count)
+    count = max(1, -(-len(trials) // at_once))
+    length = max(1, -(-len(trials) // count))
     return [list(trials[i : i + length]) for i in range(0, len(trials), length)]
 
 
@@ -256,11 +247,9 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
 
 
 def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:
-    """Takes trials out of runs that did equally many steps, as a run whose history is the last row of theirs.
+    """The run of these trials, taken out of runs that did equally many steps; its history is the last row of theirs.
 
-    Args:
-      experiment: the run of these trials.
-      parts: for each trial, the run that trained it before, and the number of its first member there.
+    A part is the run that trained a trial before, and the number of its first member there.
     """
     first = parts[0][0]
     if not first.has_members:
@@ -277,10 +266,9 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
 
     last = None
     if all(run.evaluation is not None for run, _ in parts):
-        names = [field.name for field in dataclasses.fields(Evaluation)]
-        last = Evaluation(**taken(lambda run: {name: getattr(run.evaluation, name) for name in names}))
+        last = Evaluation(**taken(lambda run: vars(run.evaluation)))
     columns = [name for name, x in first.history.items() if x.ndim > 1]
-    history = {name: x[-1:] for name, x in first.history.items() if x.ndim == 1}
+    history = {name: x[-1:] for name, x in first.history.items()}
     history |= {name: x[None] for name, x in taken(lambda run: {name: run.history[name][-1] for name in columns}).items()}
     states = [agent.without_data(run.run_state) for run, _ in parts]
     return dataclasses.replace(

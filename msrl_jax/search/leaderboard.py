@@ -79,11 +79,7 @@ class Leaderboard:
     def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
         """Finds a leaderboard, or makes an empty one; RunFolderError if it is another one, or if the folder holds other files.
 
-        Args:
-          path: its folder.
-          env: the environment of its members.
-          size: the largest number of members; None takes that of the board, or 8 for a new one.
-          env_params: what parameters of the environment are drawn from, as plain data.
+        A `size` of None is that of the board, or 8 for a new one; `env_params` are plain data.
         """
         board = cls(as_path("path", path))
         size = None if size is None else whole("size", size)
@@ -98,8 +94,7 @@ class Leaderboard:
                 new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
                 write_json(board.path / SETTINGS, new)
         was = board.settings
-        given = {"env": env, "env_params": to_json(env_params), **({} if size is None else {"size": size})}
-        for name, now in given.items():
+        for name, now in {"env": env, "env_params": to_json(env_params), "size": size or was["size"]}.items():
             if now != was[name]:
                 raise RunFolderError(
                     f"the leaderboard in {path} has {name}={was[name]!r}, and cannot go on with {name}={now!r}; leave it "
@@ -109,11 +104,7 @@ class Leaderboard:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its environment, its size, and when it was made (seconds since 1970).
-
-        Raises:
-          RunFolderError: a ValueError, if the folder holds no leaderboard.
-        """
+        """Its environment, its size, and when it was made (seconds since 1970); RunFolderError if there is no leaderboard."""
         if not (self.path / SETTINGS).exists():
             raise RunFolderError(f"{self.path} holds no leaderboard; msrl.compete({str(self.path)!r}, ...) makes one")
         return read_json(self.path / SETTINGS, "env", "env_params", "size", "made")
@@ -151,9 +142,8 @@ class Leaderboard:
         """What workers did: `worker`, `parent`, `step`, `score`, `accepted`, `best` (the best score then) and `seconds`."""
         if not (self.path / ROUNDS).exists():
             return []
-        lines = (self.path / ROUNDS).read_text().splitlines()
         rounds = []
-        for line in lines:
+        for line in (self.path / ROUNDS).read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # the line of a process that was killed while it wrote
                 rounds.append(json.loads(line))
         return rounds
@@ -177,32 +167,28 @@ class Leaderboard:
         That is the member that it was trained from; or, if that is no longer there or the run is a new one, the worst member of
         a full board. So the best score never falls. Returns whether the board has it now; if not, the folder is as it was.
         """
-        settings, number = self.settings, uuid.uuid4().hex[:12]
-        kept = math.isfinite(score)
+        settings = self.settings
         with self._locked():
             entries = self.entries
-            there = {entry.id for entry in entries}
-            rival = parent if parent is not None and parent.id in there else None
+            rival = next((entry for entry in entries if parent is not None and entry.id == parent.id), None)
             if rival is None and len(entries) >= settings["size"]:
                 rival = entries[-1]
-            kept = kept and (rival is None or score > rival.score)
-            seconds = time.time() - settings["made"]
+            kept = math.isfinite(score) and (rival is None or score > rival.score)
+            about = {
+                "score": score, "algorithm": algorithm, "step": step, "parent": parent and parent.id, "worker": worker,
+                "seconds": time.time() - settings["made"],
+            }  # fmt: skip
             if kept:
-                entry = Entry(number, score, algorithm, step, finished, parent and parent.id, worker, seconds, run)
-                about = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name != "path"}
-                write_json(run / ENTRY, about)
+                new = Entry(id=uuid.uuid4().hex[:12], finished=finished, path=run, **about)
+                write_json(run / ENTRY, about | {"id": new.id, "finished": finished})
                 (self.path / MEMBERS).mkdir(exist_ok=True)
-                os.replace(run, self.path / MEMBERS / number)
-                entries.append(entry)
+                os.replace(run, self.path / MEMBERS / new.id)
                 losers = [rival] if rival is not None else []
+                entries = [*entries, new]
                 best_first = sorted((e for e in entries if e not in losers), key=lambda e: -e.score)
                 for loser in [*losers, *best_first[settings["size"] :]]:  # more than one only after a kill
                     self._remove(loser)
-            best = max((entry.score for entry in entries), default=score)
-            row = {
-                "worker": worker, "parent": parent and parent.id, "algorithm": algorithm, "step": step, "score": score,
-                "accepted": kept, "best": best, "seconds": seconds,
-            }  # fmt: skip
+            row = about | {"accepted": kept, "best": max((entry.score for entry in entries), default=score)}
             with writing(self.path / ROUNDS), (self.path / ROUNDS).open("a") as file:
                 file.write(json.dumps(to_json(row)) + "\n")
         return kept

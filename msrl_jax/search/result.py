@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from msrl_jax import algorithms
 from msrl_jax._tables import table
 from msrl_jax.envs import Environment
@@ -15,9 +17,8 @@ from msrl_jax.envs.distributions import Distribution
 from msrl_jax.experiment import folder
 from msrl_jax.experiment.history import decimals
 from msrl_jax.experiment.result import Result
-from msrl_jax.search import saved
 from msrl_jax.search.space import Axis
-from msrl_jax.search.trials import Trial, by_return, table_of, value_in_words
+from msrl_jax.search.trials import SWEEP, TABLE, Trial, by_return, read_trials, table_of, value_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,24 +124,23 @@ class SweepResult:
         """
         about, chosen = self.description, self.trial(trial)
         params: dict[str, str] | str | None = about["env_params"]
-        nameless = [
-            *(["env"] if about["env_spec"] is None else []),
-            *(["env_params"] if isinstance(params, str) else []),
-            *(name for name, value in about["config"].items() if isinstance(value, dict)),
-        ]
-        if nameless:
+        objects = {"env": about["env_spec"] is None, "env_params": isinstance(params, str)}
+        objects |= {name: isinstance(value, dict) for name, value in about["config"].items()}
+        if nameless := [name for name, is_object in objects.items() if is_object]:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
         algo = about["algorithm"] if about["class"].startswith("msrl_jax.") else about["class"]
         words = ["msrl-jax", "train", "--algo", algo, "--env", about["env_spec"], "--policy", about["policy"]]
         words += ["--total-steps", str(about["total_steps"]), "--seed", str(about["seed"]), "--seeds", str(about["seeds"])]
         words += ["--eval-episodes", str(about["eval_episodes"])]
-        values: dict[str, Any] = about["config"] | folder.to_json(chosen.values)
         if isinstance(params, dict):
             words += ["--env-params", ",".join(f"{name}={text}" for name, text in params.items())]
-        usual = folder.to_json(algorithms.get(algo)())
+        usual, values = folder.to_json(algorithms.get(algo)()), about["config"] | folder.to_json(chosen.values)
         for name, value in values.items():
-            if value != usual[name]:
-                words += _flag(name.replace("_", "-"), value)
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words += [f"--{flag}" if value else f"--no-{flag}"] * (value != usual[name])
+            elif value != usual[name]:
+                words += [f"--{flag}", *(map(str, value) if isinstance(value, list) else [str(value)])]
         return shlex.join(words)
 
     def plot(self, path: str | os.PathLike | None = None) -> "Figure":
@@ -155,10 +155,10 @@ class SweepResult:
         Raises:
           ValueError: if no trial has a return.
         """
-        from msrl_jax.search.plot import plot_sweep  # matplotlib is slow to import
-
-        title = f"{self.description['algorithm']} on {self.description['env']}"
-        figure = plot_sweep([t for t in self.trials if not math.isnan(t.mean)], self.axes, title)
+        trials = [trial for trial in self.trials if not math.isnan(trial.mean)]
+        if not trials:
+            raise ValueError("no trial of this sweep has a return, so there is nothing to draw")
+        figure = _figure(trials, self.axes, f"{self.description['algorithm']} on {self.description['env']}")
         if path is not None:
             figure.savefig(path)
         return figure
@@ -169,9 +169,9 @@ class SweepResult:
         each = f" with {seeds} seeds each" if seeds > 1 else ""
         lines = [f"SweepResult: {about['algorithm']} on {about['env']}, {len(self.trials)} trials{each} ({why})"]
         order = sorted((t for t in self.trials if t.returns), key=by_return)
-        lines += _table(order[:SHOWN], seeds, indent=2) if order else []
-        if hidden := len(order) - SHOWN:
-            lines += [f"  and {hidden} more"] * (hidden > 0)
+        lines += _table(order[:SHOWN], seeds) if order else []
+        if len(order) > SHOWN:
+            lines.append(f"  and {len(order) - SHOWN} more")
         if untrained := len(self.trials) - len(order):
             lines.append(f"  {untrained} trials were not trained")
         if self.folder is not None:
@@ -193,20 +193,13 @@ class SweepResult:
           RunFolderError: a ValueError, if the folder holds no sweep, or one that has not ended.
         """
         path = Path(path)
-        about = folder.read_json(path / saved.SWEEP, "sweep")["sweep"]
-        ended = folder.read_json(path / saved.TABLE, "status", "stop_reason", "runs", "trials")
+        about = folder.read_json(path / SWEEP, "sweep")["sweep"]
+        ended = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
         runs = tuple(path / run for run in ended["runs"])
-        trials = saved.read_trials(ended["trials"])
-        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, path)
+        return cls(read_trials(ended["trials"]), runs, ended["status"], ended["stop_reason"], about, env, path)
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-
-
-def _table(trials: Sequence[Trial], seeds: int, indent: int) -> list[str]:
+def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
     means = [trial.mean for trial in trials if not math.isnan(trial.mean)]
     digits = decimals(max(means), max(means) - min(means)) if means else 0
     head = ["rank", "trial", *trials[0].values, "steps", "return", *(["least", "most"] if seeds > 1 else [])]
@@ -217,4 +210,83 @@ def _table(trials: Sequence[Trial], seeds: int, indent: int) -> list[str]:
         ]
         for trial in trials
     ]  # fmt: skip
-    return table(head, cells, indent)
+    return table(head, cells, indent=2)
+
+
+def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
+    """A panel for each swept field, its values against the return, and parallel coordinates of all fields."""
+    import matplotlib.pyplot as plt  # a slow import, and only plots need it
+
+    figure = plt.figure(figsize=(max(7.0, 3.0 * len(axes)), 7.0), layout="constrained")
+    parts: Any = figure.subfigures(2, 1)
+    upper, lower = parts
+    panels = upper.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    means = np.array([trial.mean for trial in trials])
+    below = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
+    heights, ends = [], []  # of the parallel coordinates
+    for panel, axis in zip(panels, axes, strict=True):
+        at, labels = _positions(axis, trials)
+        panel.errorbar(at, means, yerr=below, fmt="o", alpha=0.7, ms=4, lw=1)
+        panel.set_xlabel(axis.field.replace("_", " "))
+        panel.margins(x=0.15)
+        panel.grid(alpha=0.3)
+        is_log = labels is None and _is_log(axis)
+        if labels is not None:
+            panel.set_xticks(range(len(labels)), labels)
+        elif is_log:
+            panel.set_xscale("log")
+            # A narrow panel has no room for more than three places, by one digit each.
+            ticks = sorted({float(f"{x:.1g}") for x in np.geomspace(at.min(), at.max(), 3)})
+            panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            panel.set_xticks([], minor=True)
+        elif axis.values.kind == "choice":
+            panel.set_xticks(sorted({*at}))
+        heights.append(_height(np.log(at) if is_log else at))
+        ends.append([f"{x:.4g}" if labels is None else labels[int(x)] for x in (at.min(), at.max())])
+    panels[0].set_ylabel("return")
+    names = [*(axis.field.replace("_", " ") for axis in axes), "return"]
+    _parallel(lower, names, [*heights, _height(means)], [*ends, [f"{x:.4g}" for x in (means.min(), means.max())]], means)
+    figure.suptitle(title)
+    plt.close(figure)  # otherwise a notebook shows it twice
+    return figure
+
+
+def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[str] | None]:
+    """The places of the trials' values on an axis, and the labels of options that are no numbers."""
+    values = [trial.values[axis.field] for trial in trials]
+    if all(isinstance(x, int | float) and not isinstance(x, bool) for x in axis.values.numbers):
+        return np.array(values, float), None
+    labels = list(dict.fromkeys(value_in_words(tuple(x) if isinstance(x, list) else x) for x in axis.values.numbers))
+    return np.array([labels.index(value_in_words(x)) for x in values], float), labels
+
+
+def _is_log(axis: Axis) -> bool:
+    """Whether an axis of the figure is logarithmic: that of a log-uniform field, or of options that span two decades."""
+    numbers = axis.values.numbers
+    return axis.is_log or (axis.values.kind == "choice" and min(numbers) > 0 and max(numbers) >= 100 * min(numbers))
+
+
+def _height(values: np.ndarray) -> np.ndarray:
+    """Values from 0 to 1; 0.5 if all are equal."""
+    spread = np.ptp(values)
+    return (values - values.min()) / spread if spread else np.full(len(values), 0.5)
+
+
+def _parallel(
+    figure: Any, names: Sequence[str], heights: Sequence[np.ndarray], ends: Sequence[Sequence[str]], means: np.ndarray
+) -> None:
+    """Draws a line for each trial through its heights on all coordinates, whose ends are labeled."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    panel, colors = figure.subplots(), ScalarMappable(Normalize(means.min(), means.max()), "viridis")
+    for i in np.argsort(means):
+        panel.plot([height[i] for height in heights], color=colors.to_rgba(means[i]), alpha=0.8)
+    panel.set_xticks(range(len(names)), names)
+    panel.set_yticks([])
+    panel.set_ylim(-0.12, 1.12)
+    for i, (low, high) in enumerate(ends):
+        panel.text(i, -0.03, low, ha="center", va="top")
+        panel.text(i, 1.03, high, ha="center", va="bottom")
+    panel.grid(axis="x", alpha=0.3)
+    figure.colorbar(colors, ax=panel, label="return")

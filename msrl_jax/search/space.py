@@ -1,12 +1,13 @@
-"""The space of a sweep: the fields of a config that it varies, and how the values of its trials are chosen."""
+"""What a sweep tries: the fields of a config that it varies, the values of its trials, and the order of their training."""
 
 import dataclasses
+import importlib.util
 import itertools
 import math
 import numbers
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from msrl_jax import algorithms
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
+from msrl_jax.search.trials import Trial, survivors
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 """How the trials of a sweep are chosen."""
@@ -22,17 +24,11 @@ Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A swept field.
-
-    Attributes:
-      field: its name.
-      values: its options (`choice`), or the distribution of its values.
-      is_whole: whether its values are integers.
-    """
+    """A swept field."""
 
     field: str
-    values: Distribution
-    is_whole: bool
+    values: Distribution  # its options (`choice`), or the distribution of its values
+    is_whole: bool  # whether its values are integers
 
     @property
     def is_log(self) -> bool:
@@ -66,18 +62,10 @@ class Axis:
 
 
 def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
-    """Separates the swept fields from the constants.
+    """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read.
 
-    Args:
-      kind: the config.
-      given: fields of it. Several values are a sequence, a distribution of `msrl_jax.envs`, or text of one; a field whose
-        single value is a sequence has a sequence of them.
-
-    Returns:
-      The swept fields, and the other fields.
-
-    Raises:
-      ValueError: on an unknown field, if a value cannot be read, or if no field has several.
+    Several values are a sequence, a distribution of `msrl_jax.envs`, or text of one; a field whose single value is a sequence
+    has a sequence of them.
     """
     hints = typing.get_type_hints(kind)
     known = {field.name for field in dataclasses.fields(kind)}
@@ -147,51 +135,127 @@ def _number(where: str, value: Any, hint: Any) -> Any:
 
 
 def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
-    """Chooses the values of all trials.
+    """Chooses the values of all trials, by any method but "optuna".
 
-    Args:
-      axes: the swept fields.
-      method: "random", "grid" (all combinations), or "sobol", whose points fill the space more evenly (Sobol, 1967; scrambled).
-      num: number of trials; of a grid, the points of each field that has a distribution.
-      seed: seed of the choice.
-
-    Returns:
-      The values of every trial, each once: repeats, which a few options give soon, are left out.
-
-    Raises:
-      ValueError: if `num` is missing or has no effect.
+    Every trial is there once: repeats, which a few options give soon, are left out.
     """
     names = [axis.field for axis in axes]
     if method == "grid":
         if num is not None and all(axis.values.kind == "choice" for axis in axes):
             raise ValueError(f'num={num} with method="grid": the trials are the combinations of the lists; leave num out')
         return _unique(dict(zip(names, x, strict=True)) for x in itertools.product(*(axis.points(num) for axis in axes)))
-    count, random = count_of(method, num), np.random.default_rng(seed)
-    if method == "sobol":
+    assert num is not None
+    random = np.random.default_rng(seed)
+    if method == "sobol":  # Sobol, 1967; scrambled
         from scipy.stats import qmc  # a slow import
 
         # Its points are balanced in powers of two, so the first of them are taken.
-        fractions = qmc.Sobol(len(axes), rng=random).random_base2(max(0, math.ceil(math.log2(count))))[:count]
+        fractions = qmc.Sobol(len(axes), rng=random).random_base2(math.ceil(math.log2(num)))[:num]
     else:
-        fractions = random.random((count, len(axes)))
+        fractions = random.random((num, len(axes)))
     return _unique({axis.field: axis.at(u) for axis, u in zip(axes, row, strict=True)} for row in fractions.tolist())
 
 
-def count_of(method: str, num: int | None) -> int:
-    """The number of trials; raises ValueError if it is missing."""
-    if num is None:
-        raise ValueError(f'method="{method}" needs num=, the number of trials; method="grid" takes all combinations of lists')
-    return num
-
-
-def check_method(method: Any, num: Any) -> tuple[Method, int | None]:
-    """Checks the method of a sweep and the number of its trials; raises ValueError."""
+def check_method(method: Any, num: Any, halving: Any) -> int | None:
+    """Checks the method of a sweep, and what goes with it; gives the number of its trials."""
     known = get_args(Method)
     if method not in known:
         near = suggestion(method, known) if isinstance(method, str) else ""
         raise ValueError(f"method={method!r}{near}; use one of {', '.join(known)}")
-    return method, None if num is None else whole("num", num)
+    if num is None and method != "grid":
+        raise ValueError(f'method="{method}" needs num=, the number of trials; method="grid" takes all combinations of lists')
+    if method == "optuna" and halving is not None:
+        raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
+    if method == "optuna" and importlib.util.find_spec("optuna") is None:
+        raise ImportError('method="optuna" needs the package optuna: pip install optuna (or \'msrl-jax[optuna]\')')
+    return None if num is None else whole("num", num)
 
 
 def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list({repr(row): row for row in rows}.values())
+
+
+class Stage(NamedTuple):
+    """Trials that are trained next, side by side, and the steps after which they are compared."""
+
+    trials: Sequence[Trial]
+    until: int
+    rung: int = 0  # of successive halving
+
+
+Order: TypeAlias = Generator[Stage, Sequence[Trial] | None, None]
+"""Gives stages, and is sent the trials of each with their returns."""
+
+
+def rungs(trials: Sequence[Trial], steps: Sequence[int], factor: int | None) -> Order:
+    """Trains all trials to the first of these numbers of steps, and the best, one of `factor`, to the next one."""
+    alive = list(trials)
+    for i, until in enumerate(steps):
+        done = yield Stage(alive, until, i)
+        if i + 1 < len(steps):
+            assert factor is not None and done is not None
+            alive = survivors(done, factor)
+        if not alive:
+            return
+
+
+def asked(
+    axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *, num: int, each: int,
+    until: int, seed: int,
+) -> Order:  # fmt: skip
+    """Asks a study of Optuna for `num` trials, `each` in a stage, and tells it their returns.
+
+    `make` makes trials of their values and the number of the first.
+    """
+    optuna = importlib.import_module("optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    for first in range(0, num, each):
+        asks = [study.ask() for _ in range(min(each, num - first))]
+        done = yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in asks], first), until)
+        assert done is not None
+        for ask, trial in zip(asks, done, strict=True):
+            failed = math.isnan(trial.mean)
+            state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
+            study.tell(ask, None if failed else trial.mean, state)
+
+
+def _suggested(ask: Any, axis: Axis) -> Any:
+    numbers = axis.values.numbers
+    if axis.values.kind == "choice":  # a study knows options by their number, which may be of any kind
+        return numbers[ask.suggest_categorical(axis.field, list(range(len(numbers))))]
+    return (ask.suggest_int if axis.is_whole else ask.suggest_float)(axis.field, *numbers, log=axis.is_log)
+
+
+def rung_steps(
+    total_steps: int, factor: int | None, rungs: int | None, min_steps: int | None, trials: int, least: int
+) -> list[int]:
+    """The steps after which trials are compared, and at last those of all (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
+
+    One of `factor` trials goes on; all do if it is None. There are `rungs` comparisons, or as many as leave one trial; or the
+    first is after `min_steps`. `least` are the steps of one iteration.
+    """
+    if factor is None:
+        for name, value in (("rungs", rungs), ("min_steps", min_steps)):
+            if value is not None:
+                raise ValueError(f"{name}={value} has no effect without halving=; give the factor, such as halving=3")
+        return [total_steps]
+    factor = whole("halving", factor, least=2)
+    if rungs is not None and min_steps is not None:
+        raise ValueError(f"rungs={rungs} and min_steps={min_steps} both choose the first rung; leave one out")
+    if min_steps is not None:
+        found, given = [whole("min_steps", min_steps)], f"min_steps={min_steps}"
+        while found[-1] * factor < total_steps:
+            found.append(found[-1] * factor)
+        found.append(total_steps)
+    else:
+        count = 1 if rungs is None else whole("rungs", rungs, least=2)
+        while rungs is None and factor**count <= trials and total_steps // factor**count >= least:
+            count += 1
+        found, given = [total_steps // factor**i for i in reversed(range(count))], f"halving={factor} with rungs={count}"
+    if found[0] < least or found[0] >= total_steps:
+        raise ValueError(
+            f"{given}: the first rung has {found[0]} of total_steps={total_steps}; it needs at least the {least} steps of one "
+            "iteration, and fewer than all"
+        )
+    return found

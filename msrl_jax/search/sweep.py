@@ -17,11 +17,11 @@ from msrl_jax.experiment.progress import Progress, choose_display
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
-from msrl_jax.search import order, saved
+from msrl_jax.search import space
 from msrl_jax.search.course import Course
 from msrl_jax.search.result import SweepResult
-from msrl_jax.search.space import Method, check_method, choose, count_of, read_axes
-from msrl_jax.search.trials import ranked
+from msrl_jax.search.space import Method
+from msrl_jax.search.trials import open_sweep, ranked, write_table
 
 
 @processes.in_words()
@@ -96,24 +96,19 @@ def sweep(
     """
     limit = None if time_limit is None else stopping.seconds("time_limit", time_limit)
     choose_display(progress)
-    method, num = check_method(method, num)
+    num = space.check_method(method, num, halving)
     seeds, total_steps = whole("seeds", seeds), whole("total_steps", total_steps)
     seed, episodes = check_seed(seed, seeds), whole("eval_episodes", eval_episodes, least=0)
-    wanted = None if members_at_once is None else whole("members_at_once", members_at_once)
-    if wanted is not None and wanted < seeds:
-        raise ValueError(f"members_at_once={wanted}: the seeds of a trial are trained together; use at least seeds={seeds}")
-    wanted = None if wanted is None else wanted // seeds
+    wanted = None if members_at_once is None else whole("members_at_once", members_at_once) // seeds
+    if wanted == 0:
+        raise ValueError(f"members_at_once={members_at_once}: the seeds of a trial train together; use at least seeds={seeds}")
     start = algorithms.make(algo, {})
     if resume and not fields:
         raise ValueError("resume=True: give the arguments of the sweep again; they are compared with those in its folder")
-    axes, constants = read_axes(type(start), fields)
+    axes, constants = space.read_axes(type(start), fields)
     path = None if out is None else as_path("out", out).absolute()
     if resume and path is None:
         raise ValueError("resume=True goes on with the sweep in out=...; give the folder there")
-    if method == "optuna":
-        order.check_optuna()
-        if halving is not None:
-            raise ValueError('halving= chooses among trials that are known from the start; leave it out with method="optuna"')
     base = Experiment(
         algorithm=start, env=env, env_params=env_params or None, total_steps=total_steps, seed=seed, seeds=seeds, guard="ignore"
     )
@@ -132,8 +127,7 @@ def sweep(
         base, constants, distribution, devices, watch, not is_on_host(base.environment), wanted, path, description, {},
         _say if progress else lambda text: None,
     )  # fmt: skip
-    count = count_of(method, num) if method == "optuna" else 0
-    trials = [] if count else course.make(choose(axes, method, num, seed))
+    trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compile_cache.on())
         requests = stack.enter_context(stopping.stop_requests(limit))
@@ -141,21 +135,22 @@ def sweep(
             if path is not None:
                 if processes.is_first():
                     stack.enter_context(folder.locked(path))
-                course.before = saved.open_sweep(path, description, resume)
-            left_out = num - len(trials) if num is not None and method in ("random", "sobol") else 0
-            repeats = f" ({left_out} repeats are left out)" if left_out else ""
-            course.say(f"sweep: {base.name} on {base.env_name}, {count or len(trials)} trials{repeats}")
+                course.before = open_sweep(path, description, resume)
+            repeats = num - len(trials) if num is not None and method in ("random", "sobol") else 0
+            left_out = f" ({repeats} repeats are left out)" if repeats else ""
+            course.say(f"sweep: {base.name} on {base.env_name}, {len(trials) or num} trials{left_out}")
             course.prepare(trials)
-            if count:
-                each = wanted or -(-count // 8)
-                stages = order.asked(axes, course.make, num=count, each=each, until=total_steps, seed=seed)
+            if method == "optuna":
+                assert num is not None
+                each = wanted or -(-num // 8)
+                order = space.asked(axes, course.make, num=num, each=each, until=total_steps, seed=seed)
             else:
-                steps = order.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
-                stages = order.rungs(trials, steps, halving)
-        reason = course.conduct(stages, requests)
+                steps = space.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
+                order = space.rungs(trials, steps, halving)
+        reason = course.conduct(order, requests)
         table, status = ranked(course.trials.values()), "interrupted" if reason else "finished"
         if path is not None and processes.is_first():
-            saved.write_table(path, table, course.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
+            write_table(path, table, course.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
         processes.gathered("")  # no process ends while another one writes
     env_object = None if isinstance(env, str) else env
     return SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)

@@ -1,52 +1,53 @@
-"""The trials of a sweep, their ranks, and the programs that they share."""
+"""The trials of a sweep: their results and ranks, the programs that they share, and the files of the sweep's folder.
 
+    sweep.json   what the sweep computes, its programs, and its trials
+    stage-S/program-P/batch-B/   the folder of a run
+    table.json   the results of every trial; table.csv holds the same
+    lock         held by the process that writes to the folder
+
+The runs have their folders from the start; the table is written at the end.
+"""
+
+import csv
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from msrl_jax._checks import writing
 from msrl_jax.algorithms.config import tunable_fields
+from msrl_jax.experiment import folder
+from msrl_jax.experiment.folder import RunFolderError
+
+SWEEP, TABLE, TABLE_CSV = "sweep.json", "table.json", "table.csv"
+
+_FREE = ("policy", "config", "fields")
+"""What may change in a sweep that goes on, and what is compared field by field."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What the trials of one program share.
+class Shape(NamedTuple):
+    """What the trials of one program share."""
 
-    Attributes:
-      fields: the swept fields that make the program, and their values.
-      data: the swept fields that are numbers of its state.
-    """
-
-    fields: Mapping[str, Any]
-    data: tuple[str, ...]
+    fields: Mapping[str, Any]  # the swept fields that make the program, and their values
+    data: tuple[str, ...]  # the swept fields that are numbers of its state
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A trial of a sweep and its results.
+    """A trial of a sweep and its results."""
 
-    Attributes:
-      number: its number, from 0.
-      values: the values of the swept fields.
-      program: the number of its program. Trials of one program differ in numbers alone, and are trained side by side.
-      steps: steps that each of its members has done.
-      rung: the last rung of successive halving that it finished.
-      returns: the return of each seed after these steps; nan for a member whose parameters are not finite. Empty if the trial
-        was not trained.
-      rank: 1 for the best: trials of a higher rung come first, then those with a higher mean return. None without returns.
-      run: the number of the run that trained it last, in `SweepResult.runs`; None if the trial was not trained.
-      member: the number of its first member in this run.
-    """
-
-    number: int
-    values: Mapping[str, Any]
-    program: int
-    steps: int = 0
-    rung: int = 0
+    number: int  # from 0
+    values: Mapping[str, Any]  # of the swept fields
+    program: int  # trials of one program differ in numbers alone, and are trained side by side
+    steps: int = 0  # that each of its members has done
+    rung: int = 0  # the last one of successive halving that it finished
+    # The return of each seed after these steps; nan for a member whose parameters are not finite. Empty without training.
     returns: tuple[float, ...] = ()
-    rank: int | None = None
-    run: int | None = None
-    member: int = 0
+    rank: int | None = None  # 1 for the best: trials of a higher rung come first, then those with a higher mean return
+    run: int | None = None  # the number of the run that trained it last, in `SweepResult.runs`
+    member: int = 0  # the number of its first member in this run
 
     @property
     def mean(self) -> float:
@@ -111,3 +112,55 @@ def table_of(trials: Iterable[Trial]) -> list[dict[str, Any]]:
         }
         for trial in trials
     ]  # fmt: skip
+
+
+def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict[str, Any]:
+    """The content of `sweep.json`, empty if there is none; RunFolderError if the folder is not that of the described sweep."""
+    if not (path / SWEEP).exists():
+        folder.check_free(path)
+        return {}
+    if not resume:
+        raise RunFolderError(
+            f"the folder {path} already holds a sweep; go on with it (resume=True, or --resume), name another folder, or "
+            "delete it first"
+        )
+    found = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
+    was, now = _facts(found["sweep"]), _facts(description)
+    if now["members_at_once"] is None:
+        now["members_at_once"] = was["members_at_once"]
+    for name in {**was, **now}:
+        before, value = was.get(name, "a constant"), now.get(name, "a constant")
+        if before != value:
+            raise RunFolderError(
+                f"the sweep in {path} has {name}={before}, and cannot go on with {name}={value}; give the same, or start a new "
+                "sweep in another folder"
+            )
+    return found
+
+
+def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What a sweep computes by name, the fields of the config and the swept ones included."""
+    return {k: v for k, v in description.items() if k not in _FREE} | description["config"] | description["fields"]
+
+
+def write_table(path: Path, trials: Sequence[Trial], runs: Sequence[Path], about: Mapping[str, Any]) -> None:
+    """Writes `table.json` and `table.csv`."""
+    where = [str(run.relative_to(path)) for run in runs]
+    folder.write_json(path / TABLE, {**about, "runs": where, "trials": list(trials)})
+    table, partial = table_of(trials), path / f".{TABLE_CSV}.partial"
+    with writing(path / TABLE_CSV):
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, table[0])
+            writer.writeheader()
+            writer.writerows({k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in table)
+        os.replace(partial, path / TABLE_CSV)
+
+
+def read_trials(rows: Sequence[Mapping[str, Any]]) -> tuple[Trial, ...]:
+    """Trials from plain data."""
+
+    def made(row: Mapping[str, Any]) -> Trial:
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row["values"].items()}
+        return Trial(**{**row, "values": values, "returns": tuple(math.nan if x is None else x for x in row["returns"])})
+
+    return tuple(map(made, rows))

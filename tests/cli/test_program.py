@@ -104,7 +104,11 @@ MISTAKES = [
     (["train", "--algo", "poo"], "did you mean 'ppo'?"),
     (["train", "--env", "CartPole"], "'CartPole-v1'"),
     (["train", "--policy", "GPUonli"], "'GPUOnly'"),
-    (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices'"),
+    (["train", "--policy", "GPUOnly:devices"], "cannot read 'devices' in 'GPUOnly:devices'; write GPUOnly:key=value"),
+    (["train", "--policy", "nowhere:Mine"], "policy 'nowhere:Mine': No module named 'nowhere'; give MODULE:CLASS"),
+    (["train", "--policy", "json:JSONDecoder"], "is no distribution policy: it needs a method layout"),
+    (["train", "--record", "new/x.npz", "--policy", "SingleLearnerCoarse:learners=99"], "99"),
+    (["train", "--record", "new/x.npz", "--guard", "rollback"], "leave record out"),
     (["train", "--policy", "SingleLearnerFine:staleness=1"], "'staleness' (a parameter of SingleLearnerCoarse)"),
     (["train", "--total-steps", "5"], "less than the"),
     (["train", "--num-minibatches", "7"], "num_minibatches=7"),
@@ -161,6 +165,16 @@ def test_explain_prints_the_plan(capsys, monkeypatch):
         assert main(arguments) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= columns and any(line.startswith("  learn") for line in lines)
+
+
+def test_explain_shows_the_fragments_of_a_program_whose_name_is_cut(capsys):
+    arguments = ["explain", "--algo", "sac", "--env", "Pendulum-v1", "--policy", "MultiLearner", "--num-envs", "8"]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main(arguments) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    long = [program["name"].split("+") for program in plan["programs"] if len(program["name"]) > 40]
+    assert long and all(f"({len(names)} fragments): {', '.join(names)}" in words for names in long)
 
 
 def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
@@ -224,7 +238,19 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 MINE = """
+import dataclasses
 from msrl_jax.algorithms import PPO, config, tunable
+from msrl_jax.policies import Layout, Placement
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    "A policy of my own."
+
+    num_devices: int = 1
+
+    def layout(self, devices, sizes):
+        place = Placement.over("here", devices[: self.num_devices])
+        return Layout(dict.fromkeys(("env", "actor", "learner"), place), policy="Together")
 
 @config("mine")
 class Mine:
@@ -239,7 +265,7 @@ class Mine:
 """
 
 
-def test_an_algorithm_of_ones_own_has_the_command_line(tmp_path):
+def test_an_algorithm_and_a_policy_of_ones_own_have_the_command_line(tmp_path):
     (tmp_path / "own.py").write_text(MINE)
 
     def run(*commands):  # as a console script does, which does not look for modules in this folder
@@ -247,9 +273,10 @@ def test_an_algorithm_of_ones_own_has_the_command_line(tmp_path):
         return processes.run([sys.executable, "-P", "-c", code], cwd=tmp_path)
 
     common = ["--total-steps", 128, "--eval-episodes", 2, "--progress", "none"]
-    trained = ["train", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--out", "run", *common]
+    trained = ["train", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--out", "run", "--policy", "own:Together", *common]
     swept = ["sweep", "--algo", "own:Mine", "--rate", "1e-3,1e-2", "--method", "grid", "--out", "sweep", *common]
     done = run(trained, swept)
     assert done.returncode == 0 and "msrl-jax train --algo own:Mine" in done.stdout, done.stderr
     done = run(["evaluate", "run", "--episodes", 2], ["train", "--out", "run", "--resume", "--total-steps", 256, *common[2:]])
     assert done.returncode == 0 and "mine on CartPole-v1" in done.stdout, done.stderr
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["policy"] == "own:Together", "without --policy, too"

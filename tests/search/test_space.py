@@ -1,16 +1,18 @@
-"""The space of a sweep: fields with several values, and the values of trials."""
+"""What a sweep tries: fields with several values, the values of trials, and the rungs of successive halving."""
+
+import math
 
 import numpy as np
 import pytest
 
 from msrl_jax import envs
 from msrl_jax.algorithms import PPO
-from msrl_jax.search.space import choose, read_axes
+from msrl_jax.search.space import choose, read_axes, rung_steps
+from msrl_jax.search.trials import Trial, survivors
 
 
 def axes_of(**fields):
     return read_axes(PPO, fields)[0]
-
 
 
 @pytest.mark.parametrize(
@@ -31,13 +33,11 @@ def test_a_field_is_swept_as_text_a_list_or_a_distribution(value, kind, numbers)
     assert (axis.values.kind, axis.values.numbers) == (kind, numbers)
 
 
-
 def test_a_field_of_sequences_is_swept_by_a_list_of_them():
     axes, constants = read_axes(PPO, {"hidden_sizes": [[8], (8, 8)], "activation": ["tanh", "relu"]})
     assert [axis.values.numbers for axis in axes] == [((8,), (8, 8)), ("tanh", "relu")] and constants == {}
     _, constants = read_axes(PPO, {"hidden_sizes": [8, 8], "activation": "tanh", "gae_lambda": [0.5]})
     assert constants == {"hidden_sizes": [8, 8], "activation": "tanh"}
-
 
 
 def test_integers_stay_integers():
@@ -50,13 +50,11 @@ def test_integers_stay_integers():
     assert axes_of(num_envs="8,1e3")[0].points(None) == [8, 1000]
 
 
-
 def test_a_grid_has_all_combinations():
     axes = axes_of(learning_rate="log:1e-4:1e-2", num_envs=[8, 16])
     chosen = choose(axes, "grid", 3, 0)
     np.testing.assert_allclose([row["learning_rate"] for row in chosen], np.repeat([1e-4, 1e-3, 1e-2], 2))
     assert [row["num_envs"] for row in chosen] == [8, 16] * 3
-
 
 
 @pytest.mark.parametrize("method", ["random", "sobol"])
@@ -69,9 +67,17 @@ def test_values_lie_within_bounds_and_follow_the_seed(method):
     assert chosen == choose(axes, method, 256, 0) != choose(axes, method, 256, 1)
 
 
-
 def test_sobol_points_have_one_value_in_each_interval():
     chosen = choose(axes_of(learning_rate="uniform:0:16", gae_lambda="uniform:0:1"), "sobol", 16, 5)
     assert sorted(int(row["learning_rate"]) for row in chosen) == list(range(16))
     assert sorted(int(16 * row["gae_lambda"]) for row in chosen) == list(range(16))
 
+
+def test_rungs_by_hand():
+    assert rung_steps(900, 3, None, None, 9, 10) == [100, 300, 900]
+    assert rung_steps(900, 3, None, None, 9, 200) == [300, 900]
+    assert rung_steps(900, 3, 2, None, 9, 10) == [300, 900]
+    assert rung_steps(1000, 3, None, 50, 9, 10) == [50, 150, 450, 1000]
+    trials = [Trial(i, {}, 0, returns=(x,)) for i, x in enumerate([1.0, math.nan, 5.0, 3.0, 4.0])]
+    assert [t.number for t in survivors(trials, 2)] == [2, 3, 4]
+    assert [t.number for t in survivors(trials[:2], 1)] == [0]

@@ -81,7 +81,7 @@ MISTAKES = [
     ({"learning_rate": [1e-3], "rungs": 2}, "rungs=2 has no effect without halving="),
     ({"learning_rate": [1e-3], "halving": 3, "min_steps": 8}, "the first rung has 8 of total_steps=384; it needs at least"),
     ({"learning_rate": [1e-3], "halving": 3, "rungs": 2, "min_steps": 64}, "leave one out"),
-    ({"learning_rate": [1e-3], "halving": 3, "method": "optuna"}, "halving"),
+    ({"learning_rate": [1e-3], "halving": 3, "method": "optuna", "num": 2}, "halving= chooses among trials that are known"),
     ({"learning_rate": [1e-3], "env": "CartPole-v2"}, "CartPole"),
     ({"learning_rate": [1e-3], "resume": True, "out": None}, "resume=True goes on with the sweep in out="),
     ({"learning_rate": [1e-3], "policy": "GPUOnlyy"}, "GPUOnly"),
@@ -89,8 +89,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[m for _, m in MISTAKES])
-def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("msrl_jax.search.order.check_optuna", lambda: None)
+def test_mistakes_are_found_before_anything_compiles(tiny, mistake, message, tmp_path, caplog):
     arguments = {"method": "grid", "env": ENV, "out": tmp_path / "sweep", **COMMON, **tiny} | mistake
     with jax.log_compiles(), pytest.raises(ValueError, match=message):
         msrl.sweep("ppo", **arguments)
@@ -385,3 +384,37 @@ def test_an_environment_object_has_no_command(tiny, one_device):
     )  # fmt: skip
     with pytest.raises(ValueError, match="env was given as an object"):
         result.command()
+
+
+def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+
+    def sweep(out, **options):
+        return msrl.sweep(
+            "ppo", ENV, method="optuna", num=4, members_at_once=2, learning_rate="log:1e-4:1e-1", activation=["tanh", "relu"],
+            out=tmp_path / out, devices=one_device, resume=True, **(COMMON | {"total_steps": 128}), **tiny, **options,
+        )  # fmt: skip
+
+    found = sweep("sweep")
+    assert len(found.trials) == 4 and sorted(t.rank for t in found.trials) == [1, 2, 3, 4]
+    assert all(1e-4 <= t.values["learning_rate"] <= 1e-1 for t in found.trials)
+    assert sweep("sweep").trials == found.trials
+
+    calls, train = [], course.train
+
+    def train_once(*args, **kwargs):
+        calls.append(kwargs)
+        if len(calls) > 1:
+            raise RuntimeError("the machine is gone")
+        return train(*args, **kwargs)
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="the machine is gone"):
+        patched.setattr(course, "train", train_once)
+        sweep("half")
+    assert sweep("half").trials == found.trials
+
+
+def test_optuna_that_is_not_installed_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match="pip install optuna"):
+        msrl.sweep("ppo", ENV, method="optuna", num=2, learning_rate=[1e-3, 1e-2], **COMMON)

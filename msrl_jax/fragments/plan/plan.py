@@ -259,6 +259,9 @@ def _table(plan: Plan) -> str:
             for p in plan.programs
         ],
     )  # fmt: skip
+    for p in plan.programs:
+        if title[p.name] != p.name:
+            lines += paragraph(f"{title[p.name]}: {', '.join(p.name.split('+'))}", "  ", "    ")
     packed = any(c.codec for c in plan.crossings)
     unpacked = f", {size(plan.unpacked_bytes_crossing)} unpacked" if packed else ""
     lines += ["", f"crossing placements ({size(plan.bytes_crossing)} per iteration{unpacked})"]
