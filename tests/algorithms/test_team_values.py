@@ -38,7 +38,7 @@ class Continuous(Leaving):
 def rule_of(module, env, config):
     """What a team learns from a batch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "off_policy_team", lambda view, buffer, rule, *_, **__: rule)
+        patch.setattr(module, "off_policy_team", lambda config, view, buffer, rule, *_, **__: rule)
         return config.build_team(VectorizedAgents(env, config.num_envs), A)
 
 
