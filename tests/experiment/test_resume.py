@@ -80,14 +80,17 @@ def test_a_run_that_was_stopped_goes_on_exactly(name, policy, whole, pendulum_da
     assert len(complete(tmp_path / "run")) in (2, 3), "the newest two, and the best"
 
 
-def kill_at_random(name, policy, folder, data, record, kills, rng, finish=True):
-    """Starts the run again and again, and kills it at random moments; then lets it `finish`. Returns the number of kills."""
+def start(name, policy, folder, data, record):
+    """A process that prints a line after every chunk."""
+    command = [sys.executable, "-m", "tests.support.runs", *map(str, [name, policy, folder, data, record])]
+    return processes.start(command, stdout=subprocess.PIPE, text=True)
+
+
+def kill_at_random(name, policy, folder, data, record, kills, rng):
+    """Starts the run again and again, and kills it at random moments; then lets it finish. Returns the number of kills."""
     done = 0
-    while finish or done < kills:
-        arguments = [name, policy, folder, data, record]
-        with processes.start(
-            [sys.executable, "-m", "tests.support.runs", *map(str, arguments)], stdout=subprocess.PIPE, text=True
-        ) as process:
+    while True:
+        with start(name, policy, folder, data, record) as process:
             if done < kills:
                 process.stdout.readline()  # the first tick
                 time.sleep(rng.uniform(0, 1.0))
@@ -97,13 +100,14 @@ def kill_at_random(name, policy, folder, data, record, kills, rng, finish=True):
             return done
         assert process.returncode == -signal.SIGKILL
         done += 1
-    return done
 
 
 def test_a_killed_run_goes_on_exactly(whole, tmp_path):
     expected, rows = whole("ppo", "GPUOnly")
-    rng = np.random.default_rng(0)
-    kill_at_random("ppo", "GPUOnly", tmp_path / "run", "", tmp_path / "steps.npz", 1, rng, finish=False)
+    with start("ppo", "GPUOnly", tmp_path / "run", "", tmp_path / "steps.npz") as process:
+        next(line for line in process.stdout if complete(tmp_path / "run"))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=300)
     train("ppo", tmp_path / "run", devices=4, resume=True, record=tmp_path / "steps.npz")
     assert_same_run(Result.load(tmp_path / "run"), expected)
     assert_same_rows(tmp_path / "steps.npz", rows)
