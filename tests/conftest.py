@@ -1,6 +1,7 @@
 """Every test runs on eight virtual CPU devices, so that placements and collectives are real."""
 
 import atexit
+import gc
 import os
 import platform
 import shutil
@@ -46,6 +47,27 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="msrl-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+
+MOST_PROGRAMS = 400
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: it is not searched for garbage, and the rest seldom."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs_are_kept():
+    """JAX keeps each program that it has lowered, 1.5 MB at least, and lowers the slower the more of them there are."""
+    import jax
+
+    yield
+    if len(jax.devices()[0].client.live_executables()) > MOST_PROGRAMS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

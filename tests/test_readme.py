@@ -83,7 +83,7 @@ def run_sections(tmp_path, monkeypatch):
     """Runs the Python blocks of sections in an empty folder, each in a namespace of its own.
 
     A block that begins with the name of a file is that file. Runs are cut to `steps` steps, or updates; None runs them whole.
-    Returns the namespaces, one per other block, and the output.
+    Other numbers of the code may be made smaller by name. Returns the namespaces, one per other block, and the output.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -91,8 +91,8 @@ def run_sections(tmp_path, monkeypatch):
 
     files = set()
 
-    def run(page, *titles, steps=4096):
-        namespaces, output = [], io.StringIO()
+    def run(page, *titles, steps=4096, **shorter):
+        namespaces, output, shortened = [], io.StringIO(), set()
         for title in titles:
             assert (page, title) in RUN_HERE
             for code in blocks(page, title, "python"):
@@ -102,9 +102,13 @@ def run_sections(tmp_path, monkeypatch):
                     continue
                 code = code.replace(DEVICES, "assert len(jax.devices()) == 8")  # JAX has started, with eight devices
                 code = code if steps is None else re.sub(r"(total|round)_steps=[\d_]+", rf"\1_steps={steps}", code)
+                for name, number in shorter.items():
+                    code, count = re.subn(rf"\b{name}=\d+", f"{name}={number}", code)
+                    shortened |= {name} if count else set()
                 namespaces.append({"__name__": "page"})
                 with contextlib.redirect_stdout(output):
                     exec(compile(code, f"{page}: {title}", "exec"), namespaces[-1])
+        assert shortened == set(shorter)
         return namespaces, output.getvalue()
 
     with mock.patch.dict(REGISTRY):  # a page may register one
@@ -402,10 +406,10 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
 
 
 def test_settings_and_sweeps(run_sections):
-    (settings, own, swept), _ = run_sections(POPULATIONS, "Members with different settings", "Sweeps")
+    (settings, own, swept), _ = run_sections(POPULATIONS, "Members with different settings", "Sweeps", num=4)
     assert settings["result"].members == 12 and Path("rates.png").exists()
     assert tunable_fields(own["MyAlgorithm"]) == ("step_size",) and own["result"].members == 2
-    assert len(swept["swept"].trials) == 16 and Path("sweep.png").exists() and swept["best"].has_members
+    assert len(swept["swept"].trials) == 4 and Path("sweep.png").exists() and swept["best"].has_members
 
 
 def test_tournaments(run_sections):
@@ -414,7 +418,7 @@ def test_tournaments(run_sections):
 
 
 def test_population_based_training(run_sections):
-    (namespace,), _ = run_sections(POPULATIONS, "Population based training", steps=30 * 4096)
+    (namespace,), _ = run_sections(POPULATIONS, "Population based training", steps=4 * 4096, every=2)
     result = namespace["result"]
     assert result.members == 8 and result.history["pbt/learning_rate"].shape[1] == 8
     assert Path("lineage.png").exists()

@@ -140,26 +140,30 @@ def test_a_damaged_program_is_compiled_again(kept, tmp_path):
 
 
 SORT = f"""{RUN}
+import os
 import jax.numpy as jnp
 from msrl_jax import _compile_cache
-for n in (3, 4):
-    with _compile_cache.on():
-        jax.jit(lambda x: jnp.sort(x) + 7)(jnp.ones(n))
-print(events["cache_misses"])
+for choice in sys.argv[1:]:
+    os.environ.pop("MSRL_JAX_CACHE", None)
+    if choice != "default":
+        os.environ["MSRL_JAX_CACHE"] = choice
+    for n in (3, 4):
+        with _compile_cache.on():
+            jax.jit(lambda x: jnp.sort(x) + 7)(jnp.ones(n))
+    print(events["cache_misses"], sorted(os.listdir()))
 """
 
 
-def test_the_cache_can_be_off(tmp_path):
-    done = python(SORT, MSRL_JAX_CACHE="off", HOME=str(tmp_path), XDG_CACHE_HOME="")
-    assert done.stdout.split() == ["0"] and not done.stderr and not list(tmp_path.iterdir())
-    done = python(SORT, HOME=str(tmp_path), XDG_CACHE_HOME="")
-    assert done.stdout.split() != ["0"] and (tmp_path / ".cache" / "msrl-jax").is_dir()
-
-
-def test_a_folder_that_cannot_be_written_is_said_once_and_no_obstacle(tmp_path):
+def test_the_cache_can_be_off_and_a_folder_that_cannot_be_is_no_obstacle(tmp_path):
     (tmp_path / "file").touch()
-    done = python(SORT, MSRL_JAX_CACHE=str(tmp_path / "file" / "programs"))
-    assert done.stdout.split() == ["0"] and done.stderr.count("compiled programs are not kept on disk") == 1
+    bad = "gs://bucket/programs", tmp_path / "file" / "programs"
+    choices = ["off", "none", " off ", *bad, *bad, "default"]
+    done = python(f"import os; os.chdir({str(tmp_path)!r})\n{SORT}", *choices, HOME=str(tmp_path), XDG_CACHE_HOME="")
+    *none, default = done.stdout.splitlines()
+    assert none == ["0 ['file']"] * 7 and default.endswith("['.cache', 'file']") and not default.startswith("0 ")
+    assert (tmp_path / ".cache" / "msrl-jax").is_dir()
+    assert done.stderr.count("compiled programs are not kept on disk") == 2, "each is said once"
+    assert done.stderr.count("is no folder of this machine") == 1
 
 
 def test_a_full_disk_is_no_obstacle(tmp_path, monkeypatch):
@@ -210,13 +214,6 @@ def test_the_oldest_programs_leave_when_there_are_too_many_and_no_other_files(tm
     _compile_cache._remove_oldest(tmp_path)
     assert sorted(p.parent.name[7] for p in tmp_path.glob("*/jit_f-cache")) == ["2", "3"]
     assert all((tmp_path / name).exists() for name in others)
-
-
-@pytest.mark.parametrize("choice", ["gs://bucket/programs", "none", " off "])
-def test_what_is_no_folder_makes_none(choice, tmp_path):
-    done = python(f"import os, sys; os.chdir(sys.argv[1])\n{SORT}", tmp_path, MSRL_JAX_CACHE=choice, HOME=str(tmp_path))
-    assert done.stdout.split() == ["0"] and not list(tmp_path.iterdir())
-    assert ("is no folder of this machine" in done.stderr) == ("://" in choice)
 
 
 @pytest.mark.parametrize(

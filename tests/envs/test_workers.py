@@ -168,7 +168,9 @@ def test_a_step_does_not_wait_for_the_slowest():
     assert dropped > 0 and set(returned) == {20.0}, "every reward is in a return"
 
 
-def test_workers_stop_with_their_parent_however_it_ends(tmp_path):
+# SIGTERM ends a process as SIGKILL does: it has no handler.
+@pytest.mark.parametrize("how", ["leave", signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_workers_stop_with_their_parent_however_it_ends(how, tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"""
@@ -186,21 +188,20 @@ if sys.argv[1] == "leave":
 sim(number, seed, steps, np.ones(4, np.float32))  # hangs
 """
     )
-    for how in ("leave", signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        parent = processes.start(
-            [sys.executable, str(script), str(how)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
-        )
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        if how != "leave":
-            time.sleep(0.3)
-            parent.send_signal(how)
-        parent.wait(30)
-        parent.stdout.close()
-        deadline = time.monotonic() + 10
-        while any(map(alive, pids)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(map(alive, pids)), how
+    parent = processes.start(
+        [sys.executable, str(script), str(how)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+    )
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    if how != "leave":
+        time.sleep(0.3)
+        parent.send_signal(how)
+    parent.wait(30)
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
 
 
 def alive(pid):

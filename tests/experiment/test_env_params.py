@@ -31,11 +31,11 @@ SMALL = {
         "capacity": 1024,
     },
 }  # fmt: skip
-OFTEN = {("ppo", 1, "GPUOnly"), ("ppo", 2, "MultiLearner"), ("dqn", 4, "GPUOnly"), ("dqn", 4, "SingleLearnerCoarse")}
+OFTEN = {("ppo", 4, "GPUOnly"), ("ppo", 4, "SingleLearnerFine"), ("ppo", 4, "Central"), ("dqn", 4, "SingleLearnerCoarse")}
 MATRIX = [
     pytest.param(
         algo, count, policy, id=f"{algo}-{count}-{policy}",
-        marks=[] if (algo, count, policy) in OFTEN or (algo, count) == ("ppo", 4) else [pytest.mark.slow],
+        marks=[] if (algo, count, policy) in OFTEN else [pytest.mark.slow],
     )
     for algo in SMALL for count in (1, 2, 4) for policy in sorted(msrl.policies.POLICIES)
 ]  # fmt: skip

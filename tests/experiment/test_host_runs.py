@@ -39,6 +39,9 @@ def test_a_policy_that_works_is_chosen_for_simulators(capfd):
         msrl.train("ppo", "gymnasium:Pendulum-v1", policy="GPUOnly", **SMALL)
 
 
+KILLS = 4
+
+
 def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     killed, all_step, over, begun = [], threading.Event(), threading.Event(), time.monotonic()
 
@@ -47,7 +50,7 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
 
     def kill():
         all_step.wait(60)  # a worker that never stepped has fewer tries
-        while len(killed) < 10 and not over.wait(0.7):
+        while len(killed) < KILLS and not over.wait(0.7):
             if pids := children():
                 os.kill(pids[len(killed) % len(pids)], signal.SIGKILL)
                 killed.append(pids)
@@ -55,7 +58,7 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     def enough(tick):
         if tick.metrics["absent"] == 0:
             all_step.set()
-        return noticed() == 10 or time.monotonic() - begun > 120
+        return noticed() == KILLS or time.monotonic() - begun > 120
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -65,7 +68,7 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
         over.set()
         killer.join()
     history = result.history
-    assert len(killed) == 10 and noticed() == 10
+    assert len(killed) == KILLS and noticed() == KILLS
     np.testing.assert_array_equal(np.diff(history["step"]), 2 * 8 * 32)  # every step of the run was taken
     absent = history["absent"]
     assert 0 < absent.mean() < 0.9 and absent.min() == 0

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
+from msrl_jax import cli
 from msrl_jax.experiment import Result
 from msrl_jax.experiment.checkpoint import CheckpointError, complete
 from msrl_jax.experiment.folder import RunFolderError, SaveWarning
 from msrl_jax.experiment.store import ResumeWarning
 from tests.support import processes
-from tests.support.runs import CHUNK, assert_same_run, cli, stop_after, train
+from tests.support.runs import CHUNK, assert_same_run, stop_after, train
 
 CONFLICTS = [
     ({"algo": "dqn"}, r"has algo='ppo', and cannot go on with algo='dqn'"),
@@ -346,7 +347,7 @@ def test_a_full_disk_at_the_end_takes_one_line_and_another_folder(tmp_path):
     assert result.history["step"].tolist() == list(range(64, 64 * 401, 64)) and result.act([0.0] * 4).shape == ()
 
 
-def test_bad_folders_are_one_line_on_the_command_line(copy):
+def test_bad_folders_are_one_line_on_the_command_line(copy, capsys):
     (copy / "config.json").write_text("{")
     for arguments, message in [
         (["train", "--out", copy, "--resume"], "config.json is damaged"),
@@ -354,6 +355,6 @@ def test_bad_folders_are_one_line_on_the_command_line(copy):
         (["evaluate", copy], "config.json is damaged"),
         (["train", "--out", copy], "already holds a run (config.json); go on with it (resume=True, or --resume)"),
     ]:
-        process = cli(*arguments)
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 2 and out == "" and message in err and len(err.splitlines()) == 1, err
+        assert cli.main([str(word) for word in arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and len(err.splitlines()) == 1, err

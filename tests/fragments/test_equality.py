@@ -10,13 +10,15 @@ import msrl_jax as msrl
 from tests.support import random_loops, toy
 from tests.support.compare import POLICIES, assert_close, run_plain
 
+on_devices = pytest.mark.parametrize("num_devices", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
+
 
 @pytest.fixture(scope="module")
 def toy_reference():
     return run_plain(toy.iteration, toy.initial_state(), 4)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@on_devices
 @pytest.mark.parametrize("name", POLICIES)
 def test_actor_critic_is_the_same_run(name, num_devices, toy_reference, devices):
     state = toy.initial_state()
@@ -82,7 +84,7 @@ def hierarchy_reference():
     return run_plain(hierarchy, hierarchy_state(), 3)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@on_devices
 @pytest.mark.parametrize("name", POLICIES)
 def test_hierarchy_is_the_same_run(name, num_devices, hierarchy_reference, devices):
     state = hierarchy_state()

@@ -4,7 +4,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from tests.support.random_walk import RandomWalk
 
 from .test_space import axes_of
 
+ROOT = Path(__file__).parents[2]
 ENV = "CartPole-v1:max_steps_in_episode=30"
 COMMON = {"total_steps": 3 * 128, "eval_episodes": 4, "progress": False}
 APART = "SingleLearnerCoarse:learners=1,actors=1"
@@ -246,13 +247,13 @@ def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
     assert len(through) == 2 and {trial.steps for trial in through} == {8 * 64} and len(halved.runs) == 3
     last = halved.run(through[0])
     assert last.history["iteration"][0] == 4 and last.members == 4, "its first row is the last one of the first rung"
-    for trial in through:
-        alone = msrl.train(
-            "ppo", ENV, seeds=2, learning_rate=trial.values["learning_rate"], devices=one_device,
-            **(COMMON | {"total_steps": 8 * 64}), **tiny,
-        )  # fmt: skip
+    alone = msrl.train(
+        "ppo", ENV, seeds=2, learning_rate=[trial.values["learning_rate"] for trial in through], devices=one_device,
+        **(COMMON | {"total_steps": 8 * 64}), **tiny,
+    )  # fmt: skip
+    for i, trial in enumerate(through):
         for seed in range(2):
-            found, expected = halved.run(trial).member_state(trial.member + seed), alone.member_state(seed)
+            found, expected = halved.run(trial).member_state(trial.member + seed), alone.member_state(2 * i + seed)
             both = (jax.tree.leaves(innermost(state).params) for state in (found, expected))
             for x, y in zip(*both, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
@@ -308,40 +309,26 @@ def test_a_time_limit_ends_the_sweep_and_it_goes_on(tiny, one_device, tmp_path):
     assert whole.status == "finished" and len(whole.runs) == 2 and whole.best.returns
 
 
-KILLED = """
-import sys
-import jax
-import msrl_jax as msrl
-result = msrl.sweep(
-    "ppo", "CartPole-v1:max_steps_in_episode=30", method="grid", learning_rate=[1e-3, 3e-3, 1e-2, 3e-2], halving=2, rungs=2,
-    members_at_once=2, total_steps=64 * 600, checkpoint_every=640, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2,
-    hidden_sizes=(8,), eval_episodes=4, out=sys.argv[1], resume=True, progress="lines",
-)
-print(result.status)
-"""
+def sweep_to_kill(out):
+    return msrl.sweep(
+        "ppo", ENV, method="grid", learning_rate=[1e-3, 3e-3, 1e-2, 3e-2], halving=2, rungs=2, members_at_once=2,
+        total_steps=64 * 300, checkpoint_every=640, num_envs=8, unroll_length=8, num_epochs=1, num_minibatches=2,
+        hidden_sizes=(8,), eval_episodes=4, out=out, resume=True, progress="lines", policy="GPUOnly:num_devices=1",
+    )  # fmt: skip
 
 
 def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
-    def start(name):
-        words = [sys.executable, "-c", KILLED, str(tmp_path / name)]
-        return processes.start(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    whole = start("whole")
-    killed = 0
-    for after, by in (("stage 0, run 2", signal.SIGINT), ("stage 1", signal.SIGKILL)):
-        process = start("killed")
-        for line in process.stderr:
-            if line.startswith(after):
-                time.sleep(2.5)
-                process.send_signal(by)
-                killed += 1
-                break
-        out, _ = process.communicate(timeout=200)
-        assert out == ("interrupted\n" if by == signal.SIGINT else "")
-    process = start("killed")
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert whole.communicate(timeout=200)[0] == "finished\n" == out and killed == 2
+    code = "import sys; from tests.search.test_sweep import sweep_to_kill; print(sweep_to_kill(sys.argv[1]).status)"
+    for stage, by in (("stage 0, run 2", signal.SIGINT), ("stage 1", signal.SIGKILL)):
+        words = [sys.executable, "-c", code, str(tmp_path / "killed")]
+        process = processes.start(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        next(line for line in process.stderr if line.startswith(stage))
+        next(line for line in process.stderr if " steps (" in line)  # the first of its chunks has ended
+        process.send_signal(by)
+        out, err = process.communicate(timeout=200)
+        assert (process.returncode, out) == ((0, "interrupted\n") if by == signal.SIGINT else (-by, "")), err
+    again, whole = (sweep_to_kill(tmp_path / name) for name in ("killed", "whole"))
+    assert again.status == whole.status == "finished"
     for table in ("table.csv", "table.json"):
         assert (tmp_path / "killed" / table).read_bytes() == (tmp_path / "whole" / table).read_bytes()
 
