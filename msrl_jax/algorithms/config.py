@@ -5,6 +5,7 @@ the members of one program may have them each for themselves.
 """
 
 import dataclasses
+import difflib
 import math
 import numbers
 import operator
@@ -163,7 +164,8 @@ def _remedy(value: Any, kinds: tuple[Any, ...], bounds: Mapping[str, float]) -> 
     within = lambda number: all(tests[relation](number, bound) for relation, bound in bounds.items())  # noqa: E731
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if options := [option for kind in kinds if typing.get_origin(kind) is Literal for option in typing.get_args(kind)]:
-        return None if value in options else f"one of {', '.join(map(repr, options))}"
+        near = difflib.get_close_matches(str(value).lower(), options, n=1)
+        return None if value in options else repr(near[0]) if near else f"one of {sorted(options)}"
     if bool in kinds:
         return None if isinstance(value, bool) else "True or False"
     if float in kinds:
