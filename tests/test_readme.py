@@ -413,8 +413,8 @@ def test_settings_and_sweeps(run_sections):
 
 
 def test_tournaments(run_sections):
-    (namespace,), _ = run_sections(POPULATIONS, "Tournaments")
-    assert len(namespace["board"].rounds) == 4
+    (namespace,), _ = run_sections(POPULATIONS, "Tournaments", rounds=2)
+    assert len(namespace["board"].rounds) == 2
 
 
 def test_population_based_training(run_sections):

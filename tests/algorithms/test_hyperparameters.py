@@ -44,7 +44,7 @@ MORE = {
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
 DISCRETE = ("dqn", "apex_dqn", "r2d2", "cql", "recurrent_ppo", "impala", "ppo", "a2c", "a3c", "es")
-OFTEN = ("recurrent_ppo", "a3c", "dqn+c51", "sac", "iql", "es")
+OFTEN = ("recurrent_ppo", "dqn+c51", "sac", "iql")
 LENGTH = 100
 """Iterations of the whole run, over which schedules fall or rise."""
 CASES = [*{**PARTICULAR, "a2c": {}, **MORE}]

@@ -90,7 +90,7 @@ def agent_and_reference(case):
 
 
 OFTEN = [
-    ("mappo-own-gru", "Central"), ("maddpg", "Environments"), ("self_play", "Environments"), ("teams", "Environments"),
+    ("mappo-own-gru", "Central"), ("maddpg", "Environments"), ("teams", "Environments"),
     ("self_play-payoff", "SingleLearnerCoarse"),
 ]  # of MAPPO and QMIX  # fmt: skip
 

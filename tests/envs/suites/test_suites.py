@@ -1,4 +1,4 @@
-"""Environments of suites: their names, and 1,000 random steps against the suites' own step functions, from the same states."""
+"""Environments of suites: their names, and random steps against the suites' own step functions, from the same states."""
 
 import dataclasses
 import functools
@@ -15,7 +15,8 @@ from msrl_jax.envs.masks import mask_of, sample_legal, unmasked
 from msrl_jax.envs.suites.common import load, quiet
 from msrl_jax.envs.wrappers import TimeLimit
 
-NUM_STEPS, NUM_ENVS = 500, 2
+NUM_STEPS, NUM_ENVS = {"playground": 100, "craftax": 250}, 2
+"""Steps of environments that take long; 500 of the others."""
 
 OFTEN = {  # the others are slow to compile
     "brax": {"inverted_pendulum"}, "playground": {"CartpoleBalance"}, "craftax": {"Craftax-Classic-Symbolic-v1"},
@@ -126,7 +127,7 @@ def test_steps_are_those_of_the_suite(prefix, name):
         return (after, t.obs), (ours, theirs)
 
     _, (ours, theirs) = jax.jit(
-        lambda key: jax.lax.scan(step, venv.reset(key), jax.random.split(key, NUM_STEPS))
+        lambda key: jax.lax.scan(step, venv.reset(key), jax.random.split(key, NUM_STEPS.get(prefix, 500)))
     )(jax.random.key(1))
     for (path, one), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         # XLA fuses the two, and so rounds them, each in its way.
