@@ -19,7 +19,7 @@ from msrl_jax.envs import GymnasiumEnvironment, workers
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def simulators(env, num_envs=4):
