@@ -10,16 +10,18 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
 from msrl_jax.fragments.passes.checks import (
+    Fit,
     check_codec_names,
     check_codecs,
+    check_devices,
     check_effects,
     check_host_calls,
     check_jit_is_on,
     check_meshes,
     check_no_mesh_is_set,
     check_owners,
+    interleaved,
 )
-from msrl_jax.fragments.passes.divisibility import Fit, check_devices, interleaved
 from msrl_jax.fragments.passes.lifetimes import add_lifetimes
 from msrl_jax.fragments.passes.packing import pack
 from msrl_jax.fragments.passes.partition import partition

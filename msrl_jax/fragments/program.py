@@ -12,8 +12,7 @@ from msrl_jax._device_memory import array_bytes, is_planned
 from msrl_jax.fragments.graph.host import calls_host, evaluate_with_host
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
-from msrl_jax.fragments.passes.checks import check_jit_is_on, check_no_mesh_is_set
-from msrl_jax.fragments.passes.divisibility import Fit
+from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
 from msrl_jax.fragments.placement import Device, Layout

@@ -1,11 +1,16 @@
-"""Checks between the passes: what is wrong with a loop, a policy or JAX's settings is refused before anything compiles."""
+"""Applies a policy to devices and sizes; refuses policies, loops and settings of JAX that do not fit, before anything compiles."""
 
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from msrl_jax._compat import Atom, Jaxpr, Var, aval, jaxprs_in
@@ -14,7 +19,124 @@ from msrl_jax.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.graph.nodes import Graph, Node, upstream
 from msrl_jax.fragments.passes.instructions import Instruction, Run, walk
-from msrl_jax.fragments.placement import Layout
+from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement
+
+
+def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices as a tuple, if each is a device and appears once."""
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"devices={devices!r} must be a sequence of devices, such as jax.devices()[:4]")
+    if wrong := [device for device in devices if not hasattr(device, "process_index")]:
+        raise TypeError(f"devices holds {wrong[0]!r}, which is no device; give those of jax.devices()")
+    twice = [device for i, device in enumerate(devices) if device in devices[:i]]
+    if twice:
+        raise ValueError(f"devices names {twice[0]} twice; name every device once")
+    return tuple(devices)
+
+
+def interleaved(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Interleaves devices over processes: the first of each process, then the second of each, and so on.
+
+    A policy then takes equally many devices from each process, so that parts exchange data within a process.
+    """
+    hands: dict[int, list[Device]] = {}
+    for device in devices:
+        hands.setdefault(device.process_index, []).append(device)
+    turns = itertools.zip_longest(*hands.values())
+    return tuple(device for turn in turns for device in turn if device is not None)
+
+
+def _members_first(layout: Layout, sizes: Mapping[str, int]) -> Layout:
+    """Splits members, where they divide, and nothing else: members are independent, so no sum crosses devices."""
+
+    def only_members(placement: Placement) -> Placement:
+        rules = [rule for rule in placement.rules if rule[0] == "member"]
+        if not rules or sizes.get("member", 1) % placement.mesh.shape[rules[0][1]]:
+            return placement
+        others = [rule for rule in placement.rules if rule[0] != "member"]
+        return replace(placement, rules=(*rules, *others), separate=())
+
+    return replace(layout, roles={role: only_members(placement) for role, placement in layout.roles.items()})
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A policy, with the devices and axis sizes that it splits."""
+
+    policy: DistributionPolicy
+    devices: tuple[Device, ...]
+    leaves: Mapping[str, Sequence[tuple[str, int]]]  # logical axis -> the leaves of the state with it: path, size along it
+    groups: Mapping[str, int] = field(default_factory=dict[str, int])  # how many adjacent entries of it stay on one device
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each logical axis, in groups; the greatest common divisor where leaves differ."""
+        return {a: math.gcd(*(size for _, size in leaves)) // self.groups.get(a, 1) for a, leaves in self.leaves.items()}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The policy's layout, if its devices, groups and logical axes fit."""
+        if not isinstance(self.policy, DistributionPolicy) or isinstance(self.policy, type):
+            name = self.policy if isinstance(self.policy, str) else "GPUOnly"
+            raise TypeError(
+                f"policy={self.policy!r} is no policy: it needs a method layout(devices, sizes), as that of "
+                f"msrl_jax.policies.get({name!r}) has"
+            )
+        self._check_groups()
+        layout = self.policy.layout(list(self.devices), self.sizes)
+        if not isinstance(layout, Layout):
+            raise TypeError(f"{self.policy!r}.layout(...) returned {layout!r}; return a msrl_jax.policies.Layout")
+        layout = _members_first(layout, self.sizes)
+        known = [*AXES, *(axis for placement in layout.placements for axis, _ in placement.rules)]
+        for axis, leaves in self.leaves.items():
+            if axis not in known:
+                raise ValueError(
+                    f"axes of {leaves[0][0]} name the logical axis {axis!r}, which no placement of {layout.policy} splits"
+                    f"{suggestion(axis, known)}; the axes are {', '.join(dict.fromkeys(known))}"
+                )
+        for placement in layout.placements:
+            self._check(placement, layout.policy)
+        return layout
+
+    @property
+    def idle(self) -> tuple[Device, ...]:
+        """The devices that the policy does not use."""
+        return tuple(d for d in self.devices if d not in self.layout.devices)
+
+    def _check_groups(self) -> None:
+        if not isinstance(self.groups, Mapping):
+            raise TypeError(f"groups={self.groups!r} must map logical axes to numbers, such as {{'env': 4}}")
+        for axis, group in self.groups.items():
+            if not isinstance(group, int | np.integer) or isinstance(group, bool) or group < 1:
+                raise ValueError(f"groups[{axis!r}]={group!r} must be an integer of at least 1")
+            if axis not in (known := [*AXES, *self.leaves]):
+                raise ValueError(f"groups name the axis {axis!r}, which no leaf of the state has{suggestion(axis, known)}")
+            for path, size in self.leaves.get(axis, ()):
+                if size % group:
+                    raise ValueError(
+                        f"groups[{axis!r}]={group} does not divide the {size} entries of {path}; use a divisor of {size}"
+                    )
+
+    def _check(self, placement: Placement, policy: str) -> None:
+        for axis, mesh_axis in placement.must_divide(self.leaves):
+            ways, group = placement.mesh.shape[mesh_axis], self.groups.get(axis, 1)
+            if self.sizes[axis] % ways:
+                fit = [n for n in range(1, len(placement.devices) + 1) if self.sizes[axis] % n == 0]
+                together = f" in groups of {group}, which stay on one device" if group > 1 else ""
+                raise ValueError(
+                    f"{self._indivisible(axis, ways * group)} cannot be split over the {ways} devices of placement "
+                    f"{placement.name!r}{together}; use a multiple of {ways * group}, or give {placement.name!r} "
+                    f"{' or '.join(map(str, fit))} devices in {policy}"
+                )
+
+    def _indivisible(self, axis: str, ways: int) -> str:
+        """Names the size of an axis that does not divide; leaves may have several sizes along one axis."""
+        path, size = next(leaf for leaf in self.leaves[axis] if leaf[1] % ways)
+        if len({size for _, size in self.leaves[axis]}) == 1:
+            return {"env": f"num_envs={size}", "shard": f"shards={size} of the replay buffer"}.get(
+                axis, f"the size of axis {axis!r}={size}"
+            )
+        return f"axis {axis!r} of {path}, which is of size {size},"
 
 
 def check_jit_is_on() -> None:
@@ -93,23 +215,18 @@ def _owners(producers: Mapping[Var, Node], out: Atom, leaf: Var) -> dict[str, st
     return paths.get(out, {}) if isinstance(out, Var) else {}
 
 
-def check_codecs(layout: Layout) -> None:
-    """Refuses codecs that are unknown, or declared between placements that do not exist."""
-    names = [p.name for p in layout.placements]
+def check_codecs(graph: Graph, layout: Layout) -> None:
+    """Refuses codecs that are unknown, between placements that do not exist, or for values with a text that no name has."""
+    placements = [p.name for p in layout.placements]
+    names = sorted({label for label in graph.labels.values() if label})
     for edge in layout.codecs:
         get(edge.codec)
         for name in (edge.source, edge.destination):
-            if name not in names:
+            if name not in placements:
                 raise ValueError(
                     f"{layout.policy} declares a codec from {edge.source!r} to {edge.destination!r}, but has no placement "
-                    f"{name!r}: it has {', '.join(names)}"
+                    f"{name!r}: it has {', '.join(placements)}"
                 )
-
-
-def check_codec_names(graph: Graph, layout: Layout) -> None:
-    """Refuses codecs for values with a text in their names that no value has."""
-    names = sorted({label for label in graph.labels.values() if label})
-    for edge in layout.codecs:
         if not any(edge.only in name for name in names):
             near = suggestion(edge.only, names)
             raise ValueError(

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.codecs import get
-from msrl_jax.fragments.passes.divisibility import Fit
+from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Run, Value, walk
 from msrl_jax.fragments.placement import Edge, Layout
 from msrl_jax.fragments.plan.cost import flops

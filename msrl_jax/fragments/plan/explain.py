@@ -7,7 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from msrl_jax._device_memory import device_memory
-from msrl_jax.fragments.passes.divisibility import Fit
+from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
 from msrl_jax.fragments.plan.advice import advise, warn_of_idle
