@@ -5,78 +5,61 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray as ShapedArray
+from jax.core import Tracer as Tracer
 from jax.extend.core import (
-    ClosedJaxpr,
-    DebugInfo,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
+    ClosedJaxpr as ClosedJaxpr,
+)
+from jax.extend.core import (
+    DebugInfo as DebugInfo,
+)
+from jax.extend.core import (
+    Jaxpr as Jaxpr,
+)
+from jax.extend.core import (
+    JaxprEqn as JaxprEqn,
+)
+from jax.extend.core import (
+    Literal as Literal,
+)
+from jax.extend.core import (
+    Primitive as Primitive,
+)
+from jax.extend.core import (
+    Var as Var,
+)
+from jax.extend.core import (
     find_top_trace,
-    jaxpr_as_fun,
     jaxprs_in_params,
+)
+from jax.extend.core import (
+    jaxpr_as_fun as jaxpr_as_fun,
 )
 from jax.extend.core.primitives import (
     closed_call_p,
-    cond_p,
     convert_element_type_p,
     custom_jvp_call_p,
     custom_vjp_call_p,
-    jit_p,
     remat_p,
-    scan_p,
-    while_p,
 )
-from jax.extend.random import threefry2x32_p
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core.primitives import (
+    cond_p as cond_p,
+)
+from jax.extend.core.primitives import (
+    jit_p as jit_p,
+)
+from jax.extend.core.primitives import (
+    scan_p as scan_p,
+)
+from jax.extend.core.primitives import (
+    while_p as while_p,
+)
+from jax.extend.random import threefry2x32_p as threefry2x32_p
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as pe
-from jax.ref import AbstractRef
-
-__all__ = [
-    "AbstractRef",
-    "Atom",
-    "ClosedJaxpr",
-    "DebugInfo",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "Primitive",
-    "Scan",
-    "ShapedArray",
-    "Tracer",
-    "Var",
-    "ad",
-    "aval",
-    "batching",
-    "call_body",
-    "call_labels",
-    "cond_p",
-    "context",
-    "drop_unused",
-    "fresh",
-    "inlined_at",
-    "is_conversion",
-    "is_dropped",
-    "is_reference",
-    "is_traced_here",
-    "jaxpr_as_fun",
-    "jaxprs_in",
-    "jit_p",
-    "lower_as",
-    "lowering_rule",
-    "make_jaxpr_of",
-    "mlir",
-    "pe",
-    "replace_jaxprs",
-    "scan_p",
-    "scan_parts",
-    "source_line",
-    "sub_jaxprs",
-    "threefry2x32_p",
-    "while_p",
-]
+from jax.ref import AbstractRef as AbstractRef
 
 Atom = Var | Literal
 
@@ -138,21 +121,13 @@ def _closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
 
 
 class Scan(NamedTuple):
-    """The parts of a scan equation. Its inputs are the constants, then the carry, then the xs.
-
-    Attributes:
-      body: the repeated code.
-      num_consts: number of constants.
-      num_carry: number of carried values.
-      length: number of repetitions.
-      reverse: whether it runs from the last x to the first.
-    """
+    """The parts of a scan equation. Its inputs are the constants, then the carry, then the xs."""
 
     body: ClosedJaxpr
     num_consts: int
     num_carry: int
     length: int
-    reverse: bool
+    reverse: bool  # whether it runs from the last x to the first
 
 
 def scan_parts(eqn: JaxprEqn) -> Scan:

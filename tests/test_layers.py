@@ -16,8 +16,8 @@ FLOORS = [
     {"envs"},
     {"fragments"},
     {"codecs"},
-    {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables", "_threefry"},
-    {"_background", "_compat", "_compile_cache", "_device_memory", "_lazy", "_simulate", "_spelling"},
+    {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables"},
+    {"_compat", "_compiling", "_lazy", "_simulate", "_spelling"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 

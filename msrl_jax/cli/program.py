@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _background, _compile_cache, _streams
+from msrl_jax import _compiling, _streams
 from msrl_jax._spelling import suggestion
 from msrl_jax.cli import flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, launched, use_cpu_devices
@@ -31,7 +31,7 @@ def _overview() -> str:
     lines += [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, (command, _) in COMMANDS.items()]
     about = [
         f"{PROG} COMMAND --help lists the options of a command.",
-        f"Compiled programs are kept in the user's cache folder; {_compile_cache.VARIABLE} is another folder, or off.",
+        f"Compiled programs are kept in the user's cache folder; {_compiling.VARIABLE} is another folder, or off.",
     ]
     return "\n".join([*lines, "", *about])
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lost and code == 0:
             complaint = _complain(f"cannot write to standard output: {out.error}")
             code = 0 if argv[0] in ("train", "record") else complaint  # which have written their files
-    if (code and _is_one_of_several()) or (is_whole_process and _background.is_busy()):
+    if (code and _is_one_of_several()) or (is_whole_process and _compiling.is_busy()):
         _end(code)
     return code
 
@@ -142,7 +142,7 @@ def _run(argv: list[str]) -> int:
             use_cpu_devices(getattr(args, "cpu_devices", None))
         if isinstance(args, Train) and (code := launched(args, argv)) is not None:
             return code
-        with contextlib.nullcontext() if name == "list" else _compile_cache.on():
+        with contextlib.nullcontext() if name == "list" else _compiling.on_disk():
             return COMMANDS[name][1](args, config)
     except KeyboardInterrupt:
         _complain("interrupted")

@@ -29,7 +29,7 @@ from msrl_jax.envs.vector import vectorize
 from msrl_jax.envs.vector_wrappers import VectorWrapper
 from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter, remainder
-from msrl_jax.fragments.runtime.processes import read
+from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import Transition
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax._checks import check_seed, whole
-from msrl_jax._device_memory import check_fits_host, tree_bytes
 from msrl_jax.data.dataset import Dataset, columns, from_lanes
 from msrl_jax.data.experience import RecordedEnvironment, to_row
 from msrl_jax.data.files import check_new, save
@@ -20,7 +19,8 @@ from msrl_jax.envs.base import release
 from msrl_jax.envs.masks import check_played, mask_of, sample_legal
 from msrl_jax.envs.params import GivenParams, ParamSource, with_source
 from msrl_jax.fragments.graph.host import host_errors
-from msrl_jax.fragments.runtime.memory import Fitting
+from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 
 _CHUNK = 1024
 """Approximate number of rows on the device at once."""

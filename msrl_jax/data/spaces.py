@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from msrl_jax._device_memory import check_fits_host, tree_bytes
 from msrl_jax.data.dataset import Dataset, named, nested
 from msrl_jax.envs import Box, Dict, Discrete, Environment, Space, Tuple, has_agents
 from msrl_jax.envs.base import env_name
 from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.spaces import struct
+from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 
 _TOLERANCE = 1e-4
 """How far numbers may be outside the bounds of a Box because of rounding, relative to the larger of the bound and 1."""

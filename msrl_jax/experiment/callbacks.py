@@ -16,7 +16,7 @@ from msrl_jax.envs.params import ParamSource, changed, find_source, replace_sour
 from msrl_jax.experiment import processes
 from msrl_jax.experiment.history import scalars
 from msrl_jax.experiment.run import Ending, Run
-from msrl_jax.fragments.runtime.memory import put
+from msrl_jax.fragments.runtime.transfer import put
 
 
 def _no_run(values: Any) -> None:

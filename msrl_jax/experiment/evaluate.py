@@ -15,7 +15,7 @@ from msrl_jax.envs.params import with_source
 from msrl_jax.experiment.acting import Behavior
 from msrl_jax.experiment.history import decimals
 from msrl_jax.fragments.graph.host import host_errors
-from msrl_jax.fragments.runtime.memory import Fitting
+from msrl_jax.fragments.runtime.executables import Fitting
 
 MAX_STEPS = 10_000
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._device_memory import array_bytes
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import failure, folder, processes, store
 from msrl_jax.experiment.agents import SKIPPED, Member, fold_keys
@@ -23,6 +22,7 @@ from msrl_jax.experiment.nonfinite import Watch, locate
 from msrl_jax.experiment.run import Ending, Run
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.program import Delayed
+from msrl_jax.fragments.runtime.memory import array_bytes
 
 KEEP_SECONDS, KEEP_BYTES = 10.0, 2**27
 """The guard copies the state at most this often, and only if it is not larger."""

@@ -23,7 +23,7 @@ from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.plan.origin import Origin, find_origin
 from msrl_jax.fragments.program import Delayed, Program
-from msrl_jax.fragments.runtime.processes import read
+from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import FifoState, ReplayState
 
 _ALWAYS = (".params", ".obs")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from msrl_jax.fragments.runtime import processes
+from msrl_jax.fragments.runtime.transfer import read
 
 Tree = TypeVar("Tree")
 
@@ -59,7 +59,7 @@ def to_hosts(tree: Tree) -> Tree:
     if count() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, processes.read(leaves))
+    return jax.tree.unflatten(structure, read(leaves))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from msrl_jax import _compile_cache
+from msrl_jax import _compiling
 from msrl_jax._checks import as_path, whole
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host, release
@@ -136,7 +136,7 @@ def train(
     out, record = (None if x is None else as_path(name, x).absolute() for name, x in (("out", out), ("record", record)))
     path, goes_on = find_folder(out, resume if isinstance(resume, bool) else as_path("resume", resume).absolute())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compile_cache.on())
+        stack.enter_context(_compiling.on_disk())
         requests = stack.enter_context(stopping.stop_requests(limit))
         with processes.together("setting up the run"):
             saved = stack.enter_context(opened(path, goes_on))

@@ -11,7 +11,6 @@ from msrl_jax.fragments.graph.build import build
 from msrl_jax.fragments.graph.trace import axis_leaves, leaf_axes, state_avals, trace
 from msrl_jax.fragments.passes.checks import (
     Fit,
-    check_codec_names,
     check_codecs,
     check_devices,
     check_effects,
@@ -84,8 +83,7 @@ def compile(
         delay(graph, layout.staleness, layout)
     used = graph.placements
     default = next(iter(used)) if len(used) == 1 else layout.placement("learner", "the training state")
-    check_codecs(layout)
-    check_codec_names(graph, layout)
+    check_codecs(graph, layout)
     parts = partition(graph, default)
     while pack(parts, graph, layout):
         parts = partition(graph, default)

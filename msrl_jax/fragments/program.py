@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from msrl_jax._device_memory import array_bytes, is_planned
-from msrl_jax.fragments.graph.host import calls_host, evaluate_with_host
 from msrl_jax.fragments.graph.nodes import Graph
 from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_given_away
 from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
@@ -23,18 +21,14 @@ from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
 from msrl_jax.fragments.runtime.execute import Dispatch, Executor, measure_dispatch
 from msrl_jax.fragments.runtime.lower import lower
 from msrl_jax.fragments.runtime.memory import (
-    LARGE,
-    Leaves,
+    array_bytes,
     check_program_fits,
     check_state_fits,
-    compute_leaves,
-    constant_leaves,
-    evaluate_leaves,
+    is_planned,
     largest_array,
-    put,
     state_bytes,
 )
-from msrl_jax.fragments.runtime.processes import read
+from msrl_jax.fragments.runtime.transfer import Leaves, initialize, put, read
 
 State = TypeVar("State")
 
@@ -194,25 +188,10 @@ class Program(Generic[State]):
           The placed state, as `place` returns it.
         """
         self._check_present()
-        num_leaves = self._tree.num_leaves
         closed, shapes = jax.make_jaxpr(init, return_shape=True)(*args)
         self._expected.check_tree(jax.tree.structure(shapes))
-        state, registers = self._shardings[:num_leaves], self._shardings[num_leaves:]
-        sizes = [array_bytes(copies[0].aval) for copies in self.schedule.inputs]
-        given = constant_leaves(closed)
-        leaves, with_host = jax.tree.leaves(args), calls_host(closed.jaxpr)
-        large = {i for i in range(num_leaves) if sizes[i] >= LARGE and i not in self.graph.delayed and i not in given}
-        large = set() if with_host else large
-        small = [i for i in range(num_leaves) if i not in large and i not in given]
-        if with_host:
-            made = evaluate_with_host(closed, leaves)
-            flat = given | {i: made[i] for i in small}
-        else:
-            flat = given | dict(zip(small, jax.jit(lambda *xs: evaluate_leaves(closed, xs, small))(*leaves), strict=True))
-        newest = [flat[i] for i in self.graph.delayed for _ in range(self.layout.staleness)]
-        placed = put([*flat.values(), *newest], [*(state[i] for i in flat), *registers], copy=True)
-        found = compute_leaves(closed, leaves, {i: state[i] for i in large}) | dict(zip(flat, placed, strict=False))
-        return self._wrap([*(found[i] for i in range(num_leaves)), *placed[len(flat) :]])
+        registers = [i for i in self.graph.delayed for _ in range(self.layout.staleness)]
+        return self._wrap(initialize(closed, jax.tree.leaves(args), self._shardings, registers))
 
     def unwrap(self, state: State | Delayed) -> State:
         """The algorithm's state, without the registers of stale parameters.

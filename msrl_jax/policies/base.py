@@ -104,37 +104,24 @@ def take(
     return taken
 
 
-def edges(
-    lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice = None
-) -> tuple[Edge, ...]:
-    """The codecs between two placements.
+def _by_name(choice: CodecChoice) -> Mapping[str, str | Codec]:
+    return choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
 
-    Args:
-      lower: name of one placement.
-      upper: name of the other.
-      up: codecs from `lower` to `upper`.
-      down: codecs from `upper` to `lower`.
 
-    Returns:
-      The edges that have a codec.
+def edges(lower: str, upper: str, *, up: CodecChoice = None, down: CodecChoice = None) -> tuple[Edge, ...]:
+    """The edges with codecs between two placements, by name: `up` from `lower` to `upper`, `down` back.
 
-    Raises:
-      ValueError: on an unknown codec.
+    Raises ValueError on an unknown codec.
     """
-
-    def given(source: str, to: str, choice: CodecChoice) -> list[Edge]:
-        choices = choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
-        return [Edge(source, to, codecs.get(c), only) for only, c in choices.items()]
-
-    return (*given(lower, upper, up), *given(upper, lower, down))
+    ways = (lower, upper, up), (upper, lower, down)
+    return tuple(Edge(a, b, codecs.get(codec), only) for a, b, choice in ways for only, codec in _by_name(choice).items())
 
 
 def check_codecs(policy: object, *fields: str) -> None:
     """Raises TypeError if a field of a policy holds something else than a `CodecChoice`."""
     for name in fields:
         choice = getattr(policy, name)
-        given = choice if isinstance(choice, Mapping) else {} if choice is None else {"": choice}
-        if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in given.items()):
+        if not all(isinstance(only, str) and isinstance(codec, str | Codec) for only, codec in _by_name(choice).items()):
             raise TypeError(
                 f"{type(policy).__name__}: {name}={choice!r} is no codec; use the name of one (such as 'bfloat16'; "
                 "codecs.names() lists them), a Codec, a mapping from parts of values' names to these, or None"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax._device_memory import device_memory, own_devices, tree_bytes
+from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
 
 SHARD_AXIS = "shard"
 """The logical axis of the shards `G`."""

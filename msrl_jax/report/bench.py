@@ -12,7 +12,6 @@ import jax
 
 from msrl_jax import algorithms
 from msrl_jax._tables import paragraph, table
-from msrl_jax._threefry import lower
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.folder import describe_devices
@@ -20,6 +19,7 @@ from msrl_jax.experiment.history import first_non_finite
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
+from msrl_jax.fragments.runtime.threefry import lower
 from msrl_jax.policies.base import spec
 
 # A chunk of this length hides the host's work between chunks, and is short enough for slow settings.

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msrl_jax._checks import whole
-from msrl_jax._device_memory import planning_for
 from msrl_jax._tables import table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.fragments.plan.plan import Plan, size
 from msrl_jax.fragments.plan.topologies import plan_devices
+from msrl_jax.fragments.runtime.memory import planning_for
 from msrl_jax.policies.base import spec
 
 

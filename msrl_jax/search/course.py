@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax._device_memory import device_memory
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, folder, processes, store
 from msrl_jax.experiment.agents import map_members
@@ -27,7 +26,7 @@ from msrl_jax.experiment.stopping import TIME_LIMIT, StopRequests
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size
-from msrl_jax.fragments.runtime.memory import sharing_memory, temporary_bytes
+from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
 from msrl_jax.search.space import Order, Stage
 from msrl_jax.search.trials import SWEEP, Shape, Trial, shape_of, values_in_words
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from msrl_jax import _compile_cache, algorithms
+from msrl_jax import _compiling, algorithms
 from msrl_jax._checks import as_path, check_seed, whole
 from msrl_jax._streams import progress_stream
 from msrl_jax.envs import Environment
@@ -129,7 +129,7 @@ def sweep(
     )  # fmt: skip
     trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_compile_cache.on())
+        stack.enter_context(_compiling.on_disk())
         requests = stack.enter_context(stopping.stop_requests(limit))
         with processes.together("setting up the sweep"):
             if path is not None:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax import _device_memory, cli
+from msrl_jax import cli
 from msrl_jax.cli import program
 from msrl_jax.experiment.arguments import make_experiment
-from msrl_jax.fragments.runtime.memory import Fitting, program_bytes
+from msrl_jax.fragments.runtime import memory
+from msrl_jax.fragments.runtime.executables import Fitting
+from msrl_jax.fragments.runtime.memory import program_bytes
 
 SMALL = {"unroll_length": 4, "hidden_sizes": (8,)}
 
@@ -19,7 +21,7 @@ def square(x):
 
 
 def limit_to(monkeypatch, nbytes):
-    monkeypatch.setattr(_device_memory, "_limits_of_container", lambda: [nbytes])
+    monkeypatch.setattr(memory, "_limits_of_container", lambda: [nbytes])
 
 
 def test_a_program_is_refused_from_the_first_byte_too_many(monkeypatch):
@@ -69,10 +71,10 @@ def write(root, path, text):
 def test_limits_of_containers_count(tmp_path):
     """Version 2: the group's own limit and those above it; version 1 likewise, in its own folder."""
     write(tmp_path, "proc/self/cgroup", "4:cpu,memory:/job/a\n3:cpuset:/\n0::/slice/b\n")
-    assert _device_memory._limits_of_container(tmp_path) == []
+    assert memory._limits_of_container(tmp_path) == []
     write(tmp_path, "sys/fs/cgroup/slice/b/memory.max", "max\n")
     write(tmp_path, "sys/fs/cgroup/slice/memory.max", "3000\n")
     write(tmp_path, "sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000\n")
     write(tmp_path, "sys/fs/cgroup/memory/other/memory.limit_in_bytes", "1\n")
-    assert sorted(_device_memory._limits_of_container(tmp_path)) == [2000, 3000]
-    assert _device_memory._limits_of_container(tmp_path / "no such system") == []
+    assert sorted(memory._limits_of_container(tmp_path)) == [2000, 3000]
+    assert memory._limits_of_container(tmp_path / "no such system") == []

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax._device_memory import array_bytes
+from msrl_jax.fragments.runtime.memory import array_bytes
 from tests.support.compare import as_numpy
 from tests.support.same_run import ENVS, Case, assert_same_run, several
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import replay
-from msrl_jax.fragments.plan.collectives import collectives
+from msrl_jax.fragments.plan.cost import collectives
 from tests.support.history import EXAMPLE, steps
 
 KINDS = {

@@ -7,7 +7,7 @@ it is a callback of the program. Its arguments and results cross to and from the
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +28,6 @@ from msrl_jax._compat import (
 )
 from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, scoped
 from msrl_jax.fragments.placement import HOST
-
-Finish: TypeAlias = Callable[[], Any]
-"""Waits for a call that was started; returns its results."""
-
-
-class Starting(Protocol):
-    """A function of which the runtime may run other programs during a call."""
-
-    def __call__(self, *args: Any) -> Any:
-        """Starts and finishes."""
-        ...
-
-    def start(self, *args: Any) -> Finish:
-        """Starts a call; returns the function that waits for its results."""
-        ...
-
 
 _raised: list[Exception] = []
 """The last exception of a function."""
@@ -109,7 +93,7 @@ class HostFunction:
         return arrays
 
 
-def host_fragment(fn: Callable[..., Any] | Starting, results: Any, *, name: str | None = None) -> Callable[..., Any]:
+def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = None) -> Callable[..., Any]:
     """Marks a Python function as a fragment that the host calls with NumPy arrays.
 
     Every call runs exactly once. Calls of one function run in order if each takes a result of the one before, such as a

@@ -1,4 +1,4 @@
-"""Applies a policy to devices and sizes; refuses policies, loops and settings of JAX that do not fit, before anything compiles."""
+"""Applies a policy to devices and sizes, and refuses bad policies, loops and settings of JAX before anything compiles."""
 
 import functools
 import itertools

@@ -109,9 +109,7 @@ class _Packer:
     def loop(self, node: Node, region: Region) -> None:
         """Packs values that cross into a loop before the loop, and values that cross inside it in its body."""
         inner = self.part.loops[node]
-        homes = dict(zip(region.carry, inner.homes, strict=True))
-        reads = [homes[v] if v in homes else inner.needed_at[v] for v in region.inputs]
-        pairs = zip(node.eqn.invars, reads, strict=True)
+        pairs = zip(node.eqn.invars, inner.inputs_at, strict=True)
         node.eqn = node.eqn.replace(invars=[self.crossing(a, at) for a, at in pairs])
         inside = _Packer(inner, self.graph, self.layout)
         inside.run()

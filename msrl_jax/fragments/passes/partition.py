@@ -52,6 +52,12 @@ class Partition:
     homes: list[list[Placement]]  # for each carried variable, the placements that keep a copy of it between repetitions
     loops: dict[Node, "Partition"]  # the partitions of opened loops
 
+    @property
+    def inputs_at(self) -> list[list[Placement]]:
+        """The placements that use each input of the region."""
+        homes = dict(zip(self.region.carry, self.homes, strict=True))
+        return [homes[v] if v in homes else self.needed_at[v] for v in self.region.inputs]
+
 
 def partition(graph: Graph, default: Placement) -> Partition:
     """Decides where everything runs; values that no fragment uses are at the placement `default`."""
@@ -240,10 +246,8 @@ def _readers(region: Region, loops: dict[Node, Partition]) -> dict[Var, list[_Re
 
     for node in region.nodes:
         if node in loops:
-            body = loops[node]
-            carried = dict(zip(body.region.carry, body.homes, strict=True))
-            for atom, var in zip(node.eqn.invars, body.region.inputs, strict=True):
-                read(atom, carried[var] if var in carried else body.needed_at[var])
+            for atom, at in zip(node.eqn.invars, loops[node].inputs_at, strict=True):
+                read(atom, at)
         else:
             for atom in node.eqn.invars:
                 read(atom, node)

@@ -272,10 +272,8 @@ class _Emitter:
                     for atom in node.eqn.invars:
                         read(atom, group.placement, group)
                     continue
-                inner = part.loops[node]
-                carried = dict(zip(inner.region.carry, inner.homes, strict=True))
-                for atom, var in zip(node.eqn.invars, inner.region.inputs, strict=True):
-                    for p in carried[var] if var in carried else inner.needed_at[var]:
+                for atom, at in zip(node.eqn.invars, part.loops[node].inputs_at, strict=True):
+                    for p in at:
                         read(atom, p, group)
         for atom, homes in zip(part.region.next_carry, part.homes, strict=True):
             for p in homes:

@@ -1,20 +1,27 @@
-"""Describes a compiled training loop as a plan, from its instructions and compiled programs."""
+"""Describes a compiled training loop as a plan, with warnings about what is expensive or fragile and remedies."""
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding
 
-from msrl_jax._device_memory import device_memory
+from msrl_jax._compat import jaxprs_in
+from msrl_jax.codecs import get
 from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
-from msrl_jax.fragments.plan.advice import advise, warn_of_idle
-from msrl_jax.fragments.plan.collectives import Found, collectives
-from msrl_jax.fragments.plan.cost import FragmentCost
+from msrl_jax.fragments.plan.cost import Found, FragmentCost, collectives, flops
 from msrl_jax.fragments.plan.plan import Crossing, FragmentPlan, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
-from msrl_jax.fragments.runtime.memory import sharing_memory
+from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory
+
+# With fewer operations per dispatch than this, a host-driven loop spends most of its time on dispatching.
+_TINY_BODY = 1_000_000
+# Exchanges of fewer bytes than this are negligible.
+_SMALL = 1024
 
 
 def explain(
@@ -38,10 +45,18 @@ def explain(
     calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
     host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
     placements = {p.name: _names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
-    warnings = advise(layout, instructions, programs, shardings, unused)
-    warnings += _memory_warnings(steps, programs)
-    if idle := warn_of_idle(fit):
-        warnings.append(idle)
+    of_runs = list(zip([i for i, _ in steps if isinstance(i, Run)], programs, strict=True))
+    warnings = [
+        *_collective_warnings(of_runs),
+        *_loop_warnings(steps),
+        *_unused_warnings(layout, steps),
+        *_waiting_warnings(layout, instructions),
+        *_replication_warnings(moves, shardings),
+        *_codec_warnings(unused),
+        *_callback_warnings(of_runs),
+        *_memory_warnings(of_runs),
+        *filter(None, [warn_of_idle(fit)]),
+    ]
     if unclear := [f"{i.name!r} @ {i.placement.name}" for i, f in found.items() if not f.understood]:
         warnings.append(
             f"the text that XLA prints for {', '.join(unclear)} was not understood in full: there may be more collectives than "
@@ -56,20 +71,6 @@ def explain(
         placements, _names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
         host_calls,
     )  # fmt: skip
-
-
-def _memory_warnings(steps: Sequence[tuple[Instruction, int]], programs: Sequence[ProgramPlan]) -> Iterable[str]:
-    """Of programs that would be refused: those that take more memory than their devices have."""
-    for i, program in zip([i for i, _ in steps if isinstance(i, Run)], programs, strict=True):
-        for devices in sharing_memory(i.placement.devices):
-            taken, limit = program.memory_bytes * len(devices), device_memory(devices)
-            if limit is not None and taken > limit:
-                yield (
-                    f"program {program.name!r} @ {program.placement} takes {size(taken)} of {_names(devices)[0]}"
-                    f"{', ...' * (len(devices) > 1)}, which {'have' if len(devices) > 1 else 'has'} {size(limit)}: a run is "
-                    "refused. Fewer environments, shorter unrolls or more devices take less"
-                )
-                break
 
 
 def _names(devices: Iterable[Device]) -> tuple[str, ...]:
@@ -122,3 +123,184 @@ def _loop(loop: Loop, times: int) -> LoopPlan:
         tuple(names), loop.length,
         sum(t for i, t in inner if isinstance(i, Run)), sum(t for i, t in inner if isinstance(i, Move)),
     )  # fmt: skip
+
+
+_Steps: TypeAlias = Sequence[tuple[Instruction, int]]
+"""Instructions, with their executions per iteration."""
+
+_Runs: TypeAlias = Sequence[tuple[Run, ProgramPlan]]
+
+
+def _collective_warnings(runs: _Runs) -> Iterator[str]:
+    for run, program in runs:
+        largest_state = sum(v.nbytes for v in run.inputs)
+        for c in program.collectives:
+            moved = c.kind != "all-reduce" and c.kind != "reduce-scatter"
+            if moved and c.nbytes >= _SMALL:
+                yield (
+                    f"program {program.name!r} @ {program.placement} has an {c.kind} of {size(c.nbytes)} ({c.source}), "
+                    f"{c.times} times per run: XLA exchanges whole batches between devices. Operations such as a shuffle or "
+                    "a reshape that mix the split dimension with others cause this; keep that dimension outermost and whole"
+                )
+            elif c.nbytes > max(largest_state, _SMALL):
+                yield (
+                    f"program {program.name!r} @ {program.placement} all-reduces {size(c.nbytes)} ({c.source}), more than "
+                    "all of its inputs: something other than gradients is summed over devices"
+                )
+
+
+def _loop_warnings(steps: _Steps) -> Iterator[str]:
+    for loop, _ in steps:
+        if not isinstance(loop, Loop) or any(isinstance(i, HostCall) for i in loop.body):
+            continue  # no policy drives a loop with calls of the host otherwise
+        inner = [(i, t) for i, t in walk(loop.body) if isinstance(i, Run)]
+        dispatches = sum(t for _, t in inner)
+        work = sum(flops(i.jaxpr.jaxpr) * t for i, t in inner)
+        if dispatches and work / dispatches < _TINY_BODY:
+            names = "+".join(dict.fromkeys(f for i, _ in inner for f in i.fragments))
+            yield (
+                f"the host drives the loop over {names} ({loop.length} times, {dispatches} programs each, about "
+                f"{work // dispatches:,} operations per program): dispatch will dominate. Give it more environments or "
+                "larger batches, or a policy that places these roles together"
+            )
+
+
+def _unused_warnings(layout: Layout, steps: _Steps) -> Iterator[str]:
+    used = {d for i, _ in steps if isinstance(i, Run) for d in i.placement.devices}
+    for placement in layout.placements:
+        if used.isdisjoint(placement.devices):
+            roles = " or ".join(repr(role) for role, where in layout.roles.items() if where == placement)
+            yield f"nothing runs on {placement}: no fragment has the role {roles}. Leave these devices to another placement"
+
+
+def _waiting_warnings(layout: Layout, instructions: Sequence[Instruction]) -> Iterator[str]:
+    actors, learners = layout.placement("actor", "actor"), layout.placement("learner", "learner")
+    if not set(actors.devices).isdisjoint(learners.devices):
+        return
+    down = {
+        r for i, _ in walk(instructions) if isinstance(i, Move) and not i.is_copy
+        for s, r in zip(i.sources, i.results, strict=True) if s.placement == learners and r.placement == actors
+    }  # fmt: skip
+    waiting = [i for i in instructions if isinstance(i, Run) and i.placement == actors and down & set(i.inputs)]
+    if layout.staleness and waiting:
+        yield (
+            f"{waiting[0].name!r} on the actors' devices ({actors.name}) reads the learner's newest values and waits for them: "
+            "staleness delays what fragments of the roles 'actor' and 'buffer' read. Give the fragment that reads them one of "
+            "these roles, or have an actor pass them on"
+        )
+    elif any("actor" in i.roles for i in waiting):
+        yield (
+            f"actors ({actors.name}) wait for the learner ({learners.name}) in every iteration, and the learner waits for the "
+            "actors: each idles while the other works. staleness=1 overlaps them; parameters are then one iteration old"
+        )
+
+
+def _replication_warnings(moves: Sequence[tuple[Move, int]], shardings: Mapping[Value, NamedSharding]) -> Iterator[str]:
+    for i, _ in moves:
+        for s, r in zip(i.sources, i.results, strict=True):
+            was_split = s.placement.logical(shardings[s])
+            rules = bool(r.placement.rules) and r.placement.mesh.size > 1
+            if any(was_split) and rules and not any(shardings[r].spec) and r.nbytes >= _SMALL:
+                axis, size = next((entry[0], size) for entry, size in zip(was_split, r.aval.shape, strict=False) if entry)
+                divides = r.placement.split(axis) > 1
+                yield (
+                    f"{r.label} {r.aval.str_short()} is split at {s.placement.name!r} but copied whole to each of the "
+                    f"{r.placement.mesh.size} devices of {r.placement.name!r}, which "
+                    + (f"do not divide its {size} entries of axis {axis!r}" if divides else f"split no axis {axis!r}")
+                )
+
+
+def _codec_warnings(unused: Sequence[Edge]) -> Iterator[str]:
+    for edge in unused:
+        only = f" whose name has {edge.only!r} in it" if edge.only else ""
+        yield (
+            f"codec {get(edge.codec).name!r} packs nothing: no value{only} that crosses from {edge.source!r} to "
+            f"{edge.destination!r} has a dtype and a shape that it takes"
+        )
+
+
+def _callback_warnings(runs: _Runs) -> Iterator[str]:
+    for i, _ in runs:
+        names = (e.primitive.name for inner in jaxprs_in(i.jaxpr.jaxpr) for e in inner.eqns)
+        if i.placement.mesh.size > 1 and any("callback" in name for name in names):
+            yield (
+                f"program {i.name!r} @ {i.placement.name} makes a host callback on {i.placement.mesh.size} devices: if it "
+                "raises an exception, the other devices wait for this one until XLA ends the process. Catch exceptions inside "
+                "the callback, or place this fragment on one device"
+            )
+
+
+def _memory_warnings(runs: _Runs) -> Iterator[str]:
+    """Of programs that would be refused: those that take more memory than their devices have."""
+    for i, program in runs:
+        for devices in sharing_memory(i.placement.devices):
+            taken, limit = program.memory_bytes * len(devices), device_memory(devices)
+            if limit is not None and taken > limit:
+                yield (
+                    f"program {program.name!r} @ {program.placement} takes {size(taken)} of {_names(devices)[0]}"
+                    f"{', ...' * (len(devices) > 1)}, which {'have' if len(devices) > 1 else 'has'} {size(limit)}: a run is "
+                    "refused. Fewer environments, shorter unrolls or more devices take less"
+                )
+                break
+
+
+def warn_of_idle(fit: Fit) -> str | None:
+    """Says which devices stay idle, and which numbers would use them; it tries them, as only the policy knows what it does."""
+    if not fit.idle:
+        return None
+    idle, total = len(fit.idle), len(fit.devices)
+    envs = f" with num_envs={_num_envs(fit)}" if _num_envs(fit) else ""
+    names = ", ".join(f"{d.platform}:{d.id}" for d in fit.idle)
+    stay = "stay" if idle > 1 else "stays"
+    fact = f"{idle} of {total} devices {stay} idle ({names}): {fit.layout.policy} uses {total - idle}{envs}"
+    try:
+        ways = [*_sizes(fit), *_parameters(fit)]
+    except Exception as error:
+        return f"{fact}. Other numbers were not tried: {fit.layout.policy} raises {error!r}; raise ValueError to refuse one"
+    return f"{fact}. {' or '.join(ways)} would use all {total}" if ways else fact
+
+
+def _num_envs(fit: Fit) -> int:
+    """The size of the axis "env" if there is one and all leaves agree on it; else 0."""
+    return fit.sizes["env"] if len({size for _, size in fit.leaves.get("env", ())}) == 1 else 0
+
+
+def _sizes(fit: Fit) -> Iterator[str]:
+    """The nearest numbers of environments, below and above, that leave no device idle."""
+    now = _num_envs(fit)
+    reach = len(fit.devices) if now else 0  # a multiple of the number of devices is at most this far away
+    for numbers in (range(now - 1, max(now - reach, 1) - 1, -1), range(now + 1, now + reach + 1)):
+        yield from _first(numbers, lambda n: dataclasses.replace(fit, leaves={**fit.leaves, "env": [("", n)]}), "num_envs={}")
+
+
+def _parameters(fit: Fit) -> list[str]:
+    """The policy with one number of devices changed; if no change helps, also with its other optional numbers set to None."""
+    policy: Any = fit.policy
+    if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
+        return []
+    hints = typing.get_type_hints(type(policy))
+    numbers = [f.name for f in dataclasses.fields(policy) if f.init and hints[f.name] in (int, int | None)]
+    free = {name: None for name in numbers if hints[name] == int | None}
+
+    def found(others: dict[str, None]) -> Iterator[str]:
+        for name in numbers:
+
+            def other(n: int, name: str = name) -> Fit:
+                return dataclasses.replace(fit, policy=dataclasses.replace(policy, **(others | {name: n})))
+
+            yield from _first(range(1, len(fit.devices) + 1), other, "{policy}")
+
+    return list(found({})) or list(found(free))
+
+
+def _first(numbers: Iterable[int], make: Callable[[int], Fit], text: str) -> Iterator[str]:
+    """The first number that leaves no device idle, as text."""
+    for n in numbers:
+        try:
+            fit = make(n)
+            idle = fit.idle
+        except ValueError:  # the policy refuses this number
+            continue
+        if not idle:
+            yield text.format(n, policy=fit.layout.policy)
+            return

@@ -38,37 +38,22 @@ from msrl_jax.fragments.graph.marker import is_fragment
 
 @dataclass(frozen=True)
 class Origin:
-    """The first computation of an iteration with a non-finite result from finite operands.
+    """The first computation of an iteration with a non-finite result from finite operands."""
 
-    Attributes:
-      fragment: name of the innermost fragment that holds it; None if it is outside of all fragments.
-      role: the role of that fragment.
-      number: counts the fragments of the same name in the iteration, from 0.
-      within: names of the fragments around that fragment, from the outermost.
-      path: pytree path of the fragment's non-finite result, such as `[1].reward`.
-      index: the first non-finite element of that result.
-      value: that element, "nan", "inf" or "-inf".
-      others: paths of its other non-finite results.
-      steps: step and length of every loop around the fragment and in it, from the outermost; steps count from 0.
-      primitive: JAX's name of the operation.
-      source: `FILE:LINE (function)` of the operation, outside of libraries; None if unknown.
-      eager: whether the fragment's result is non-finite too if its operations run one by one, without compiling them together.
-      operands: the operands of the fragment, all finite.
-    """
-
-    fragment: str | None
-    role: str | None
-    number: int
-    within: tuple[str, ...]
-    path: str
-    index: tuple[int, ...]
-    value: str
-    others: tuple[str, ...]
+    fragment: str | None  # name of the innermost fragment that holds it; None if it is outside of all fragments
+    role: str | None  # the role of that fragment
+    number: int  # counts the fragments of the same name in the iteration, from 0
+    within: tuple[str, ...]  # names of the fragments around that fragment, from the outermost
+    path: str  # pytree path of the fragment's non-finite result, such as `[1].reward`
+    index: tuple[int, ...]  # the first non-finite element of that result
+    value: str  # that element, "nan", "inf" or "-inf"
+    others: tuple[str, ...]  # paths of its other non-finite results
+    # step (from 0) and length of every loop around the fragment and in it, from the outermost
     steps: tuple[tuple[int, int], ...]
-    primitive: str
-    source: str | None
-    eager: bool
-    operands: tuple[Any, ...] = field(repr=False)
+    primitive: str  # JAX's name of the operation
+    source: str | None  # `FILE:LINE (function)` of the operation, outside of libraries; None if unknown
+    eager: bool  # whether the fragment's result is non-finite too if its operations run one by one
+    operands: tuple[Any, ...] = field(repr=False)  # the operands of the fragment, all finite
 
 
 class _Cause(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl_jax._tables import paragraph, table
-from msrl_jax.fragments.plan.collectives import Collective
+from msrl_jax.fragments.plan.cost import Collective
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,17 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value that crosses placements.
+    """A value that crosses placements."""
 
-    Attributes:
-      value: the path of a state's leaf, or of a fragment's result.
-      dtype: its dtype, unpacked.
-      shape: its shape, unpacked.
-      source: the placement that sends it.
-      destination: the placement that receives it.
-      nbytes: bytes that arrive at all devices of the destination together.
-      times: transfers per iteration.
-      codec: name of the codec that packs it; empty if none does.
-      unpacked_bytes: bytes that would arrive without the codec.
-    """
-
-    value: str
-    dtype: str
-    shape: tuple[int, ...]
-    source: str
-    destination: str
-    nbytes: int
-    times: int
-    codec: str
-    unpacked_bytes: int
+    value: str  # the path of a state's leaf, or of a fragment's result
+    dtype: str  # its dtype, unpacked
+    shape: tuple[int, ...]  # its shape, unpacked
+    source: str  # the placement that sends it
+    destination: str  # the placement that receives it
+    nbytes: int  # bytes that arrive at all devices of the destination together
+    times: int  # transfers per iteration
+    codec: str  # name of the codec that packs it; empty if none does
+    unpacked_bytes: int  # bytes that would arrive without the codec
 
 
 @dataclass(frozen=True)

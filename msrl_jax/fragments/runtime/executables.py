@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from msrl_jax._background import in_background
-from msrl_jax._device_memory import is_planned
-from msrl_jax._threefry import lower
+from msrl_jax._compiling import in_background
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
+from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
+from msrl_jax.fragments.runtime.threefry import lower
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
@@ -35,21 +35,13 @@ class Coalesced:
 
 @dataclass(eq=False)
 class Executables:
-    """Compiled programs and the shardings between them.
+    """Compiled programs and the shardings between them."""
 
-    Attributes:
-      compiled: the executable of every Run, of every copy and of every Alloc.
-      coalesced: how the values of a Move travel, if not each by itself.
-      shardings: the sharding of each value.
-      seconds: time spent tracing and lowering, and waiting for XLA.
-      count: number of XLA compilations.
-    """
-
-    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)
-    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)
+    compiled: dict[Instruction, jax.stages.Compiled] = field(default_factory=dict)  # of every Run, copy and Alloc
+    coalesced: dict[Instruction, Coalesced] = field(default_factory=dict)  # how values of a Move travel, if not one by one
     shardings: dict[Value, NamedSharding] = field(default_factory=dict)
-    seconds: float = 0.0
-    count: int = 0
+    seconds: float = 0.0  # time spent tracing and lowering, and waiting for XLA
+    count: int = 0  # number of XLA compilations
     _cache: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
     _begun: dict[Hashable, Callable[[], jax.stages.Compiled]] = field(default_factory=dict)
     _by_jit: dict[jax.stages.Compiled, Callable[..., Any]] = field(default_factory=dict)
@@ -230,3 +222,34 @@ class FusedLoop:
             return (*after, *rows)
 
         return iterations
+
+
+class Fitting:
+    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
+
+    def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
+        """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
+        self._fn, self._what, self._remedy = fn, what, remedy
+        self._begun: dict[Any, Callable[[], jax.stages.Compiled]] = {}
+        self._programs: dict[Any, jax.stages.Compiled] = {}
+
+    def begin(self, *args: Any) -> None:
+        """Has another thread compile the program for such arguments."""
+        key = _signature(args)
+        if key not in self._programs and key not in self._begun:
+            self._begun[key] = in_background(lower(self._fn, *args).compile)
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes the function."""
+        key = _signature(args)
+        if key not in self._programs:
+            begun = self._begun.pop(key, None)
+            compiled = begun() if begun else lower(self._fn, *args).compile()
+            check_program_fits(compiled, self._what, self._remedy)
+            self._programs[key] = compiled
+        return self._programs[key](*args)
+
+
+def _signature(args: tuple[Any, ...]) -> Any:
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((jax.typeof(x), x.sharding) for x in leaves)

@@ -13,14 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from msrl_jax._compat import jaxpr_as_fun
-from msrl_jax._device_memory import is_planned
 from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, on_own_mesh, replicated
+from msrl_jax.fragments.runtime.memory import is_planned
 
 SMALL = 2**16
 """Arrays of a Move of at most this many bytes are joined; more are better sent than copied twice."""
@@ -322,7 +323,9 @@ def coalesce(i: Move, executables: Executables) -> None:
         return tuple(jnp.concatenate([next(rest).reshape(-1) for _ in group]) for group in shapes)
 
     def split(*vectors: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(x for vector, group in zip(vectors, shapes, strict=True) for x in _parts(vector, group))
+        pairs = zip(vectors, shapes, strict=True)
+        parts = [(jnp.split(v, np.cumsum([math.prod(shape) for shape in group])[:-1]), group) for v, group in pairs]
+        return tuple(x.reshape(shape) for xs, group in parts for x, shape in zip(xs, group, strict=True))
 
     sent, arriving = [replicated(i.sources[0])] * len(several), [replicated(i.results[0])] * len(several)
     arrays = [_spec(i.sources[k].aval, at[i.sources[k]]) for k in joined]
@@ -343,12 +346,3 @@ def _is_plain(value: Value) -> bool:
 
 def _spec(kind: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
-
-
-def _parts(vector: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    parts, start = [], 0
-    for shape in shapes:
-        stop = start + math.prod(shape)
-        parts.append(vector[start:stop].reshape(shape))
-        start = stop
-    return parts

@@ -1,94 +1,100 @@
-"""Places or computes a state where a program keeps it, and refuses states and programs that memory cannot hold."""
+"""What states and programs take of memory, and what devices and the host have; what cannot fit is refused."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+import contextvars
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from msrl_jax._background import in_background
-from msrl_jax._compat import ClosedJaxpr, Jaxpr, ShapedArray, Var, jaxpr_as_fun, sub_jaxprs
-from msrl_jax._device_memory import array_bytes, device_memory
-from msrl_jax._threefry import lower
+from msrl_jax._compat import Jaxpr, ShapedArray, Var, sub_jaxprs
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.placement import Device
-from msrl_jax.fragments.runtime.processes import is_global, transfer
 
-Leaves = list[tuple[jax.Array, ...]]
-"""The leaves of a state, each with its copies on the placements that keep one."""
-
-LARGE = 2**24
-"""Leaves of at least this many bytes are computed where they are kept; smaller ones are not worth a compilation."""
+# The memory of a chip in GiB, by its kind; only chips that exist report it themselves.
+_GIB = {"TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32, "NVIDIA H100 80GB HBM3": 80, "NVIDIA A100-SXM4-80GB": 80}
 
 
-def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
-    """Copies leaves (NumPy arrays, or on any devices) to where they are kept; no two copies share memory.
+def is_planned(device: Any) -> bool:
+    """Whether programs can be compiled for a device, but the device is not there: nothing can be put on it."""
+    return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
 
-    All memory is new if `copy`; if not, a leaf that is already in its place is not copied.
+
+_PLANNED_FOR: contextvars.ContextVar[Sequence[Any]] = contextvars.ContextVar("planned_for", default=())
+
+
+@contextlib.contextmanager
+def planning_for(devices: Sequence[Any]) -> Iterator[None]:
+    """Checks the sizes of buffers against the memory of these devices instead of that of this machine's."""
+    token = _PLANNED_FOR.set(devices)
+    try:
+        yield
+    finally:
+        _PLANNED_FOR.reset(token)
+
+
+def own_devices() -> Sequence[Any]:
+    """The devices of this process, or those that are planned for."""
+    return _PLANNED_FOR.get() or jax.local_devices()
+
+
+def device_memory(devices: Sequence[Any]) -> int | None:
+    """The bytes available to arrays that are split evenly over devices: the smallest memory times the number of devices.
+
+    If a device reports no limit, as CPUs do, the host's memory; None for a planned device whose kind is unknown.
     """
-    targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
-    fresh: list[bool] = []
-    seen: set[int] = set()
-    for i, s in targets:
-        x = flat[i]
-        # A transfer may share memory with its source if they share a device, and one array may be several leaves.
-        on_host = not is_global(x)
-        shared = on_host or bool(x.sharding.device_set & s.device_set)
-        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
-        seen.add(id(x))
-    arrays = [flat[i] for i, _ in targets]
-    elsewhere = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
-    if elsewhere:
-        moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
-        for k, x in zip(elsewhere, moved, strict=True):
-            arrays[k] = x
-    by_mesh: dict[Any, list[int]] = {}
-    for k, (_, s) in enumerate(targets):
-        if fresh[k]:
-            by_mesh.setdefault(s.mesh, []).append(k)
-    for ks in by_mesh.values():
-        out = [targets[k][1] for k in ks]
-        for k, x in zip(ks, _copier(tuple(out))([arrays[k] for k in ks]), strict=True):
-            arrays[k] = x
-    it = iter(arrays)
-    return [tuple(next(it) for _ in copies) for copies in shardings]
+    if any(map(is_planned, devices)):
+        known = {_GIB.get(d.device_kind, 0) for d in devices}
+        return min(known) * 2**30 * len(devices) or None
+    own = [d for d in devices if getattr(d, "process_index", 0) == jax.process_index()]  # only these can be asked
+    stats = [d.memory_stats() if d.platform != "cpu" else None for d in own]
+    limits = [s["bytes_limit"] for s in stats if s and "bytes_limit" in s]
+    if limits and len(limits) == len(own):
+        return min(limits) * len(devices)
+    return host_memory()
 
 
-@functools.lru_cache(maxsize=128)  # making a new jitted function costs more than copying a small state
-def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
+def host_memory() -> int:
+    """The bytes that this process may use: the machine's memory, or less if its container has less."""
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits_of_container())
 
 
-def constant_leaves(init: ClosedJaxpr) -> dict[int, Any]:
-    """The leaves of a state that its initializer does not compute, such as NumPy arrays that it returns unchanged."""
-    held = dict(zip(init.jaxpr.constvars, init.consts, strict=True))
-    return {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
+def check_fits_host(nbytes: int, what: str, remedy: str) -> None:
+    """Raises ValueError if something takes more memory than this process may use, whatever else it holds."""
+    if nbytes > (limit := host_memory()):
+        raise ValueError(f"{what} takes at least {nbytes:,} bytes of memory, but there are {limit:,} in all. {remedy}")
 
 
-def evaluate_leaves(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
-    """Evaluates some leaves of a state; XLA drops computations that only the others need."""
-    flat = jaxpr_as_fun(init)(*args)
-    return [flat[i] for i in numbers]
+def tree_bytes(tree: Any) -> int:
+    """Bytes of the arrays, or of the shapes and dtypes, in a tree."""
+    return sum(map(array_bytes, jax.tree.leaves(tree)))
 
 
-def compute_leaves(
-    init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
-) -> dict[int, tuple[jax.Array, ...]]:
-    """Computes leaves of a state where they are kept, so that no device holds more than its part."""
-    by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
-    for i, copies in shardings.items():
-        for sharding in copies:
-            by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
-    found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
-    for mesh, targets in by_mesh.items():
-        arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
-        numbers = [i for i, _ in targets]
-        out = [sharding for _, sharding in targets]
-        arrays = jax.jit(lambda *xs, numbers=numbers: evaluate_leaves(init, xs, numbers), out_shardings=out)(*arguments)
-        for i, array in zip(numbers, arrays, strict=True):
-            found[i] += (array,)
-    return found
+def _limits_of_container(root: Path = Path("/")) -> list[int]:
+    """The memory limits of this process's cgroup and of those around it; empty if there are none."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    files: list[Path] = []
+    for _, controllers, group in (line.split(":", 2) for line in groups):
+        own = Path(group)
+        above = [path.relative_to("/") for path in (own, *own.parents)]
+        if not controllers:  # version 2
+            files += [root / "sys/fs/cgroup" / path / "memory.max" for path in above]
+        elif "memory" in controllers.split(","):
+            files += [root / "sys/fs/cgroup/memory" / path / "memory.limit_in_bytes" for path in above]
+    limits = [file.read_text().strip() for file in files if file.is_file()]
+    return [int(limit) for limit in limits if limit != "max"]
+
+
+def array_bytes(aval: Any) -> int:
+    """Bytes of anything with a shape and a dtype, typed PRNG keys included (8 for each threefry key, 16 for each rbg key)."""
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]]) -> dict[Device, int]:
@@ -128,13 +134,12 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
     return kept - getattr(memory, "alias_size_in_bytes", 0)
 
 
-def temporary_bytes(jaxpr: Jaxpr) -> int:
-    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
-    return _temporary_bytes(jaxpr, {})
+def temporary_bytes(jaxpr: Jaxpr, known: dict[int, int] | None = None) -> int:
+    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused.
 
-
-def _temporary_bytes(jaxpr: Jaxpr, known: dict[int, int]) -> int:
-    """As `temporary_bytes`; `known` holds what was found of jaxprs that are called again."""
+    `known` holds what was found of jaxprs that are called again.
+    """
+    known = {} if known is None else known
     if id(jaxpr) in known:
         return known[id(jaxpr)]
     last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, Var)}
@@ -145,7 +150,7 @@ def _temporary_bytes(jaxpr: Jaxpr, known: dict[int, int]) -> int:
         made = {v: array_bytes(v.aval) for v in eqn.outvars if isinstance(v.aval, ShapedArray)}
         held |= made
         total += sum(made.values())
-        most = max(most, total + max((_temporary_bytes(sub, known) for sub in sub_jaxprs(eqn)), default=0))
+        most = max(most, total + max((temporary_bytes(sub, known) for sub in sub_jaxprs(eqn)), default=0))
         unused = {v for v in (*eqn.invars, *eqn.outvars) if isinstance(v, Var) and last.get(v, i) <= i}
         total -= sum(held.pop(v, 0) for v in unused)
     known[id(jaxpr)] = most
@@ -154,7 +159,6 @@ def _temporary_bytes(jaxpr: Jaxpr, known: dict[int, int]) -> int:
 
 def largest_array(jaxpr: Jaxpr) -> str:
     """Names the largest array that a jaxpr computes: its bytes, dtype and shape, its operation and its fragment."""
-
     seen: set[int] = set()
 
     def visit(jaxpr: Jaxpr, fragment: str) -> Iterator[tuple[int, str]]:
@@ -169,37 +173,6 @@ def largest_array(jaxpr: Jaxpr) -> str:
 
     nbytes, name = max(visit(jaxpr, ""), key=lambda found: found[0], default=(0, "none"))
     return f"{name} ({nbytes:,} bytes)"
-
-
-class Fitting:
-    """A jitted function that raises ValueError, instead of running, if its program takes more memory than its devices have."""
-
-    def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
-        """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
-        self._fn, self._what, self._remedy = fn, what, remedy
-        self._begun: dict[Any, Callable[[], jax.stages.Compiled]] = {}
-        self._programs: dict[Any, jax.stages.Compiled] = {}
-
-    def begin(self, *args: Any) -> None:
-        """Has another thread compile the program for such arguments."""
-        key = _signature(args)
-        if key not in self._programs and key not in self._begun:
-            self._begun[key] = in_background(lower(self._fn, *args).compile)
-
-    def __call__(self, *args: Any) -> Any:
-        """Computes the function."""
-        key = _signature(args)
-        if key not in self._programs:
-            begun = self._begun.pop(key, None)
-            compiled = begun() if begun else lower(self._fn, *args).compile()
-            check_program_fits(compiled, self._what, self._remedy)
-            self._programs[key] = compiled
-        return self._programs[key](*args)
-
-
-def _signature(args: tuple[Any, ...]) -> Any:
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((jax.typeof(x), x.sharding) for x in leaves)
 
 
 def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:

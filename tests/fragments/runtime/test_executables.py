@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
-from msrl_jax._threefry import lower
 from msrl_jax.fragments.passes.instructions import Run
 from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.threefry import lower
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain
 

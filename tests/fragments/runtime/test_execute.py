@@ -4,13 +4,15 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Alloc, Loop, Move, Run, walk
 from msrl_jax.fragments.runtime import execute as runtime
-from msrl_jax.fragments.runtime import processes
+from msrl_jax.fragments.runtime import transfer
+from msrl_jax.fragments.runtime.execute import HostQueue
 from msrl_jax.policies import Central
 from tests.support import toy
 
@@ -43,7 +45,7 @@ def reads(monkeypatch):
         events.append("execute")
         return execute(executor, leaves)
 
-    monkeypatch.setattr(processes, "jax", types.SimpleNamespace(**vars(jax) | {"device_get": reading}))
+    monkeypatch.setattr(transfer, "jax", types.SimpleNamespace(**vars(jax) | {"device_get": reading}))
     monkeypatch.setattr(runtime.Executor, "__call__", executing)
     array, as_host = type(jnp.zeros(1)), type(jnp.zeros(1)).__array__
 
@@ -126,3 +128,25 @@ def test_programs_of_numbers_smaller_than_a_byte_are_measured_too(devices):
     policy = msrl.policies.SingleLearnerCoarse()
     program = msrl.compile(iteration, state, policy=policy, axes=(P(), P("env")), devices=devices[:3])
     assert program.measure_dispatch(state).call_microseconds > 0
+
+
+def test_a_task_that_consumes_an_array_waits_for_those_that_read_it():
+    order = []
+
+    class Never:
+        can_start = True
+
+        def start(self):
+            return lambda: [np.float32(1)]
+
+    def note(name):
+        return lambda *args: order.append(name) or [np.float32(len(args))]
+
+    queue, shared = HostQueue(), np.zeros(3)
+    (pending,) = queue.start(Never(), lambda made: made, [], 1)
+    queue.call(note("reads"), [pending, shared], (), 1)
+    queue.call(note("other"), [np.zeros(3)], (0,), 1)
+    queue.call(note("consumes"), [shared], (0,), 1)
+    assert order == ["other"]
+    queue.drain()
+    assert order == ["other", "reads", "consumes"]

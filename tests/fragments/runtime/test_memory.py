@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax import policies
-from msrl_jax.fragments.runtime.memory import LARGE, put
+from msrl_jax.fragments.runtime.transfer import LARGE, put
 
 ROWS = 2 * LARGE // 4 // 8  # of eight float32 environments each: twice what counts as large
 

@@ -1,22 +1,30 @@
-"""Arrays of a program that several processes run: where JAX alone does not place, move or read them.
+"""Places, moves and reads arrays, in one process or in several that run the same program.
 
-Every process runs the same program. An array with a `NamedSharding` is global: it is one array for all processes, and each
-holds the parts on its own devices, which may be none. NumPy arrays and arrays on a single device are local: every process has
-its own, with equal contents.
+An array with a `NamedSharding` is global: it is one array for all processes, and each holds the parts on its own devices, which
+may be none. NumPy arrays and arrays on a single device are local: every process has its own, with equal contents.
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._compat import ClosedJaxpr, Var, jaxpr_as_fun
+from msrl_jax.fragments.graph.host import calls_host, evaluate_with_host
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.crossing import Block, MeshCrossing, blocks
+from msrl_jax.fragments.runtime.memory import array_bytes
+
+Leaves = list[tuple[jax.Array, ...]]
+"""The leaves of a state, each with its copies on the placements that keep one."""
+
+LARGE = 2**24
+"""Leaves of at least this many bytes are computed where they are kept; smaller ones are not worth a compilation."""
 
 # Bytes that one collective brings to every host.
 _AT_ONCE = 2**26
@@ -98,11 +106,9 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
         return jax.device_get(full)
     spread = [i for i, x in enumerate(full) if is_global(x) and not _is_everywhere(x)]
     found = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
-    return [found[i] if i in found else jax.device_get(_copy_here(x)) for i, x in enumerate(full)]
-
-
-def _copy_here(x: Any) -> Any:
-    return x.addressable_data(0) if is_global(x) else x
+    here = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(full) if i not in found}
+    found |= jax.device_get(here)
+    return [found[i] for i in range(len(full))]
 
 
 def _is_everywhere(x: jax.Array) -> bool:
@@ -162,3 +168,89 @@ def _allgather_bytes(data: np.ndarray, length: int) -> np.ndarray:
 
 def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def put(flat: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], copy: bool) -> Leaves:
+    """Copies leaves (NumPy arrays, or on any devices) to where they are kept; no two copies share memory.
+
+    All memory is new if `copy`; if not, a leaf that is already in its place is not copied.
+    """
+    targets = [(i, s) for i, copies in enumerate(shardings) for s in copies]
+    fresh: list[bool] = []
+    seen: set[int] = set()
+    for i, s in targets:
+        x = flat[i]
+        # A transfer may share memory with its source if they share a device, and one array may be several leaves.
+        on_host = not is_global(x)
+        shared = on_host or bool(x.sharding.device_set & s.device_set)
+        fresh.append(shared and (copy or on_host or id(x) in seen or x.sharding != s))
+        seen.add(id(x))
+    arrays = [flat[i] for i, _ in targets]
+    elsewhere = [k for k, (_, s) in enumerate(targets) if not is_global(arrays[k]) or arrays[k].sharding != s]
+    if elsewhere:
+        moved = transfer([arrays[k] for k in elsewhere], [targets[k][1] for k in elsewhere])
+        for k, x in zip(elsewhere, moved, strict=True):
+            arrays[k] = x
+    by_mesh: dict[Any, list[int]] = {}
+    for k, (_, s) in enumerate(targets):
+        if fresh[k]:
+            by_mesh.setdefault(s.mesh, []).append(k)
+    for ks in by_mesh.values():
+        out = [targets[k][1] for k in ks]
+        for k, x in zip(ks, _copier(tuple(out))([arrays[k] for k in ks]), strict=True):
+            arrays[k] = x
+    it = iter(arrays)
+    return [tuple(next(it) for _ in copies) for copies in shardings]
+
+
+@functools.lru_cache(maxsize=128)  # making a new jitted function costs more than copying a small state
+def _copier(out: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return jax.jit(lambda xs: [x.copy() for x in xs], out_shardings=list(out))
+
+
+def initialize(
+    init: ClosedJaxpr, args: Sequence[Any], shardings: Sequence[tuple[NamedSharding, ...]], registers: Sequence[int]
+) -> Leaves:
+    """Evaluates the initializer of a state; returns its leaves where they are kept, then copies of those in `registers`.
+
+    Small leaves are computed on one device. Arrays that the initializer returns unchanged, such as NumPy's, are no part of a
+    program. Large leaves are computed where they are kept, so that no device holds more than its part.
+    """
+    held, count = dict(zip(init.jaxpr.constvars, init.consts, strict=True)), len(init.out_avals)
+    flat: dict[int, Any] = {i: held[v] for i, v in enumerate(init.jaxpr.outvars) if isinstance(v, Var) and v in held}
+    with_host = calls_host(init.jaxpr)
+    rest = [i for i in range(count) if i not in flat]
+    large = [i for i in rest if not with_host and i not in registers and array_bytes(init.out_avals[i]) >= LARGE]
+    small = [i for i in rest if i not in large]
+    if with_host:
+        made = evaluate_with_host(init, args)
+        flat |= {i: made[i] for i in small}
+    else:
+        flat |= dict(zip(small, jax.jit(lambda *xs: _evaluate(init, xs, small))(*args), strict=True))
+    to = [*(shardings[i] for i in flat), *shardings[count:]]
+    placed = put([*flat.values(), *(flat[i] for i in registers)], to, copy=True)
+    found = _computed_in_place(init, args, {i: shardings[i] for i in large}) | dict(zip(flat, placed, strict=False))
+    return [*(found[i] for i in range(count)), *placed[len(flat) :]]
+
+
+def _computed_in_place(
+    init: ClosedJaxpr, args: Sequence[Any], shardings: Mapping[int, tuple[NamedSharding, ...]]
+) -> dict[int, tuple[jax.Array, ...]]:
+    by_mesh: dict[Any, list[tuple[int, NamedSharding]]] = {}
+    for i, copies in shardings.items():
+        for sharding in copies:
+            by_mesh.setdefault(sharding.mesh, []).append((i, sharding))
+    found: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(shardings, ())
+    for mesh, targets in by_mesh.items():
+        arguments = transfer(args, [NamedSharding(mesh, PartitionSpec())] * len(args))
+        numbers, out = [i for i, _ in targets], [sharding for _, sharding in targets]
+        arrays = jax.jit(lambda *xs, numbers=numbers: _evaluate(init, xs, numbers), out_shardings=out)(*arguments)
+        for i, array in zip(numbers, arrays, strict=True):
+            found[i] += (array,)
+    return found
+
+
+def _evaluate(init: ClosedJaxpr, args: Sequence[Any], numbers: Iterable[int]) -> list[Any]:
+    """Some leaves of a state; XLA drops computations that only the others need."""
+    flat = jaxpr_as_fun(init)(*args)
+    return [flat[i] for i in numbers]

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from msrl_jax.fragments.runtime import processes
+from msrl_jax.fragments.runtime import transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,4 +17,4 @@ class FakeDevice:
 def test_gathered_blocks_have_one_sender():
     """Of equal blocks, the device of the lowest process and number sends its own."""
     a, b, c = FakeDevice(0, 1), FakeDevice(9, 0), FakeDevice(1, 1)
-    assert processes.first_holders({a: ((0, 2),), b: ((0, 2),), c: ((2, 4),)}) == {((0, 2),): b, ((2, 4),): c}
+    assert transfer.first_holders({a: ((0, 2),), b: ((0, 2),), c: ((2, 4),)}) == {((0, 2),): b, ((2, 4),): c}

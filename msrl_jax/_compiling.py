@@ -1,6 +1,6 @@
-"""XLA's programs on disk, so that the second start of a run does not compile what the first has compiled.
+"""Quick starts: XLA's programs on disk, for the next start, and compiling in other threads.
 
-It is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
+On disk is JAX's persistent compilation cache, in a folder of the user's, on unless the user has set up a cache of his own. The
 environment variable MSRL_JAX_CACHE is `off`, `on` or a folder. JAX bounds the folder's size only with a lock that every reading
 takes, so here its oldest files are removed at the start of a process.
 """
@@ -13,11 +13,18 @@ import os
 import platform
 import shutil
 import sys
+import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_THREAD = "msrl-jax in the background"
 
 VARIABLE = "MSRL_JAX_CACHE"
 
@@ -41,13 +48,7 @@ class CacheWarning(UserWarning):
 
 
 def user_folder() -> Path:
-    """The folder for compiled programs among the user's caches.
-
-    Raises:
-      RuntimeError: if the user has no home.
-    """
-    if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
-        return Path(local) / "msrl-jax" / "programs"
+    """The folder for compiled programs among the user's caches; raises RuntimeError if the user has no home."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "msrl-jax" / "programs"
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -65,7 +66,7 @@ def machine() -> str:
 
 
 @contextlib.contextmanager
-def on() -> Iterator[None]:
+def on_disk() -> Iterator[None]:
     """Keeps compiled programs on disk within the context, unless JAX has a cache already or the user wants none.
 
     Warns once, and goes on without, if there is no folder to write to.
@@ -140,12 +141,8 @@ def _is_whole(data: bytes) -> bool:
     if data[:4] == b"\x28\xb5\x2f\xfd":  # Zstandard, if it is installed; JAX reports what it cannot read
         return True
     stream = zlib.decompressobj()
-    try:
-        while data and not stream.eof:
-            stream.decompress(data, 2**20)
-            data = stream.unconsumed_tail
-    except zlib.error:
-        return False
+    with contextlib.suppress(zlib.error):
+        stream.decompress(data)
     return stream.eof
 
 
@@ -166,3 +163,28 @@ def _remove_oldest(folder: Path) -> None:
             return
         path.unlink(missing_ok=True)
         total -= size
+
+
+def in_background(work: Callable[[], T]) -> Callable[[], T]:
+    """Starts work in a thread; returns a function that waits for its result, or raises its error.
+
+    Settings of JAX that are contexts, such as `jax.enable_x64`, do not reach the work, so it must not trace.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name=_THREAD).start()
+    except RuntimeError:  # Python ends, and starts no more threads
+        run()
+    return future.result
+
+
+def is_busy() -> bool:
+    """Whether a thread works in the background; Python waits for it before the process ends."""
+    return any(thread.name == _THREAD for thread in threading.enumerate())

@@ -20,14 +20,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.2).
 
-    Args:
-      key0: first words of the keys. `[...]` uint32
-      key1: second words of the keys. `[...]` uint32
-      x0: first words of the counters. `[...]` uint32
-      x1: second words of the counters. `[...]` uint32
-
-    Returns:
-      The two words of random bits for each counter. `[...]` uint32
+    Takes the two words of keys and of counters, all `[...]` uint32; returns the two words of random bits for each counter.
     """
     # `lax.add` and not `+`, and so on: tracing takes a third of the time, and a run traces this for every shape that it draws.
     keys = (key0, key1, lax.bitwise_xor(lax.bitwise_xor(key0, key1), _PARITY))

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax._threefry import lower, threefry2x32
 from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.threefry import lower, threefry2x32
 from tests.support import processes
 
 # Known-answer tests of Random123 1.14 (kat_vectors): counters, keys, results.

@@ -1,0 +1,298 @@
+"""The distribution policies, and how to get one by its name."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from msrl_jax import _registry
+from msrl_jax._spelling import suggestion
+from msrl_jax.fragments.placement import check_staleness
+from msrl_jax.policies.base import (
+    ACTING,
+    BUFFERING,
+    CodecChoice,
+    Device,
+    DistributionPolicy,
+    Layout,
+    Placement,
+    check_codecs,
+    described,
+    edges,
+    on_platform,
+    splitting,
+    take,
+)
+
+
+@dataclass(frozen=True)
+class GPUOnly:
+    """Everything on one mesh; environments are split over it, and gradients are all-reduced inside the program.
+
+    The architecture of Anakin, WarpDrive and PureJaxRL (which uses one device). MSRL's DP-GPUOnly.
+
+    Attributes:
+      num_devices: number of devices; None for the largest number that divides the number of environments, or of
+        members.
+    """
+
+    num_devices: int | None = None
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places all roles on one mesh."""
+        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        all_devices = Placement.over("all", used)
+        return Layout(dict.fromkeys(("env", "actor", "learner", "server"), all_devices), policy=described(self))
+
+
+@dataclass(frozen=True)
+class MultiLearner:
+    """An acting program and a learning program on every device; only gradients cross, as an all-reduce.
+
+    The architecture of DD-PPO and of RLlib's multi-GPU learners. MSRL's DP-MultiLearner.
+
+    Attributes:
+      num_devices: number of devices; None for the largest number that divides the number of environments, or of
+        members.
+    """
+
+    num_devices: int | None = None
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places actors and learners side by side on one mesh."""
+        (used,) = take(devices, {"num_devices": self.num_devices}, sizes, self, BUFFERING).values()
+        actors, learners = Placement.over("actors", used), Placement.over("learners", used)
+        roles = {"env": actors, "actor": actors, "learner": learners, "server": learners}
+        return Layout(roles, policy=described(self))
+
+
+@dataclass(frozen=True)
+class SingleLearnerCoarse:
+    """Actors with their environments on one sub-mesh, the learner on another.
+
+    Once per iteration actors send trajectories and receive parameters: the architecture of Acme and Sebulba, and of IMPALA if
+    `staleness` is above 0. With `buffers`, replay buffers have separate devices, as in Ape-X. MSRL's DP-SingleLearnerCoarse.
+
+    Attributes:
+      actors: number of devices that act; None for the largest remaining number that divides the number of environments.
+      learners: number of devices that learn (data-parallel if more than one).
+      staleness: how many iterations the actors' parameters lag behind, as do the priorities of buffers on other devices than
+        the learner's; if above 0, acting and sampling overlap learning.
+      buffers: number of separate devices for replay buffers; "actors" for the acting devices, which then send only samples;
+        None for the learner's devices.
+      env_platform: platform of the acting devices, such as "cpu"; None for the platform of the others.
+      trajectory_codec: codec for trajectories, such as "bfloat16" or {"state.obs": "frame_stack(4)"}; None for no codec.
+      parameter_codec: codec for parameters.
+    """
+
+    actors: int | None = None
+    learners: int = 1
+    staleness: int = 0
+    buffers: int | Literal["actors"] | None = None
+    env_platform: str | None = None
+    trajectory_codec: CodecChoice = None
+    parameter_codec: CodecChoice = None
+
+    def __post_init__(self):
+        check_staleness(self.staleness)
+        check_codecs(self, "trajectory_codec", "parameter_codec")
+        if self.buffers not in (None, "actors") and (
+            not isinstance(self.buffers, int) or isinstance(self.buffers, bool) or self.buffers < 1
+        ):
+            raise ValueError(f"buffers={self.buffers!r} must be a number of devices, 'actors' or None (the learner's)")
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places actors, learners and, if they have separate devices, buffers on disjoint sub-meshes."""
+        own = {} if self.buffers in (None, "actors") else {"buffers": self.buffers}
+        others = {"learners": self.learners, **own}
+        buffering = "buffers" if own else "actors" if self.buffers == "actors" else "learners"
+        axes = {name: BUFFERING if name == buffering else ACTING for name in ("actors", *others)}
+        parts = _parts(devices, "actors", self.actors, others, self.env_platform, sizes, self, axes["actors"])
+        placed = {name: Placement.over(name, part, split=splitting(axes[name])) for name, part in parts.items()}
+        actors, learners, buffers = placed["actors"], placed["learners"], placed[buffering]
+        roles = {"env": actors, "actor": actors, "learner": learners, "server": learners, "buffer": buffers}
+        upward = [("actors", "buffers"), ("buffers", "learners")] if own else [("actors", "learners")]
+        up = [edge for hop in upward for edge in edges(*hop, up=self.trajectory_codec)]
+        codecs = (*up, *edges("actors", "learners", down=self.parameter_codec))
+        return Layout(roles, self.staleness, codecs, policy=described(self))
+
+
+@dataclass(frozen=True)
+class SingleLearnerFine:
+    """Environments on one sub-mesh; inference and learning on another.
+
+    At every step the learner receives observations and sends actions, so parameters never move: SEED RL's architecture. MSRL's
+    DP-SingleLearnerFine.
+
+    Attributes:
+      envs: number of devices that step environments; None for the largest remaining number that divides the number of
+        environments.
+      learners: number of devices for inference and learning.
+      env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
+      observation_codec: codec for observations, such as {"obs": "uint8"} for images; None for no codec.
+    """
+
+    envs: int | None = None
+    learners: int = 1
+    env_platform: str | None = None
+    observation_codec: CodecChoice = None
+
+    def __post_init__(self):
+        check_codecs(self, "observation_codec")
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places environments apart from the networks."""
+        parts = _parts(devices, "envs", self.envs, {"learners": self.learners}, self.env_platform, sizes, self)
+        envs = Placement.over("envs", parts["envs"], split=splitting(ACTING))
+        learners = Placement.over("learners", parts["learners"])
+        roles = {"env": envs, "actor": learners, "learner": learners, "server": learners}
+        return Layout(roles, codecs=edges("envs", "learners", up=self.observation_codec), policy=described(self))
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Environments on their own devices; the agents' networks on another sub-mesh, split along the "agent" axis.
+
+    For many agents or expensive environments, as in MALib. MSRL's DP-Environments. The agents' devices split arrays without an
+    "agent" dimension along "env", so a single agent trains data-parallel.
+
+    Attributes:
+      envs: number of devices that step environments; None for the largest number, up to half of the devices, that divides
+        the number of environments.
+      agents: number of devices that hold agents; None for the largest remaining number that divides the number of agents
+        (of environments if there is no "agent" axis).
+      env_platform: platform of the environments' devices, such as "cpu"; None for the platform of the others.
+    """
+
+    envs: int | None = None
+    agents: int | None = None
+    env_platform: str | None = None
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places environments on one sub-mesh and agents on another."""
+        wanted = {"agents": self.agents}
+        axes = ("agent",) if "agent" in sizes else BUFFERING
+        if self.env_platform is not None:
+            envs = take(on_platform(self.env_platform, devices), {"envs": self.envs}, sizes, self)["envs"]
+            agents = take(devices, wanted, sizes, self, axes)["agents"]
+        elif len(devices) == 1:
+            envs, agents = take(devices, {"envs": self.envs, "agents": self.agents or 1}, sizes, self).values()
+        else:
+            half = len(devices) - self.agents if self.agents else max(1, len(devices) // 2)
+            envs = take(devices if self.envs else devices[:half], {"envs": self.envs}, sizes, self)["envs"]
+            agents = take(devices[len(envs) :], wanted, sizes, self, axes)["agents"]
+        env_mesh = Placement.over("envs", envs, split=splitting(ACTING))
+        agent_mesh = Placement.over("agents", agents, split=("agent", *BUFFERING, "member"))
+        roles = {"env": env_mesh, "actor": agent_mesh, "learner": agent_mesh, "server": agent_mesh}
+        return Layout(roles, policy=described(self))
+
+
+@dataclass(frozen=True)
+class Central:
+    """Workers act and compute gradients; a server keeps the parameters and applies the gradients.
+
+    With every minibatch the server receives gradients and sends parameters, as a parameter server. MSRL's DP-Central.
+
+    Attributes:
+      workers: number of devices that act and compute gradients; None for the largest remaining number that divides the
+        number of environments.
+      shards: number of devices of the server; each keeps one part of every large tensor.
+      gradient_codec: codec for gradients, such as "bfloat16"; None for no codec.
+      parameter_codec: codec for parameters.
+    """
+
+    workers: int | None = None
+    shards: int = 1
+    gradient_codec: CodecChoice = None
+    parameter_codec: CodecChoice = None
+
+    def __post_init__(self):
+        check_codecs(self, "gradient_codec", "parameter_codec")
+
+    def layout(self, devices: Sequence[Device], sizes: Mapping[str, int]) -> Layout:
+        """Places the server on separate devices."""
+        parts = take(devices, {"workers": self.workers, "shards": self.shards}, sizes, self, BUFFERING)
+        workers = Placement.over("workers", parts["workers"])
+        server = Placement.over("server", parts["shards"], split=(), scatter=True)
+        roles = {"env": workers, "actor": workers, "learner": workers, "server": server}
+        codecs = edges("workers", "server", up=self.gradient_codec, down=self.parameter_codec)
+        return Layout(roles, codecs=codecs, policy=described(self))
+
+
+def _parts(
+    devices: Sequence[Device],
+    first: str,
+    num_first: int | None,
+    others: Mapping[str, int | None],
+    platform: str | None,
+    sizes: Mapping[str, int],
+    policy: object,
+    axes: Sequence[str] = ACTING,
+) -> dict[str, list[Device]]:
+    """The devices of each part; those of the first part may be on another platform."""
+    if platform is None:
+        return take(devices, {first: num_first, **others}, sizes, policy, axes)
+    elsewhere = take(on_platform(platform, devices), {first: num_first}, sizes, policy, axes)
+    return elsewhere | take(devices, others, sizes, policy)
+
+
+_ALL = (GPUOnly, MultiLearner, SingleLearnerCoarse, SingleLearnerFine, Environments, Central)
+
+POLICIES: dict[str, type] = {policy.__name__: policy for policy in _ALL}
+
+
+def register(policy: type) -> type:
+    """Adds a distribution policy to the registry, so that `get` finds it by the name of its class.
+
+    Args:
+      policy: a dataclass with a method `layout(devices, sizes)`.
+
+    Returns:
+      The same class.
+
+    Raises:
+      ValueError: if another policy has that name.
+    """
+    return _registry.add("policy", POLICIES, policy.__name__, policy)
+
+
+def names() -> list[str]:
+    """The names of all distribution policies."""
+    return sorted(POLICIES)
+
+
+def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPolicy:
+    """Looks up a distribution policy.
+
+    Args:
+      policy: a name in `POLICIES` (case is ignored); `MODULE:CLASS` of one of your own, whose module is also looked for in the
+        working directory; or a policy, which is returned unchanged.
+      **parameters: the policy's parameters, such as `learners=2`.
+
+    Returns:
+      The policy.
+
+    Raises:
+      ValueError: if there is no such policy, or it has no such parameter; suggests the nearest.
+      TypeError: if `policy` is neither a name nor a policy, or parameters are given for a policy object.
+    """
+    if not isinstance(policy, str):
+        if not isinstance(policy, DistributionPolicy) or isinstance(policy, type):
+            raise TypeError(f"{policy!r} is no distribution policy: it needs a method layout(devices, sizes)")
+        if parameters:
+            raise TypeError(f"{policy!r} is a policy already; set {sorted(parameters)} where it is made")
+        return policy
+    module, colon, rest = policy.partition(":")
+    if colon and module.lower() in map(str.lower, POLICIES):
+        raise ValueError(f"cannot read {rest!r} in {policy!r}; write {module}:key=value,key=value")
+    if colon:
+        cls: Any = _registry.imported("policy", policy, "a class with a method layout(devices, sizes)")
+    else:
+        cls = _registry.find("policy", POLICIES, policy)
+    fields = list(inspect.signature(cls).parameters)
+    for name in parameters:
+        if name not in fields:
+            others = [n for n, other in POLICIES.items() if name in inspect.signature(other).parameters]
+            hint = f" (a parameter of {' and '.join(others)})" if others else suggestion(name, fields)
+            raise ValueError(f"{cls.__name__} has no parameter {name!r}{hint}; its parameters are {', '.join(fields)}")
+    return get(cls(**parameters))
