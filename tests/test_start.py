@@ -15,7 +15,7 @@ import pytest
 import msrl_jax as msrl
 from msrl_jax import _compiling
 from msrl_jax.cli.actions import names_in_sources
-from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support import processes
 
 RUN = """
@@ -239,19 +239,19 @@ def three_numbers():
 def test_another_thread_compiles_the_same_program_once():
     executables, x = Executables(), three_numbers()
     double = lambda x: (2 * x,)  # noqa: E731
-    executables.begin("double", double, [x], (), None)
-    executables.begin("double", double, [x], (), None)
-    compiled = executables.compile("double", double, [x], (), None)
-    assert executables.compile("double", double, [x], (), None) is compiled and executables.count == 1
+    executables.begin(Request("double", double, [x]))
+    executables.begin(Request("double", double, [x]))
+    compiled = executables.compile(Request("double", double, [x]))
+    assert executables.compile(Request("double", double, [x])) is compiled and executables.count == 1
     np.testing.assert_array_equal(compiled(jnp.arange(3.0))[0], [0, 2, 4])
 
 
 def test_an_error_of_another_thread_s_compiler_reaches_the_user():
     executables, x = Executables(), three_numbers()
     call = lambda x: (jax.ffi.ffi_call("no_such_target", x)(x),)  # noqa: E731
-    executables.begin("call", call, [x], (), None)
+    executables.begin(Request("call", call, [x]))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_target"):
-        executables.compile("call", call, [x], (), None)
+        executables.compile(Request("call", call, [x]))
 
 
 def test_a_thread_that_outlives_the_main_thread_compiles(tmp_path):

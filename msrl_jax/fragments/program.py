@@ -55,6 +55,7 @@ class Program(Generic[State]):
       layout: the placements.
       graph: the fragmented dataflow graph: nodes with their placements, opened loops inside.
       schedule: the instructions with the state's and the metrics' values.
+      traced: the traced iteration, before it was cut into programs.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Program(Generic[State]):
         self.layout, self.graph, self.schedule = layout, graph, schedule
         self._costs, self._fit = costs, fit
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        self._tree, self._traced = tree, traced
+        self._tree, self.traced = tree, traced
         self._executables = Executables(seconds=seconds)
         self._expected = ExpectedState(tree, [copies[0].label for copies in schedule.inputs[: tree.num_leaves]], traced)
         self._executor: Executor | None = None
@@ -111,11 +112,6 @@ class Program(Generic[State]):
     def devices(self) -> tuple[Device, ...]:
         """The devices in use."""
         return self.layout.devices
-
-    @property
-    def traced(self) -> Traced:
-        """The traced iteration, before it was cut into programs."""
-        return self._traced
 
     @property
     def compile_seconds(self) -> float:
@@ -228,7 +224,7 @@ class Program(Generic[State]):
             leaves, row = [(x,) for x in flat[:count]], flat[count:]
         if len(self.devices) > 1 and self.devices[0].platform == "cpu":
             jax.block_until_ready(row)  # programs of many calls could fill the queues of CPU devices, see runtime/execute.py
-        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, row)
+        return self._wrap(leaves), jax.tree.unflatten(self.traced.metrics, row)
 
     def run(
         self, state: State | Delayed, iterations: int, *, chunk: int | None = None, donate: bool = False
@@ -260,7 +256,7 @@ class Program(Generic[State]):
         for start in range(0, iterations, chunk):
             leaves, metrics = self._chunk(leaves, min(chunk, iterations - start), chunk)
             parts.append(metrics)
-        return self._wrap(leaves), jax.tree.unflatten(self._traced.metrics, _joined(parts))
+        return self._wrap(leaves), jax.tree.unflatten(self.traced.metrics, _joined(parts))
 
     def warm_up(self, chunk: int = 1) -> None:
         """Compiles everything that a run with this chunk needs, without running it.
@@ -366,7 +362,7 @@ class Program(Generic[State]):
 
     def _check_fits(self, compiled: jax.stages.Compiled, name: str) -> None:
         if compiled not in self._fitting:
-            array = largest_array(self._traced.jaxpr.jaxpr)
+            array = largest_array(self.traced.jaxpr.jaxpr)
             check_program_fits(
                 compiled, f"program {name}",
                 f"The largest array of an iteration, before it is split, is {array}. Use fewer environments or seeds, shorter "

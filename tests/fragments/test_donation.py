@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import msrl_jax as msrl
 from msrl_jax import policies
 from msrl_jax.fragments.passes.instructions import Run
-from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables, Request
 from tests.support.compare import as_numpy, assert_close, run_plain
 from tests.support.same_run import ENVS, EVERYWHERE
 
@@ -104,9 +104,9 @@ def test_equal_programs_that_donate_otherwise_are_not_shared(devices):
     def add(x):
         return (x + 1,)
 
-    keeps = executables.compile("add", add, [x], (), None)
-    consumes = executables.compile("add", add, [x], (0,), None)
-    assert executables.compile("add", add, [x], (), None) is keeps and executables.count == 2
+    keeps = executables.compile(Request("add", add, [x]))
+    consumes = executables.compile(Request("add", add, [x], (0,)))
+    assert executables.compile(Request("add", add, [x])) is keeps and executables.count == 2
     array = jax.device_put(jnp.ones(4), devices[0])
     keeps(array)
     assert not array.is_deleted()

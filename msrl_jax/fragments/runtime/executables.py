@@ -33,6 +33,33 @@ class Coalesced:
     shardings: tuple[NamedSharding, ...]  # the shardings of what arrives: the values that travel alone, then the vectors
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A function to compile. Where a sharding of an argument or a result, or `out`, is None, XLA chooses."""
+
+    key: Hashable  # keys are equal for equal functions only
+    fn: Callable[..., Any]
+    args: Sequence[jax.ShapeDtypeStruct]
+    donate: Sequence[int] = ()
+    out: Sequence[NamedSharding | None] | None = None
+
+    @functools.cached_property
+    def all(self) -> Hashable:
+        """Equal for requests of which one program does."""
+        shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in self.args)
+        return self.key, shapes, tuple(self.donate), None if self.out is None else tuple(self.out)
+
+    @functools.cached_property
+    def jitted(self) -> jax.stages.Wrapped:
+        """The function under `jax.jit`."""
+        out = None if self.out is None else tuple(self.out)
+        return jax.jit(self.fn, donate_argnums=tuple(self.donate), out_shardings=out)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traces the function, and lowers it."""
+        return lower(self.jitted, *self.args)
+
+
 @dataclass(eq=False)
 class Executables:
     """Compiled programs and the shardings between them."""
@@ -50,68 +77,32 @@ class Executables:
         """The function to call for running an executable."""
         return self._by_jit.get(compiled, compiled)
 
-    def compile(
-        self,
-        key: Hashable,
-        fn: Callable[..., Any],
-        args: Sequence[jax.ShapeDtypeStruct],
-        donate: Sequence[int],
-        out: Sequence[NamedSharding | None] | None,
-    ) -> jax.stages.Compiled:
-        """Compiles a function ahead of time, unless an equal one with equal shardings has been compiled before.
-
-        Keys are equal for equal functions only. XLA chooses a sharding of an argument or a result that is None, and all of
-        the results if `out` is None.
-        """
-        full = _key(key, args, donate, out)
-        if full not in self._cache:
-            with self._compiling(fn, args):
-                jitted = _jitted(fn, donate, out)
-                begun = self._begun.pop(full, None)
-                compiled = self._cache[full] = begun() if begun else lower(jitted, *args).compile()
-            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in args):
-                self._by_jit[compiled] = jitted
+    def compile(self, request: Request) -> jax.stages.Compiled:
+        """Compiles a function ahead of time, unless an equal request has been made before."""
+        if request.all not in self._cache:
+            with self._compiling(request):
+                begun = self._begun.pop(request.all, None)
+                compiled = self._cache[request.all] = begun() if begun else request.lower().compile()
+            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in request.args):
+                self._by_jit[compiled] = request.jitted
             self.count += 1
-        return self._cache[full]
+        return self._cache[request.all]
 
-    def begin(
-        self,
-        key: Hashable,
-        fn: Callable[..., Any],
-        args: Sequence[jax.ShapeDtypeStruct],
-        donate: Sequence[int],
-        out: Sequence[NamedSharding | None] | None,
-    ) -> None:
-        """Traces a function, and has another thread compile it; `compile` with equal arguments waits for that."""
-        full = _key(key, args, donate, out)
-        if full not in self._cache and full not in self._begun:
-            with self._compiling(fn, args):
-                jitted = _jitted(fn, donate, out)
-                self._begun[full] = in_background(lower(jitted, *args).compile)
+    def begin(self, request: Request) -> None:
+        """Traces a function, and has another thread compile it; `compile` of an equal request waits for that."""
+        if request.all not in self._cache and request.all not in self._begun:
+            with self._compiling(request):
+                self._begun[request.all] = in_background(request.lower().compile)
 
     @contextlib.contextmanager
-    def _compiling(self, fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct]) -> Iterator[None]:
+    def _compiling(self, request: Request) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            devices = {d for a in args if a.sharding is not None for d in a.sharding.device_set}
-            raise _explained(error, fn.__name__, devices) from error
+            devices = {d for a in request.args if a.sharding is not None for d in a.sharding.device_set}
+            raise _explained(error, request.fn.__name__, devices) from error
         self.seconds += time.perf_counter() - start
-
-
-def _jitted(fn: Callable[..., Any], donate: Sequence[int], out: Sequence[NamedSharding | None] | None) -> jax.stages.Wrapped:
-    return jax.jit(fn, donate_argnums=tuple(donate), out_shardings=out if out is None else tuple(out))
-
-
-def _key(
-    key: Hashable,
-    args: Sequence[jax.ShapeDtypeStruct],
-    donate: Sequence[int],
-    out: Sequence[NamedSharding | None] | None,
-) -> Hashable:
-    shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in args)
-    return key, shapes, tuple(donate), out if out is None else tuple(out)
 
 
 def _explained(error: ValueError | RuntimeError, name: str, devices: Set[Device]) -> ValueError | RuntimeError:
@@ -173,7 +164,7 @@ class FusedLoop:
 
     def begin(self, executables: Executables, most: int) -> None:
         """Has another thread compile the program; `compile` then waits for that."""
-        executables.begin(*self._request(most, True, [None] * len(self.metrics)))
+        executables.begin(self._request(most, True, [None] * len(self.metrics)))
 
     def compile(self, executables: Executables, most: int | None, *, donate: bool = True) -> jax.stages.Compiled:
         """The program of up to `most` iterations, whose number is its first argument; of one iteration if None.
@@ -183,15 +174,13 @@ class FusedLoop:
         axis of length `most`, of which only the rows of iterations that ran have a meaning.
         """
         for prescribed in ([None] * len(self.metrics), [replicated(v) for v in self.metrics]):
-            compiled = executables.compile(*self._request(most, donate, prescribed))
+            compiled = executables.compile(self._request(most, donate, prescribed))
             made = compiled.output_shardings[len(self.leaves) :]
             if all(on_own_mesh(s, v) for s, v in zip(made, self.metrics, strict=True)):
                 return compiled
         raise RuntimeError("XLA does not keep the shardings that were prescribed for metrics")
 
-    def _request(
-        self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]
-    ) -> tuple[Hashable, Callable[..., Any], Any, Any, Any]:
+    def _request(self, most: int | None, donate: bool, prescribed: Sequence[NamedSharding | None]) -> Request:
         count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(self.leaves[0]) if self.leaves else None)
         before = [] if most is None else [count]
         args = [
@@ -200,7 +189,7 @@ class FusedLoop:
         ]
         donated = range(len(before), len(before) + len(args)) if donate else ()
         fn = self._once if most is None else self._iterations(most)
-        return ("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed]
+        return Request(("iterations", most), fn, [*before, *args], donated, [*self.shardings, *prescribed])
 
     def _once(self, *leaves: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(self.iteration(*leaves))

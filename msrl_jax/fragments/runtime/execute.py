@@ -224,7 +224,7 @@ class Executor:
             return call
         launched = self._launched.setdefault(mesh, [0])
         ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
-        wait = self._around(_wait)
+        wait = self._around(jax.block_until_ready)
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)
@@ -340,10 +340,6 @@ def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]
 def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     """Puts arrays of several devices on one device, for which JAX would look through all copies."""
     return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
-
-
-def _wait(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    return jax.block_until_ready(arrays)
 
 
 def _set(indices: Sequence[int], arrays: Sequence[jax.Array | None]) -> Step:

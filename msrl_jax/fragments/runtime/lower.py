@@ -20,7 +20,7 @@ from msrl_jax._compat import jaxpr_as_fun
 from msrl_jax.fragments.graph.program_key import program_key
 from msrl_jax.fragments.passes.instructions import Alloc, Carry, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.passes.repairs import repaired
-from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, on_own_mesh, replicated
+from msrl_jax.fragments.runtime.executables import SMALLER_THAN_A_BYTE, Coalesced, Executables, Request, on_own_mesh, replicated
 from msrl_jax.fragments.runtime.memory import is_planned
 
 SMALL = 2**16
@@ -172,7 +172,7 @@ class _Lowering:
             out = tuple(prescribed.get(v) for v in results)
             donate = [first + k for k in self.reusable(i, out)]
             donate += [first + len(i.inputs) + k for k in range(len(i.writes))]
-            compiled = self.executables.compile(key, body(i), [self.spec(v) for v in values], donate, out)
+            compiled = self.executables.compile(Request(key, body(i), list(map(self.spec, values)), donate, out))
             settled = self.take_inputs(values, compiled)
             more = self.demands(results, compiled, prescribed, pairs)
             if settled and not more:
@@ -240,7 +240,7 @@ class _Lowering:
         for v in taken:
             self.known[v] = self.known[v] or replicated(v)
         out = tuple(self.known[v] or replicated(v) for v in i.results)
-        self.executables.compiled[i] = self.executables.compile("copy", _copy, [self.spec(v) for v in taken], (), out)
+        self.executables.compiled[i] = self.executables.compile(Request("copy", _copy, list(map(self.spec, taken)), (), out))
 
     def alloc(self, i: Alloc) -> None:
         out = tuple(self.known[v] or replicated(v) for v in i.results)
@@ -249,7 +249,7 @@ class _Lowering:
         def empty() -> tuple[jax.Array, ...]:
             return tuple(jax.lax.empty(shape, dtype) for shape, dtype in kinds)
 
-        self.executables.compiled[i] = self.executables.compile(("alloc", kinds), empty, (), (), out)
+        self.executables.compiled[i] = self.executables.compile(Request(("alloc", kinds), empty, (), (), out))
 
 
 def _sent_to_shards(instructions: Iterable[Instruction]) -> set[Value]:
@@ -332,8 +332,8 @@ def coalesce(i: Move, executables: Executables) -> None:
     vectors = [_spec(x, to) for x, to in zip(jax.eval_shape(join, *arrays), arriving, strict=True)]
     executables.coalesced[i] = Coalesced(
         alone, joined,
-        executables.compile(("join", shapes), join, arrays, (), sent),
-        executables.compile(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined]),
+        executables.compile(Request(("join", shapes), join, arrays, (), sent)),
+        executables.compile(Request(("split", shapes), split, vectors, (), [at[i.results[k]] for k in joined])),
         (*(at[i.results[k]] for k in alone), *arriving),
     )  # fmt: skip
 

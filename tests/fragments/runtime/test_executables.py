@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.passes.instructions import Run
-from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables, Request
 from msrl_jax.fragments.runtime.threefry import lower
 from tests.support import toy
 from tests.support.compare import assert_close, run_plain
@@ -19,7 +19,7 @@ def test_errors_of_programs_whose_arguments_xla_may_split_are_shown():
         raise ValueError("no such operation")
 
     with pytest.raises(ValueError, match="no such operation"):
-        Executables().compile("key", fails, [jax.ShapeDtypeStruct((2,), jnp.float32)], (), None)
+        Executables().compile(Request("key", fails, [jax.ShapeDtypeStruct((2,), jnp.float32)]))
 
 
 def test_a_fragment_used_twice_is_compiled_once():
