@@ -15,7 +15,7 @@ passes in this order:
     repaired      passes/repairs.py        jaxpr of a program -> jaxpr that XLA partitions rightly
     lower         runtime/lower.py         Schedule -> compiled programs and shardings (on first use)
 
-passes/checks.py applies the policy to devices and sizes before them and refuses bad input between them.
+passes/checks.py applies the policy to devices and sizes before them, and refuses bad input between them.
 `Executor` (runtime/execute.py) runs the instructions. If one placement holds the whole loop, the loop is one program instead
 (`FusedLoop` in runtime/executables.py). `explain` (plan/explain.py) describes the result as a `Plan` (plan/plan.py).
 """

@@ -270,23 +270,14 @@ class Program(Generic[State]):
             self._lower()
 
     def begin(self, chunk: int = 1) -> None:
-        """Has another thread compile what a run with this chunk needs, if that is one program, so that `warm_up` ends sooner.
-
-        Args:
-          chunk: iterations between two readings of the metrics.
-        """
+        """Has another thread compile what a run with this chunk needs, if it is one program, so that `warm_up` ends sooner."""
         if self._fused and jax.process_count() == 1:
             self._fused.begin(self._executables, chunk)
 
     def compiled(self, chunk: int = 1) -> list[jax.stages.Compiled]:
-        """The XLA programs, for cost analysis and inspection.
+        """The XLA programs of one iteration, for cost analysis and inspection.
 
-        Args:
-          chunk: the largest number of iterations in one program, if the policy fuses the loop.
-
-        Returns:
-          The one program of up to `chunk` iterations, whose first argument is their number, if the policy fuses the loop,
-          else the programs of one iteration.
+        If the policy fuses the loop, the one program of up to `chunk` iterations, whose first argument is their number.
         """
         self.warm_up(chunk)
         if self._fused:
@@ -307,14 +298,7 @@ class Program(Generic[State]):
         )  # fmt: skip
 
     def measure_dispatch(self, state: State | Delayed) -> Dispatch | None:
-        """Measures what the host spends to dispatch an iteration, over a few iterations.
-
-        Args:
-          state: the state. It stays valid.
-
-        Returns:
-          The measurement; None if the policy fuses the loop, which is one call then.
-        """
+        """Measures what the host spends to dispatch an iteration, over a few of them; None if the policy fuses the loop."""
         if self.is_fused:
             return None
         self._check_setting()
