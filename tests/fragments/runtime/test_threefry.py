@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from msrl_jax.fragments.runtime.executables import Executables
+from msrl_jax.fragments.runtime.executables import Executables, Request
 from msrl_jax.fragments.runtime.threefry import lower, threefry2x32
 from tests.support import processes
 
@@ -56,7 +56,7 @@ def test_numbers_are_those_of_jax_alone(tmp_path):
 def test_the_compiled_program_has_no_loop(draw):
     key = jax.device_put(jax.random.key(0), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     spec = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=key.sharding)
-    program = Executables().compile("draw", lambda key: (draw(key),), [spec], (), None)
+    program = Executables().compile(Request("draw", lambda key: (draw(key),), [spec]))
     assert " while(" not in program.as_text()
 
 
