@@ -2,16 +2,35 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+
+class Device(Protocol):
+    """The attributes of `jax.Device` that the compiler uses."""
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def platform(self) -> str:
+        """Such as "cpu", "gpu" or "tpu"."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """The number of the process that owns it."""
+        ...
+
+
 if TYPE_CHECKING:
     from msrl_jax.codecs import Codec
 
-Device: TypeAlias = jax.Device
 Rules = tuple[tuple[str, str], ...]
 
 AXES = ("env", "worker", "shard", "agent", "member")

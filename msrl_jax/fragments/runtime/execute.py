@@ -224,7 +224,7 @@ class Executor:
             return call
         launched = self._launched.setdefault(mesh, [0])
         ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
-        wait = self._around(jax.block_until_ready)
+        wait = self._around(_finished)
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)
@@ -331,6 +331,11 @@ def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
             slots[o] = x
 
     return step
+
+
+def _finished(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The arrays, once they are there."""
+    return jax.block_until_ready(arrays)
 
 
 def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
