@@ -95,6 +95,7 @@ def test_the_first_cell_installs_the_package_or_says_what_to_do(path, monkeypatc
     exec(code, {"get_ipython": None})
 
 
+@pytest.mark.long
 def test_the_tour_learns_and_its_runs_agree(tour):
     _, found = tour
     assert found["devices"] == 8
@@ -106,6 +107,7 @@ def test_the_tour_learns_and_its_runs_agree(tour):
     assert found["corridor"][-1] > 0.9 > 0.5 > found["corridor"][0]
 
 
+@pytest.mark.long
 def test_the_tour_shows_plan_and_curves_and_no_warning(tour):
     text = printed(tour[0])
     assert len(pictures(tour[0])) == 2

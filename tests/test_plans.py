@@ -62,6 +62,7 @@ def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
     assert gradients == [4] and all(numbers <= 8 for _, numbers in others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy", [pytest.param(GPUOnly(), marks=pytest.mark.slow), MultiLearner()], ids=lambda p: type(p).__name__
 )
@@ -85,6 +86,7 @@ ACTING = [n for n in names() if not (get(n).many_agents or get(n).offline)]
 OFTEN = ("ppo", "sac")  # one of each kind: `-m slow` runs the rest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algo", [a if a in OFTEN else pytest.param(a, marks=pytest.mark.slow) for a in ACTING])
 def test_async_samples_bounds_and_reports_the_age_of_parameters(algo):
     """Of every algorithm, whichever of the two parts that run at once is the faster: the same seed is the same run."""
@@ -113,6 +115,7 @@ def test_es_sends_seeds_and_returns_only():
     assert up <= 16 * SMALL["num_envs"] < parameters
 
 
+@pytest.mark.long
 def test_sync_replay_is_one_run_wherever_the_buffer_lies():
     options = {"prioritised": True, "learning_starts": 256, "num_updates": 2, "batch_size": 32}
     apart, state = plan("dqn", SingleLearnerCoarse(actors=2, buffers=2), num_devices=5, **options)
@@ -150,6 +153,7 @@ def test_async_replay_shards_delays_and_refreshes_as_declared():
     assert counts == {2 * 5}
 
 
+@pytest.mark.long
 def test_sync_batch_replay_draws_whole_batches_uniformly_at_the_declared_ratio():
     """Every update draws one of the 4 newest batches uniformly; the age of the acting parameters identifies the batch."""
     options = {"replay_batches": 4, "num_updates": 2, "optimizer": "adam"}

@@ -212,6 +212,7 @@ def test_virtual_devices_can_be_asked_for_where_the_pages_do():
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
 
 
+@pytest.mark.long
 def test_runs(run_sections):
     (namespace,), _ = run_sections(RUNS, TOP, steps=None)
     result = namespace["result"]
@@ -219,6 +220,7 @@ def test_runs(run_sections):
     assert [entry["before"]["total_steps"] for entry in result.description["resumed"]] == [40_000, 40_000]
 
 
+@pytest.mark.long
 def test_a_run_as_a_value(run_sections):
     (namespace,), output = run_sections(RUNS, "A run as a value")
     assert output.startswith("('seed', 0, 1)\n") and "GPUOnly()" in output
@@ -227,6 +229,7 @@ def test_a_run_as_a_value(run_sections):
     assert Experiment.from_json(described).difference(namespace["first"]) is None
 
 
+@pytest.mark.long
 def test_parts_of_ones_own(run_sections):
     (averaged, plateau), output = run_sections(ARCHITECTURE, "Adding a part", steps=1024)
     result = averaged["result"]
@@ -248,6 +251,7 @@ def test_parts_of_ones_own(run_sections):
     assert plateau["result"].status in ("finished", "stopped") and "at best" in output
 
 
+@pytest.mark.long
 def test_the_same_run_under_two_policies(run_sections):
     _, output = run_sections(README, TOP, steps=None)  # the block itself compares the runs
 
@@ -263,6 +267,7 @@ def test_the_same_run_under_two_policies(run_sections):
     assert len(found["apart"]) == len(shown["apart"]) == 4
 
 
+@pytest.mark.long
 def test_from_python(run_sections, tmp_path):
     (first, second), output = run_sections(README, "From Python")
     assert "Result: ppo on CartPole-v1, GPUOnly on 8 cpu devices" in output and "128 episodes" in output
@@ -273,6 +278,7 @@ def test_from_python(run_sections, tmp_path):
     assert result.seeds == 8 and result.history["episode_return"].shape == (1, 8)
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own(run_sections):
     (namespace,), output = run_sections(README, "A loop of your own")
     gain, distance = namespace["state"][0], namespace["metrics"]["distance"]
@@ -283,6 +289,7 @@ def test_a_loop_of_ones_own(run_sections):
     assert np.array(output.strip("[]\n").split(), float) == pytest.approx(distance[[0, -1]])
 
 
+@pytest.mark.long
 def test_a_policy_of_ones_own(run_sections):
     (namespace,), output = run_sections(POLICIES, "Your own policy")
     description = namespace["result"].description
@@ -290,6 +297,7 @@ def test_a_policy_of_ones_own(run_sections):
     assert "HalfAndHalf on 8 cpu devices" in output
 
 
+@pytest.mark.long
 def test_data(run_sections, tmp_path):
     titles = ("Recording", "Learning from data alone", "Learning from data and experience")
     (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
@@ -300,6 +308,7 @@ def test_data(run_sections, tmp_path):
     assert len(msrl.data.load(tmp_path / "medium.npz")) == 20_000
 
 
+@pytest.mark.long
 def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sections, tmp_path):
     (namespace,), _ = run_sections(ALGORITHMS, "Your own algorithm", steps=None)
     returns = namespace["result"].history["episode_return"]
@@ -319,17 +328,20 @@ def test_an_algorithm_of_ones_own_learns_and_its_plan_is_the_printed_one(run_sec
     assert saved.members == 2 and saved.config.num_envs == 8 and saved.history["step"][-1] == 512
 
 
+@pytest.mark.long
 def test_self_play(run_sections):
     (namespace,), output = run_sections(ALGORITHMS, "Self-play")
     assert namespace["table"].shape == (2, 6, 3)
     assert 0 < float(output.splitlines()[-1]) < 1
 
 
+@pytest.mark.long
 def test_a_plan_for_named_devices(run_sections):
     (namespace,), output = run_sections(SCALING, "Plans for devices that are not there")
     assert namespace["program"].devices == (jax.devices()[0],) and "GPUOnly()" in output and "learn" in output
 
 
+@pytest.mark.long
 def test_an_environment_of_ones_own(run_sections):
     (corridor, dials), _ = run_sections(ENVIRONMENTS, "Your own environment")
     result = corridor["result"]
@@ -340,6 +352,7 @@ def test_an_environment_of_ones_own(run_sections):
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
 
 
+@pytest.mark.long
 def test_parameters_as_data(run_sections):
     (poles, levels, springs), _ = run_sections(ENVIRONMENTS, "Parameters as data")
     for run in (poles["result"], poles["harder"], levels["result"]):
@@ -348,6 +361,7 @@ def test_parameters_as_data(run_sections):
     assert springs["result"].description["env_params"] == {"stiffness": "log_uniform(0.1, 10)"}
 
 
+@pytest.mark.long
 def test_a_function_that_the_host_calls(run_sections):
     (namespace,), output = run_sections(POLICIES, "Functions that the host calls")
     step, position, rewards = 0.3, 0.0, []
@@ -359,17 +373,20 @@ def test_a_function_that_the_host_calls(run_sections):
     assert "called by the host" in output and "measure" in output
 
 
+@pytest.mark.long
 def test_simulators_on_the_host(run_sections):
     (namespace,), output = run_sections(ENVIRONMENTS, "Simulators on the host", steps=1024)
     assert namespace["result"].evaluation.lengths.max() <= 100 and output.startswith("Evaluation(4 episodes")
 
 
+@pytest.mark.long
 def test_an_environment_with_legal_actions(run_sections):
     (namespace,), _ = run_sections(ENVIRONMENTS, "Legal actions")
     result, obs = namespace["result"], msrl.envs.MaskedObservation([1.0], [True, False, False])
     assert result.act(obs) == 0 and result.evaluation.finished.all()
 
 
+@pytest.mark.long
 def test_an_environment_with_several_agents(run_sections):
     (namespace, lamp), _ = run_sections(ENVIRONMENTS, "Several agents")
     assert np.isfinite(namespace["result"].history["episode_return"]).all()
@@ -377,6 +394,7 @@ def test_an_environment_with_several_agents(run_sections):
     assert lamp["env"].action_mask(lamp["state"]).tolist() == [[True] * 4, [True] * 3 + [False]]
 
 
+@pytest.mark.long
 def test_the_page_shows_where_a_nan_comes_from(run_sections):
     _, output = run_sections(GUARANTEES, "Numbers that are not finite")
     assert "\n1 env_step [1].reward\n" in output
@@ -405,6 +423,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
 
 
+@pytest.mark.long
 def test_settings_and_sweeps(run_sections):
     (settings, own, swept), _ = run_sections(POPULATIONS, "Members with different settings", "Sweeps", num=4)
     assert settings["result"].members == 12 and Path("rates.png").exists()
@@ -412,11 +431,13 @@ def test_settings_and_sweeps(run_sections):
     assert len(swept["swept"].trials) == 4 and Path("sweep.png").exists() and swept["best"].has_members
 
 
+@pytest.mark.long
 def test_tournaments(run_sections):
     (namespace,), _ = run_sections(POPULATIONS, "Tournaments", rounds=2)
     assert len(namespace["board"].rounds) == 2
 
 
+@pytest.mark.long
 def test_population_based_training(run_sections):
     (namespace,), _ = run_sections(POPULATIONS, "Population based training", steps=4 * 4096, every=2)
     result = namespace["result"]

@@ -110,6 +110,7 @@ def kept(tmp_path_factory):
     return folder, *train(folder.parent / "run", MSRL_JAX_CACHE=str(folder))
 
 
+@pytest.mark.long
 def test_a_default_run_compiles_few_programs(kept):
     _, (_, _, _, programs, _), _ = kept
     # The initial state, the training and the evaluation; then copies of the state, keys, and gymnax's spaces.
@@ -117,6 +118,7 @@ def test_a_default_run_compiles_few_programs(kept):
     assert len(programs) <= 10, programs
 
 
+@pytest.mark.long
 def test_the_second_run_compiles_nothing_again(kept, tmp_path):
     folder, (code, hits, misses, programs, after), said = kept
     assert (code, hits, after) == (0, 0, None) and misses >= 3 and said.count(f"kept in {folder}") == 1
@@ -129,6 +131,7 @@ def test_the_second_run_compiles_nothing_again(kept, tmp_path):
         assert named[0][name] == named[1][name], name
 
 
+@pytest.mark.long
 def test_a_damaged_program_is_compiled_again(kept, tmp_path):
     folder, _, _ = kept
     files = sorted(folder.rglob("*-cache"))
@@ -189,6 +192,7 @@ print(jax.config.jax_compilation_cache_dir)
 """
 
 
+@pytest.mark.long
 def test_train_keeps_programs_but_leaves_jax_s_settings_as_they_were(tmp_path):
     said = python(IN_PYTHON, tmp_path / "own", XDG_CACHE_HOME=str(tmp_path / "cache")).stdout.splitlines()
     misses, folder, same = said[0].split()

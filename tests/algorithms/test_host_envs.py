@@ -104,8 +104,7 @@ CASES = {
     "sac": (FLOATS, REPLAY),
     "td3": (FLOATS, REPLAY),
 }
-OFTEN = {"ppo": ("MultiLearner", "SingleLearnerFine", "Central"), "dqn": ("SingleLearnerCoarse",), "sac": ("Environments",),
-         "recurrent_ppo": ("SingleLearnerCoarse",), "impala": ("MultiLearner",)}  # fmt: skip
+OFTEN = {"ppo": ("MultiLearner", "Central"), "dqn": ("SingleLearnerCoarse",), "recurrent_ppo": ("SingleLearnerFine",)}
 ITERATIONS = 4
 
 
@@ -164,6 +163,7 @@ class Trouble:
     happens, noise = True, 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_steps_without_an_answer_are_not_learned_from(name):
     """Whatever such steps hold, the parameters are the same."""

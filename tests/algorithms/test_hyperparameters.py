@@ -44,7 +44,7 @@ MORE = {
 }
 TEAMS = ("ippo", "mappo", "qmix", "vdn", "maddpg")
 DISCRETE = ("dqn", "apex_dqn", "r2d2", "cql", "recurrent_ppo", "impala", "ppo", "a2c", "a3c", "es")
-OFTEN = ("recurrent_ppo", "dqn+c51", "sac", "iql")
+OFTEN = ("recurrent_ppo", "dqn+c51")
 LENGTH = 100
 """Iterations of the whole run, over which schedules fall or rise."""
 CASES = [*{**PARTICULAR, "a2c": {}, **MORE}]
@@ -68,6 +68,7 @@ def unrolled(agent, state):
     return innermost(after).params, metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
     algorithm = msrl.algorithms.get(name.partition("+")[0])

@@ -48,6 +48,7 @@ def learned():
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_ppo_learns_to_get_every_integer_right():
     """One of the 24 actions opens the lock, another one for every number."""
     result = learned()
@@ -65,6 +66,7 @@ def test_probabilities_are_those_of_the_actions_drawn():
     assert (np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / 400) + 1e-3).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algo", [pytest.param(a, marks=[] if a in ("ppo", "ippo") else pytest.mark.slow) for a in CONFIGS]
 )

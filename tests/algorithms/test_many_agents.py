@@ -31,6 +31,7 @@ def build(algo, env, **options):
     return make_counted(algo, env, **fields)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("core", ["none", "gru"])
 def test_one_agent_trains_as_alone(core):
     """Bit for bit; with a power of two of examples, so that the mean over those that count divides as the plain mean."""
@@ -90,7 +91,7 @@ def agent_and_reference(case):
 
 
 OFTEN = [
-    ("mappo-own-gru", "Central"), ("maddpg", "Environments"), ("teams", "Environments"),
+    ("mappo-own-gru", "Central"), ("maddpg", "Environments"),
     ("self_play-payoff", "SingleLearnerCoarse"),
 ]  # of MAPPO and QMIX  # fmt: skip
 
@@ -168,6 +169,7 @@ def test_wrong_kinds_of_environments_are_refused():
         msrl.train("mappo", "CartPole-v1", total_steps=100)
 
 
+@pytest.mark.long
 def test_train_evaluate_and_act():
     result = msrl.train("ippo", Homes(), total_steps=1024, eval_every=512, **SMALL)
     assert np.isfinite(result.history["episode_return"]).all()

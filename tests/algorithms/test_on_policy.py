@@ -245,6 +245,7 @@ def test_on_policy_impala_is_a2c():
     assert_close(states["impala"].params, states["a2c"].params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", [*(SingleLearnerCoarse(2, staleness=k) for k in (0, 2)), Apart(1)], ids=named)
 def test_a3c_applies_gradients_in_turn_and_workers_fetch_after_their_own(policy):
     staleness = policy.staleness
@@ -302,6 +303,7 @@ def num_params(agent):
     return sum(x.size for x in jax.tree.leaves(jax.eval_shape(agent.init, jax.random.key(0)).params))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a2c", "impala", "a3c"])
 def test_the_learning_rate_falls_over_the_run(name):
     over = "worker" if name == "a3c" else "batch"

@@ -271,6 +271,7 @@ def test_devices_exchange_one_gradient_per_update_and_a_few_scalars():
     assert collectives(build(capacity=960, trace_length=8, learning_starts=192)) == found
 
 
+@pytest.mark.long
 def test_stale_actors_keep_their_own_carry():
     agent = counted(R2D2(**SMALL).build(RandomWalk()))
     state = jax.jit(agent.init)(jax.random.key(0))
@@ -282,6 +283,7 @@ def test_stale_actors_keep_their_own_carry():
     assert "memory" not in {c.value for c in program.explain().crossings if c.destination == "actors"}
 
 
+@pytest.mark.long
 def test_members_evaluate_and_act_with_a_carry():
     run = msrl.train(
         "r2d2", RandomWalk(), seeds=2, eval_episodes=3, devices=jax.devices()[:1], progress=False,
@@ -331,6 +333,7 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
         R2D2(**{field: value})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("algo", "env"), [("r2d2", "CartPole-v1"), ("vdn", "RockPaperScissors")])
 def test_sequences_may_be_of_one_step(algo, env):
     config = {"burn_in": 0, "trace_length": 1, "n_step": 1, "num_envs": 4, "unroll_length": 4, "batch_size": 8, "capacity": 64}

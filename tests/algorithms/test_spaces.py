@@ -117,7 +117,7 @@ class Wandering(Still):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        pytest.param(name, kind, marks=[] if kind == "parts" and name in ("ppo", "r2d2", "td3") else pytest.mark.slow)
+        pytest.param(name, kind, marks=[] if kind == "parts" and name in ("ppo", "td3") else pytest.mark.slow)
         for name in ALGORITHMS if name not in ("bc", "cql", "iql") for kind in OBSERVED
     ],
 )  # fmt: skip
@@ -147,6 +147,7 @@ def random_rows(env, rows=256):
     return msrl.data.Dataset(before, action, np.sin(np.arange(rows)), last & odd, last & ~odd, after)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("bc", "dqn") else pytest.mark.slow)
              for name in ("bc", "cql", "iql", "dqn", "sac", "td3")]

@@ -141,6 +141,7 @@ def test_fragments_have_the_names_of_their_teams():
     assert len(names) == len(set(names))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_teams(tmp_path):
     """In every form of the same teams; the learning rate of a team that falls over another number of steps is told."""
     teams = {"red": TEXT + ",anneal_learning_rate=True", "blue": "random"}
@@ -156,6 +157,7 @@ def test_a_run_goes_on_with_the_same_teams(tmp_path):
         msrl.train("teams", Wishes(), total_steps=512, teams=teams | {"blue": TEXT}, resume=True, **run)
 
 
+@pytest.mark.long
 def test_totals_do_not_rank_opposing_teams(tmp_path):
     """Opposing teams have no best checkpoint and no best member; the returns of each are shown."""
     result = msrl.train(

@@ -75,6 +75,7 @@ def test_evaluate_plays_a_saved_run(trained, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["returns"] == outcome["returns"]
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_a_complete_run(tmp_path):
     process = processes.start(
         command("train", "--total-steps", 64 * 100_000, "--chunk", 20, "--out", "run", "--progress", "none", *TINY),
@@ -187,6 +188,7 @@ def test_as_many_cpu_devices_as_allowed_are_asked_for(monkeypatch):
     assert os.environ["XLA_FLAGS"].endswith(" --xla_cpu_collective_call_terminate_timeout_seconds=7")  # the user's comes last
 
 
+@pytest.mark.long
 def test_bench_measures(capsys):
     small = [word for word in TINY if word not in ("--num-envs", "--unroll-length")][2:]
     arguments = ["bench", "--num-envs", "8", "--unroll-length", "8", "--seconds", "0.05", "--repeats", "1"]
@@ -216,7 +218,13 @@ def test_help_starts_no_device():
 FULL = "msrl-jax: error: cannot write to standard output: [Errno 28] No space left on device\n"
 
 
-@pytest.mark.parametrize(("output", "said"), [("2>&1 | head -1", ""), (">&- 2>/dev/full", ""), (">/dev/full", FULL)])
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("2>&1 | head -1", ""),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((">&- 2>/dev/full", ""), (">/dev/full", FULL))),
+    ],
+)
 def test_output_does_not_decide_over_training(output, said, tmp_path):
     words = command("train", "--total-steps", 64 * 40, "--chunk", 1, "--out", "run", "--eval-episodes", 0, *TINY)
     words += ["--progress", "none"] if said else []
@@ -265,6 +273,7 @@ class Mine:
 """
 
 
+@pytest.mark.long
 def test_an_algorithm_and_a_policy_of_ones_own_have_the_command_line(tmp_path):
     (tmp_path / "own.py").write_text(MINE)
 

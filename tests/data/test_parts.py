@@ -80,6 +80,7 @@ def recorded(tmp_path_factory):
     return train(record=path), data.load(path)
 
 
+@pytest.mark.long
 def test_every_part_of_every_step_of_a_run_is_recorded(recorded, tmp_path):
     dataset = recorded[1]
     assert len(dataset) == 5 * 32 and list(dataset.columns) == NAMES

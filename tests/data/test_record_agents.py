@@ -132,6 +132,7 @@ def test_a_trained_team_is_recorded(recorded, tmp_path):
     assert abs(np.corrcoef(differs[both, 1], differs[both, 2])[0, 1]) < 4 / np.sqrt(both.sum())
 
 
+@pytest.mark.long
 def test_the_command_line_records_a_game(tmp_path, capsys):
     config = [f"--{name.replace('_', '-')}" + f"={x if name != 'hidden_sizes' else 4}" for name, x in ON_POLICY.items()]
     run = ["--algo", "ippo", "--env", "KuhnPoker", "--total-steps", "48", "--eval-episodes", "0", "--progress", "none"]

@@ -28,6 +28,7 @@ def scores(path):
     return {seal["iteration"]: seal["score"] for seal in seals}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_the_score_of_a_checkpoint_is_the_mean_of_the_last_100_episodes(seeds, tmp_path):
     train(tmp_path, callbacks=[stop_after(200)], seeds=seeds)
@@ -55,6 +56,7 @@ def test_where_no_episode_has_just_ended_the_last_ones_count(tmp_path):
     assert steps[-1] >= 2 * 19 and mean[-1] == np.mean(last)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", [7 * 64, "10d", None])
 def test_the_best_evaluation_has_a_checkpoint_however_seldom_checkpoints_are_due(every, tmp_path):
     """Evaluations are due every third iteration, and checkpoints every seventh, or at the end only."""

@@ -31,7 +31,7 @@ SMALL = {
         "capacity": 1024,
     },
 }  # fmt: skip
-OFTEN = {("ppo", 4, "GPUOnly"), ("ppo", 4, "SingleLearnerFine"), ("ppo", 4, "Central"), ("dqn", 4, "SingleLearnerCoarse")}
+OFTEN = {("ppo", 4, "SingleLearnerFine"), ("dqn", 4, "SingleLearnerCoarse")}
 MATRIX = [
     pytest.param(
         algo, count, policy, id=f"{algo}-{count}-{policy}",
@@ -192,6 +192,7 @@ def test_a_nan_after_a_change_is_found():
     assert error.value.fragment == "env_step" and error.value.iteration == 3
 
 
+@pytest.mark.long
 def test_episodes_are_played_with_the_parameters_of_the_run_unless_told_otherwise(tmp_path):
     steps = {"max_steps_in_episode": 3}
 
@@ -239,6 +240,7 @@ def test_runs_without_numbers_to_set_say_so():
         msrl.experiment.Tick(0, 0, 0, {}, lambda: None).set_env_params({})
 
 
+@pytest.mark.long
 def test_a_run_without_environments_plays_its_episodes_with_the_parameters_but_cannot_change_them():
     env = envs.make(ENV)
     options = {"data": noise(env), "env_params": {"max_steps_in_episode": 3}, "total_steps": 32, "progress": False}
@@ -256,6 +258,7 @@ def test_a_level_keeps_its_type():
         changed(env, 0.5)
 
 
+@pytest.mark.long
 def test_the_folder_knows_what_was_drawn(tmp_path, capsys):
     run = tmp_path / "run"
     options = ["--total-steps", "256", "--num-envs", "16", "--unroll-length", "8", "--progress", "none", "--eval-episodes", "2"]
@@ -274,6 +277,7 @@ def test_the_folder_knows_what_was_drawn(tmp_path, capsys):
     assert "no parameter 'lenght' (did you mean 'length'?)" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_function_has_to_be_given_again(tmp_path):
     def drawn(key):
         return {"length": jax.random.uniform(key)}

@@ -113,6 +113,7 @@ def test_skip_keeps_the_parameters_of_a_gradient_that_overflows():
     assert result.history["skipped_updates"].tolist() == [2.0, 2.0, 2.0], "two updates per iteration"
 
 
+@pytest.mark.long
 def test_skip_gives_the_same_run_under_every_policy():
     env = Faulty("reward", length=25)
     together, apart, central = (run("ppo", env, policy, "skip").state for policy in (TOGETHER, APART, "Central:workers=1"))
@@ -121,6 +122,7 @@ def test_skip_gives_the_same_run_under_every_policy():
         np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
@@ -150,6 +152,7 @@ def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, wh
     np.testing.assert_array_equal(rows, range(1, bad + (2 if (algo, what) == ("sac", "observation") else 1)))
 
 
+@pytest.mark.long
 def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
     """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
 
@@ -173,6 +176,7 @@ def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
     assert goes_on.history["iteration"].tolist() == whole.history["iteration"].tolist() == list(range(1, 9))
 
 
+@pytest.mark.long
 def test_the_command_line_reproduces_a_step_and_bench_reports_a_divergence(tmp_path, capsys):
     flags = ["--num-envs", "4", "--unroll-length", "8", "--hidden-sizes", "8", "--num-epochs", "1", "--num-minibatches", "2"]
     flags += ["--learning-rate", "1e25", "--max-grad-norm", "1e30"]

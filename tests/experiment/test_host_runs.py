@@ -42,6 +42,7 @@ def test_a_policy_that_works_is_chosen_for_simulators(capfd):
 KILLS = 4
 
 
+@pytest.mark.long
 def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     killed, all_step, over, begun = [], threading.Event(), threading.Event(), time.monotonic()
 
@@ -76,6 +77,7 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     assert ((returns > -2000) & (returns < -500)).all(), "episodes that were cut do not count"
 
 
+@pytest.mark.long
 def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
     out, data = tmp_path / "run", tmp_path / "data.npz"
     options = SMALL | {"policy": POLICY}
@@ -121,6 +123,7 @@ def test_workers_end_with_the_run_and_with_the_evaluation():
     assert not children()
 
 
+@pytest.mark.long
 def test_learning_from_data_alone_and_evaluating_on_the_host(tmp_path):
     name = "gymnasium:CartPole-v1:num_workers=1"
     options = {"hidden_sizes": (8,), "progress": False, "eval_episodes": 2}

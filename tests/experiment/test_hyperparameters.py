@@ -59,6 +59,7 @@ def test_a_figure_has_a_line_for_each_setting(swept):
     np.testing.assert_allclose(panel.lines[1].get_ydata(), swept.history["entropy"][:, 3:].mean(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "devices"),
     [
@@ -94,6 +95,7 @@ def twelve(few):
 OFTEN = ("MultiLearner", "SingleLearnerCoarse", "Central")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy", [pytest.param(p, marks=[] if p in OFTEN else pytest.mark.slow) for p in sorted(msrl.policies.POLICIES)]
 )
@@ -128,6 +130,7 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_selected_settings_go_on_as_they_would_have(options, tmp_path):
     """Of four settings, the third and the first: each goes on as in the run of all."""
     rates = [1e-4, 1e-3, 1e-2, 3e-2]
@@ -151,6 +154,7 @@ def test_selected_settings_go_on_as_they_would_have(options, tmp_path):
             part.select(bad)
 
 
+@pytest.mark.long
 def test_one_seed_of_several_goes_on_alone(members, one_device, tmp_path):
     one = members.select(member=1)
     assert not one.has_members and one.description["seed"] == 4 and one.evaluation.returns.shape == (4,)

@@ -44,6 +44,7 @@ def test_a_member_is_the_run_that_its_seed_gives(members, tiny, one_device, memb
     assert_member(members, member, alone)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "algo", [a if a in ("es", "recurrent_ppo") else pytest.param(a, marks=pytest.mark.slow) for a in PARTICULAR]
 )

@@ -236,7 +236,7 @@ def reference(iterations=6):
     return setup, state, *jax.jit(lambda s: jax.lax.scan(lambda s, _: setup.agent.iteration(s), s, length=iterations))(state)
 
 
-OFTEN = {(1, "GPUOnly"), (4, "GPUOnly"), (2, "SingleLearnerCoarse"), (4, "Central"), (8, "MultiLearner")}
+OFTEN = {(4, "GPUOnly"), (2, "SingleLearnerCoarse"), (8, "MultiLearner")}
 MATRIX = [
     pytest.param(n, policy, id=f"{n}-{policy}", marks=[] if (n, policy) in OFTEN else [pytest.mark.slow])
     for n in (1, 2, 4, 8) for policy in sorted(msrl.policies.POLICIES)
@@ -329,6 +329,7 @@ def collectives_by_place(text):
     return inside, outside
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", [True, False])
 def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
     setup, *_ = reference()
@@ -342,6 +343,7 @@ def test_members_on_several_devices_exchange_data_in_an_exploit_only(together):
         assert len(counts) == 3, "acting, learning with the decision, and copying the statistics of the environments"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["SingleLearnerCoarse", "Central"])
 def test_an_iteration_moves_scores_and_the_decision_only(policy):
     setup, *_ = reference()

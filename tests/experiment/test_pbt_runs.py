@@ -31,6 +31,7 @@ def trained(tmp_path_factory):
     return train(out=tmp_path_factory.mktemp("pbt") / "run", seed=7)
 
 
+@pytest.mark.long
 def test_the_history_holds_lineage_and_schedules(trained):
     parent, rate = trained.history["pbt/parent"], trained.history["pbt/learning_rate"]
     ends = trained.history["iteration"]
@@ -142,6 +143,7 @@ def test_a_population_goes_back_with_smaller_rates():
     np.testing.assert_allclose(result.history["pbt/learning_rate"][:3], [[1e18, 5e-4]] * 3, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.5])
 def test_agents_that_learn_from_data_are_compared_by_their_validation_loss(validation_fraction, trained, tmp_path):
     path = tmp_path / "data.npz"
@@ -170,6 +172,7 @@ def test_stale_actors_have_a_population():
     assert (result.history["pbt/parent"][-1] != np.arange(4)).any()
 
 
+@pytest.mark.long
 def test_the_command_line_trains_a_population(tmp_path, capsys):
     code = cli.main([
         "train", "--env", ENV, "--total-steps", str(4 * STEPS), "--num-envs", "8", "--unroll-length", "8",

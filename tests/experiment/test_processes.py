@@ -76,6 +76,7 @@ def pair(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PAIR)
 def test_two_processes_train_as_one(pair, case):
     assert_equal_runs(pair, 2, 1, case)
@@ -147,6 +148,7 @@ def run_until_saved(launched, folder, *argv):
     return launcher, output, children_of(launcher.pid)
 
 
+@pytest.mark.long
 def test_a_killed_process_ends_all_and_a_relaunch_goes_on(launched, tmp_path):
     folder, steps = tmp_path / "run", 64
     launcher, output, pids = run_until_saved(launched, folder, "--total-steps", 10**9, "--checkpoint-every", 4 * steps)

@@ -125,6 +125,7 @@ def test_a_run_killed_many_times_goes_on_exactly(name, policy, whole, pendulum_d
     assert_same_rows(tmp_path / "steps.npz", rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
     """Each part has the state that the part before left, bit for bit, and the end is that of a run on one device."""
@@ -145,6 +146,7 @@ def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5, err_msg=jax.tree_util.keystr(where))
 
 
+@pytest.mark.long
 def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
     path, options = tmp_path / "run", {"devices": 4, "anneal_learning_rate": False}
     train("ppo", path, record=tmp_path / "first.npz", iterations=12, **options)
@@ -247,6 +249,7 @@ def test_a_data_set_is_found_again_or_asked_for(pendulum_data, tmp_path):
 FLAGS = ["--num-envs", "8", "--unroll-length", "8", "--num-epochs", "1", "--num-minibatches", "2", "--hidden-sizes", "8"]
 
 
+@pytest.mark.long
 def test_signals_and_the_time_limit_save_the_run(tmp_path, capsys):
     path = tmp_path / "run"
     common = ["train", "--out", str(path), "--resume", "--progress", "lines", "--eval-episodes", "2"]

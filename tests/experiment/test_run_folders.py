@@ -330,6 +330,7 @@ sys.exit(main(["train", "--out", str(run), *sys.argv[2:]]))
 """
 
 
+@pytest.mark.long
 def test_a_full_disk_at_the_end_takes_one_line_and_another_folder(tmp_path):
     flags = ["--env", "CartPole-v1:max_steps_in_episode=30", "--total-steps", 64 * 400, "--chunk", 1, "--num-envs", 8]
     flags += ["--unroll-length", 8, "--num-epochs", 1, "--num-minibatches", 2, "--hidden-sizes", 8, "--eval-episodes", 2]

@@ -41,6 +41,7 @@ def measured(tiny, one_device):
     return bench(**options, on_stage=lines.append, on_measurement=lines.append, **config), lines
 
 
+@pytest.mark.long
 def test_a_line_says_what_compiles_and_what_is_timed(measured):
     (measurement,), lines = measured
     assert lines == [

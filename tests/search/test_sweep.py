@@ -226,6 +226,7 @@ def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_devi
     assert again.trials == swept.trials
 
 
+@pytest.mark.long
 def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
     both = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e38, 1e-3], halving=2, rungs=2, devices=one_device,
@@ -237,6 +238,7 @@ def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
     assert good.returns == (alone.evaluation.mean_return,)
 
 
+@pytest.mark.long
 def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
     """Of two batches of two, the better two go on together: the others' work is not lost, and theirs is not done again."""
     halved = msrl.sweep(
@@ -317,6 +319,7 @@ def sweep_to_kill(out):
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path):
     code = "import sys; from tests.search.test_sweep import sweep_to_kill; print(sweep_to_kill(sys.argv[1]).status)"
     for stage, by in (("stage 0, run 2", signal.SIGINT), ("stage 1", signal.SIGKILL)):
@@ -355,6 +358,7 @@ def test_teams_that_oppose_each_other_are_not_ranked():
         msrl.sweep("self_play", "pgx:tic_tac_toe", method="grid", learning_rate=[1e-3, 1e-2], **(COMMON | {"total_steps": 1e5}))
 
 
+@pytest.mark.long
 def test_simulators_on_the_host_are_trained_one_after_another(tiny):
     result = msrl.sweep(
         "ppo", "gymnasium:CartPole-v1", method="grid", learning_rate=[1e-3, 1e-2], policy="MultiLearner:num_devices=1",
@@ -373,6 +377,7 @@ def test_an_environment_object_has_no_command(tiny, one_device):
         result.command()
 
 
+@pytest.mark.long
 def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, monkeypatch):
     pytest.importorskip("optuna")
 

@@ -35,6 +35,7 @@ msrl.compete(
 """
 
 
+@pytest.mark.long
 def test_members_go_on_where_they_were(tmp_path, one_device):
     options = {"devices": one_device, "seed": 0, **ROUND, **SMALL}
     first = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, fresh=1.0, size=2, **options)
@@ -54,6 +55,7 @@ def test_members_go_on_where_they_were(tmp_path, one_device):
     assert mixed.rounds[-1]["algorithm"] == "ppo" and mixed.rounds[-1]["parent"] is None
 
 
+@pytest.mark.long
 def test_workers_come_and_go_and_the_best_score_never_falls(tmp_path):
     """Three workers of two algorithms on one and two devices; two of them are killed, and another takes their place."""
     board = tmp_path / "board"

@@ -117,6 +117,7 @@ def plain():
     return built, state, after, metrics
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "options", "devices"),
     [("GPUOnly", {}, 8), ("SingleLearnerCoarse", {"buffers": 2}, 4)]
@@ -160,6 +161,7 @@ def trained(tmp_path_factory):
     return run, run(out=folder / "run"), folder / "run"
 
 
+@pytest.mark.long
 def test_a_run_is_loaded_without_its_data(trained):
     _, result, folder = trained
     data_leaves = [p for p in jax.tree.leaves_with_path(result.state) if "data" in jax.tree_util.keystr(p[0])]

@@ -105,7 +105,8 @@ def every_environment(*prefixes):
         for name in SUITES[prefix].own_names:
             fetched = name in FETCHED or (prefix == "playground" and name not in CONTROL_SUITE)
             if not fetched and name not in BROKEN and not (prefix == "jumanji" and name in TEAMS):
-                marks = [] if name in often and prefix in prefixes else [pytest.mark.slow]
+                known = name in often and prefix in prefixes
+                marks = pytest.mark.slow if not known else pytest.mark.long if prefix in ("craftax", "playground") else ()
                 yield pytest.param(prefix, name, marks=marks, id=f"{prefix}:{name}")
 
 
@@ -134,12 +135,14 @@ def test_steps_are_those_of_the_suite(prefix, name):
         np.testing.assert_allclose(np.float64(one), np.float64(other), rtol=1e-3, atol=1e-4, err_msg=str(path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("prefix", "name"), [*every_environment("jumanji")])
 def test_environments_conform(prefix, name):
     report = envs.check(f"{prefix}:{name}", steps=60, num_envs=2)
     assert report.ok, report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "LevelBasedForaging-v0" else pytest.mark.slow) for name in TEAMS]
 )

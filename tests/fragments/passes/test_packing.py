@@ -81,6 +81,7 @@ LOSSY = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("policy", "plain", "tolerance"), LOSSY, ids=lambda p: type(p).__name__)
 def test_a_lossy_codec_sends_less_and_changes_little(policy, plain, tolerance, moved_bytes):
     state = toy.initial_state()

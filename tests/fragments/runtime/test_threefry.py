@@ -60,6 +60,7 @@ def test_the_compiled_program_has_no_loop(draw):
     assert " while(" not in program.as_text()
 
 
+@pytest.mark.long
 def test_other_programs_of_the_process_stay_as_jax_compiles_them():
     code = """
 import jax
