@@ -17,8 +17,16 @@ from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress
 from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, is_constant, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
-from msrl_jax.algorithms.loops.off_policy import Batch, Learner, Rule, off_policy_agent, uniform_actions
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, make_optimizer, polyak_update
+from msrl_jax.algorithms.loops.off_policy import (
+    Batch,
+    Learner,
+    Rule,
+    make_apply_update,
+    off_policy_agent,
+    polyak_update,
+    uniform_actions,
+)
+from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics

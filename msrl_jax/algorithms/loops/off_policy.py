@@ -24,7 +24,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes
-from msrl_jax.algorithms.loops.updates import annealed, make_apply_update, polyak_update, select
+from msrl_jax.algorithms.loops.updates import annealed, descend
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.envs import Box, Discrete, Space, VectorEnvironment
 from msrl_jax.envs.actions import action_transform
@@ -72,6 +72,28 @@ class Rule:
     update: Update
     choose_action: ChooseAction
     initial_carry: Callable[[int], Carry] | None = None  # num_envs -> zeros
+
+
+def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+    """Makes the fragment that applies a gradient if a buffer is ready: `(..., learning_rate, ready) -> (params, opt_state)`."""
+
+    @fragment(role="server")
+    def apply_update(params, opt_state, grads, learning_rate, ready):
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        return select(ready, (descend(params, updates, learning_rate), new_opt_state), (params, opt_state))
+
+    return apply_update
+
+
+@fragment(role="server")
+def polyak_update(target_params: Any, params: Any, share: jax.Array) -> Any:
+    """Moves target parameters towards parameters by a share in [0, 1]: Polyak averaging, or a copy if it is 1."""
+    return optax.incremental_update(params, target_params, share)
+
+
+def select(condition: jax.Array, new: Any, old: Any) -> Any:
+    """The leaves of `new` if the scalar `condition` holds, else those of `old`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def gradient_rule(

@@ -1,6 +1,5 @@
-"""Updates: optimizers, schedules and target networks."""
+"""Updates: optimizers and schedules of the learning rate."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax.algorithms.agent import Progress
-from msrl_jax.fragments import fragment
 
 
 def make_optimizer(
@@ -37,25 +35,3 @@ def annealed(rate: Any, progress: Progress, falls: bool) -> jax.Array:
     if not falls or progress.total is None:
         return jnp.float32(rate)
     return jnp.asarray(optax.linear_schedule(rate, 0.0, transition_steps=1)(progress.fraction))
-
-
-def make_apply_update(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
-    """Makes the fragment that applies a gradient if a buffer is ready: `(..., learning_rate, ready) -> (params, opt_state)`."""
-
-    @fragment(role="server")
-    def apply_update(params, opt_state, grads, learning_rate, ready):
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        return select(ready, (descend(params, updates, learning_rate), new_opt_state), (params, opt_state))
-
-    return apply_update
-
-
-@fragment(role="server")
-def polyak_update(target_params: Any, params: Any, share: jax.Array) -> Any:
-    """Moves target parameters towards parameters by a share in [0, 1]: Polyak averaging, or a copy if it is 1."""
-    return optax.incremental_update(params, target_params, share)
-
-
-def select(condition: jax.Array, new: Any, old: Any) -> Any:
-    """The leaves of `new` if the scalar `condition` holds, else those of `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
