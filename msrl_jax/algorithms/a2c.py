@@ -14,11 +14,10 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, tr
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
-from msrl_jax.algorithms.losses import policy_gradient_loss, value_loss
+from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.returns import gae, standardize
-from msrl_jax.algorithms.returns.advantages import mean
+from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
