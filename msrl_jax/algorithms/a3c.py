@@ -26,6 +26,7 @@ from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment
@@ -89,7 +90,7 @@ class A3CState(NamedTuple):
 def build(env: Environment, config: A3C) -> Agent:
     """The agent of `A3C.build`."""
     venv = training_environment(env, config)
-    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay

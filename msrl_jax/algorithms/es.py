@@ -21,6 +21,7 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress, counting_environ
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.updates import annealed, descend
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.envs import Environment, NormalizeObservation
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.envs.base import env_name, is_on_host
@@ -81,7 +82,7 @@ def build(env: Environment, config: ES) -> Agent:
     venv = counting_environment(env, config.num_envs, normalize_observations=config.normalize_observations)
     # A frozen wrapper keeps `reset` from starting new statistics of observations and from normalizing by them.
     starting = dataclasses.replace(venv, frozen=True) if isinstance(venv, NormalizeObservation) else venv
-    network = actor_critic(venv.observation_space, venv.action_space, config)
+    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space)
     to_env_action = action_transform(venv.action_space)
     optimizer = optax.scale_by_adam()
 

@@ -20,6 +20,7 @@ from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import mean, standardize
 from msrl_jax.algorithms.returns.estimators import vtrace
 from msrl_jax.envs import Environment
@@ -103,7 +104,7 @@ class Batch(NamedTuple):
 def build(env: Environment, config: IMPALA) -> Agent:
     """The agent of `IMPALA.build`."""
     venv = training_environment(env, config)
-    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer(
         config.optimizer, max_grad_norm=config.max_grad_norm, epsilon=config.epsilon, rms_decay=config.rms_decay

@@ -27,10 +27,10 @@ from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_v
 from msrl_jax.algorithms.loops.trajectory import next_values, proximal_updates, shuffled_times, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import actor_critic, linear_actor_critic
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import Distribution, check_policy_space, has_scale, num_outputs, policy_of
-from msrl_jax.algorithms.networks.layers import Torso, dense, forget, make_torso
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward, recurrent_network
+from msrl_jax.algorithms.networks.layers import Torso, dense, forget
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.algorithms.returns.value_scale import ValueScale, value_scale
@@ -331,15 +331,14 @@ def _make_network(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Any:
         space = with_ids_space(space, num_agents)
     if config.central_critic:
         return _centralized_network(space, actions, venv.state_size + (num_agents if identify else 0), config)
-    if config.core != "none":
-        return recurrent_network(space, lambda features: linear_actor_critic(features, actions), config)
-    return feed_forward(space, actor_critic(space, actions, config, shared_torso=config.shared_torso))
+    shared = config.shared_torso or config.core != "none"
+    return recurrent_network(space, lambda torso: actor_critic(torso, actions, shared_torso=shared), config)
 
 
 def _centralized_network(observation_space: Space, action_space: Space, state_size: int, config: IPPO) -> RecurrentNetwork:
     space, states = check_policy_space(action_space), Box(-np.inf, np.inf, (state_size,))
-    actor = _network(observation_space, lambda torso: _Policy(torso, space), config)
-    critic = _network(states, _Value, config)
+    actor = recurrent_network(observation_space, lambda torso: _Policy(torso, space), config)
+    critic = recurrent_network(states, _Value, config)
 
     def init(key: jax.Array) -> dict[str, Any]:
         actor_key, critic_key = jax.random.split(key)
@@ -385,10 +384,3 @@ class _Value(nn.Module):
     def __call__(self, state: jax.Array) -> jax.Array:
         """Maps states to values `[...]`."""
         return dense(1, 1.0)(self.torso(state))[..., 0]
-
-
-def _network(space: Space, make: Callable[[Torso], nn.Module], config: Any) -> RecurrentNetwork:
-    """A module on a torso, or linear in the outputs of a recurrent core."""
-    if config.core == "none":
-        return feed_forward(space, make(make_torso(space, config)))
-    return recurrent_network(space, lambda features: make(Torso(features, (), "tanh", convolve=False)), config)

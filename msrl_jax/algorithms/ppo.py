@@ -25,6 +25,7 @@ from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
+from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -115,7 +116,7 @@ class PPOState(NamedTuple):
 def build(env: Environment, config: PPO) -> Agent:
     """The agent of `PPO.build`."""
     venv = training_environment(env, config)
-    network = actor_critic(venv.observation_space, venv.action_space, config, shared_torso=config.shared_torso)
+    network = actor_critic(make_torso(venv.observation_space, config), venv.action_space, shared_torso=config.shared_torso)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)
 

@@ -26,9 +26,8 @@ from msrl_jax.algorithms.loops.sequences import recurrent_q_network, replay_succ
 from msrl_jax.algorithms.loops.updates import make_optimizer
 from msrl_jax.algorithms.losses.q_learning import sequence_priority
 from msrl_jax.algorithms.networks.actions import check_discrete
-from msrl_jax.algorithms.networks.layers import Carry, Network, dense, make_torso
-from msrl_jax.algorithms.networks.q_network import q_network
-from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, feed_forward
+from msrl_jax.algorithms.networks.layers import Carry, Network, dense
+from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork
 from msrl_jax.algorithms.registry import variant
 from msrl_jax.envs import Discrete, JointObservation, MultiAgentEnvironment, Space, TeamView, VectorizedAgents
 from msrl_jax.envs.masks import only_legal
@@ -186,11 +185,7 @@ def agent_values(observation_space: Space, action_space: Discrete, num_agents: i
     shared = config.share_parameters
     identify = shared and config.agent_ids and num_agents > 1
     space = with_ids_space(observation_space, num_agents) if identify else observation_space
-    if config.core == "none":
-        values = q_network(make_torso(space, config), action_space, dueling=config.dueling)
-        one = feed_forward(space, Network(values.init, lambda params, obs: values.apply(params, obs)[..., 0]))
-    else:
-        one = recurrent_q_network(space, action_space, config, dueling=config.dueling)
+    one = recurrent_q_network(space, action_space, config, dueling=config.dueling)
 
     def init(key: jax.Array) -> Any:
         # One after another: a batched QR decomposition of orthogonal initializers is slow.

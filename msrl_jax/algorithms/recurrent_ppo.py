@@ -18,7 +18,7 @@ from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_v
 from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, proximal_updates, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import linear_actor_critic
+from msrl_jax.algorithms.networks.actor_critic import actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import Carry, forget
 from msrl_jax.algorithms.networks.recurrent import recurrent_network
@@ -121,7 +121,7 @@ class RecurrentPPOState(NamedTuple):
 def build(env: Environment, config: RecurrentPPO) -> Agent:
     """The agent of `RecurrentPPO.build`."""
     venv = training_environment(env, config)
-    heads = lambda features: linear_actor_critic(features, venv.action_space)  # noqa: E731
+    heads = lambda torso: actor_critic(torso, venv.action_space, shared_torso=True)  # noqa: E731
     network = recurrent_network(venv.observation_space, heads, config)
     to_env_action = action_transform(venv.action_space)
     optimizer = make_optimizer("adam", max_grad_norm=config.max_grad_norm, epsilon=1e-5)

@@ -15,7 +15,7 @@ from msrl_jax.algorithms.networks.layers import Carry, Network, Torso
 from msrl_jax.algorithms.networks.q_network import q_network
 from msrl_jax.algorithms.networks.recurrent import RecurrentNetwork, recurrent_network
 from msrl_jax.algorithms.returns.estimators import n_step_return
-from msrl_jax.envs import Box, Discrete, Space
+from msrl_jax.envs import Discrete, Space
 from msrl_jax.replay import Transition
 
 
@@ -25,8 +25,9 @@ def recurrent_q_network(observation_space: Space, action_space: Discrete, config
     The config is that of `recurrent_network`, which raises ValueError too; streams are as wide as the last dense layer.
     """
 
-    def make_heads(features: Box) -> Network:
-        torso = Torso(features, config.hidden_sizes[-1:] if dueling else (), config.activation, convolve=False)
+    def make_heads(torso: Torso) -> Network:
+        if dueling and not torso.hidden_sizes:
+            torso = torso.clone(hidden_sizes=config.hidden_sizes[-1:])
         heads = q_network(torso, action_space, dueling=dueling)
         return Network(heads.init, lambda params, x: heads.apply(params, x)[..., 0])
 

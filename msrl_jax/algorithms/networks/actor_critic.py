@@ -1,4 +1,4 @@
-"""The actor-critic network for observation and action spaces."""
+"""The actor-critic network for a space of actions."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from msrl_jax.algorithms.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.algorithms.networks.layers import Layers, Torso, dense, make_torso
+from msrl_jax.algorithms.networks.layers import Torso, dense
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.spaces import is_integers
 
@@ -24,18 +24,12 @@ from msrl_jax.envs.spaces import is_integers
 class _Module(nn.Module):
     """The network of `actor_critic`."""
 
-    observation_space: Space
+    actor_torso: Torso
+    critic_torso: Torso | None  # None if they share the actor's
     action_space: Discrete | Box
-    hidden_sizes: tuple[int, ...]
-    activation: str
-    convolve: bool
-    shared_torso: bool
 
     def setup(self):
-        """Makes the parts."""
-        torso = self.observation_space, self.hidden_sizes, self.activation, self.convolve
-        self.actor_torso = Torso(*torso)
-        self.critic_torso = self.actor_torso if self.shared_torso else Torso(*torso)
+        """Makes the heads."""
         size = num_outputs(self.action_space)
         self.actor_head = dense(size, 0.01)
         self.critic_head = dense(1, 1.0)
@@ -45,7 +39,7 @@ class _Module(nn.Module):
         """Maps observations `[..., *observation_shape]` to a distribution over actions and values `[...]`."""
         features = self.actor_torso(obs)
         policy = self._distribution(features, obs)
-        return policy, self._value(features if self.shared_torso else self.critic_torso(obs))
+        return policy, self._value(features if self.critic_torso is None else self.critic_torso(obs))
 
     def policy(self, obs: jax.Array) -> Distribution:
         """The distribution over actions alone."""
@@ -53,7 +47,7 @@ class _Module(nn.Module):
 
     def value(self, obs: jax.Array) -> jax.Array:
         """The values alone. `[...]`."""
-        return self._value(self.critic_torso(obs))
+        return self._value((self.critic_torso or self.actor_torso)(obs))
 
     def _distribution(self, features: jax.Array, obs: Any) -> Distribution:
         return policy_of(self.action_space, self.actor_head(features), obs, self.log_scale)
@@ -79,24 +73,14 @@ class ActorCritic:
     value: Callable[[Any, jax.Array], jax.Array]
 
 
-def actor_critic(observation_space: Space, action_space: Space, config: Layers, *, shared_torso: bool = False) -> ActorCritic:
-    """Makes the network for a pair of spaces: one torso for policy and value or one each, and linear heads.
+def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
+    """Makes the network for a space of actions: one torso for policy and value or one each, and linear heads.
 
     The policy is a `Categorical` for a `Discrete` action space, with only the legal actions if observations have masks, and for
     a `Box` of integers. It is a `Normal` for a `Box` of floats, before `action_transform`; the log-scale starts at 0 and does
-    not depend on the observation. Raises TypeError or ValueError if a space does not fit.
+    not depend on the observation. Raises TypeError or ValueError if the space does not fit.
     """
-    return _on_torso(make_torso(observation_space, config), action_space, shared_torso)
-
-
-def linear_actor_critic(features: Box, action_space: Space) -> ActorCritic:
-    """The network of `actor_critic` without a torso: a policy and a value function that are linear in features."""
-    return _on_torso(Torso(features, (), "tanh", convolve=False), action_space, shared_torso=True)
-
-
-def _on_torso(torso: Torso, action_space: Space, shared_torso: bool) -> ActorCritic:
-    space = check_policy_space(action_space)
-    module = _Module(torso.observation_space, space, torso.hidden_sizes, torso.activation, torso.convolve, shared_torso)
+    module = _Module(torso, None if shared_torso else torso.clone(), check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
 

@@ -3,10 +3,9 @@
 The layers have weight gradients that XLA computes quickly on CPUs; on other platforms they are the usual layers.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -138,22 +137,11 @@ class Torso(nn.Module):
         return x
 
 
-class Layers(Protocol):
-    """What a config says of the layers of a network; the network is "mlp", "cnn", or "auto": "cnn" for images."""
+def make_torso(observation_space: Space, config: Any) -> Torso:
+    """Makes the torso for a space of observations; the config has its `hidden_sizes`, its `activation` and the `network`.
 
-    @property
-    def hidden_sizes(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def activation(self) -> str: ...  # noqa: D102
-    @property
-    def network(self) -> str: ...  # noqa: D102
-
-
-def make_torso(observation_space: Space, config: Layers) -> Torso:
-    """Makes the torso for a space of observations.
-
-    Any space is flattened to vectors, unless the network convolves images `[H, W, C]`; raises ValueError if it does, and
-    observations are not images of at least 3x3.
+    Any space is flattened to vectors, unless the network is "cnn", or "auto" and observations are images `[H, W, C]`. Raises
+    ValueError if it convolves observations that are not images of at least 3x3.
     """
     shape = observation_space.shape if isinstance(observation_space, Box) else ()
     convolve = config.network == "cnn" or (config.network == "auto" and len(shape) == 3)
@@ -174,17 +162,11 @@ def forget(is_first: jax.Array, carry: Carry) -> Carry:
     return tuple(jnp.where(is_first.reshape(is_first.shape + (1,) * (x.ndim - is_first.ndim)), 0.0, x) for x in carry)
 
 
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A network as pure functions of its parameters, from any library of networks.
+class Network(NamedTuple):
+    """A network as pure functions of its parameters, from any library of networks."""
 
-    Attributes:
-      init: `(key, *inputs) -> params`.
-      apply: `(params, *inputs) -> outputs`, arrays or distributions.
-    """
-
-    init: Callable[..., Any]
-    apply: Callable[..., Any]
+    init: Callable[..., Any]  # (key, *inputs) -> params
+    apply: Callable[..., Any]  # (params, *inputs) -> outputs, arrays or distributions
 
 
 ArraysT = TypeVar("ArraysT")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from msrl_jax.algorithms.networks.distributions import Categorical, Normal, discrete_policy, has_scale, num_outputs
-from msrl_jax.algorithms.networks.layers import Layers, Network, Torso, dense, make_torso
+from msrl_jax.algorithms.networks.layers import Network, Torso, dense, make_torso
 from msrl_jax.envs import Box, Discrete, Space
 
 
@@ -78,18 +78,18 @@ class _Linear(nn.Module):
         return dense(self.num_outputs, self.scale)(self.torso(*inputs))
 
 
-def linear_network(observation_space: Space, config: Layers, *, num_outputs: int, scale: float) -> Network:
+def linear_network(observation_space: Space, config: Any, *, num_outputs: int, scale: float) -> Network:
     """A torso and a linear layer with a scale of its weights: `(params, obs [, action]) -> [..., num_outputs]`."""
     module = _Linear(make_torso(observation_space, config), num_outputs, scale)
     return Network(module.init, module.apply)
 
 
-def make_actor(observation_space: Space, num_outputs: int, config: Layers) -> Network:
+def make_actor(observation_space: Space, num_outputs: int, config: Any) -> Network:
     """The network of a policy: a `linear_network` with initial outputs near 0."""
     return linear_network(observation_space, config, num_outputs=num_outputs, scale=0.01)
 
 
-def make_policy(observation_space: Space, action_space: Discrete | Box, config: Layers) -> Network:
+def make_policy(observation_space: Space, action_space: Discrete | Box, config: Any) -> Network:
     """A stochastic policy: `(params, obs) -> Categorical or TanhNormal`, whose scale depends on `obs`."""
     if not has_scale(action_space):
         logits = make_actor(observation_space, num_outputs(action_space), config)
@@ -111,7 +111,7 @@ def log_likelihood(policy: Categorical | TanhNormal, action: jax.Array) -> jax.A
     return policy.log_prob(jnp.clip(action, -0.999, 0.999) if isinstance(policy, TanhNormal) else action)
 
 
-def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Layers) -> Network:
+def make_critics(observation_space: Space, action_space: Discrete | Box, num_critics: int, config: Any) -> Network:
     """Makes critics with different initial parameters; one batched product computes a layer of all critics.
 
     They map `(params, obs [B, ...])` to values `[C, B, N]` for discrete actions, or `(params, obs, action [B, D])` to values
@@ -139,7 +139,7 @@ def taken_value(critics: Network, params: Any, obs: jax.Array, action: jax.Array
     return critics.apply(params, obs, action)
 
 
-def make_value(observation_space: Space, config: Layers) -> Network:
+def make_value(observation_space: Space, config: Any) -> Network:
     """Makes the network of a value function: `(params, obs [..., *observation_shape]) -> values [...]`."""
     network = linear_network(observation_space, config, num_outputs=1, scale=1.0)
     return Network(network.init, lambda params, obs: network.apply(params, obs)[..., 0])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from msrl_jax.algorithms.networks.layers import Carry, flatten, forget, make_torso, matmul, unflatten
+from msrl_jax.algorithms.networks.layers import Carry, Torso, flatten, forget, make_torso, matmul, unflatten
 from msrl_jax.envs import Box, Space
 from msrl_jax.envs.masks import with_mask_of
 from msrl_jax.envs.spaces import zeros
@@ -305,15 +305,18 @@ class RecurrentNetwork:
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
 
 
-def recurrent_network(observation_space: Space, make_heads: Callable[[Box], Any], config: Any) -> RecurrentNetwork:
-    """Makes a network of a torso, a recurrent layer, and heads.
+def recurrent_network(observation_space: Space, make_heads: Callable[[Torso], Any], config: Any) -> RecurrentNetwork:
+    """Makes a network of a torso, a recurrent layer, and heads; without a layer the heads are on the torso, and carries empty.
 
-    `make_heads` makes the heads, such as an `ActorCritic` or a `Network`, for the space of the layer's outputs. The config has
-    the layers of `make_torso`, the kind `core` of the recurrent layer and its `memory_size`, `H`. Raises as `make_torso` does.
+    `make_heads` makes the heads, such as an `ActorCritic` or a `Network`, on a torso, which after a recurrent layer has none of
+    its own. The config has the layers of `make_torso`, the kind `core` of the recurrent layer, or "none", and its
+    `memory_size`, `H`. Raises as `make_torso` does.
     """
     torso = make_torso(observation_space, config)
+    if config.core == "none":
+        return _feed_forward(observation_space, make_heads(torso))
     memory = recurrent_core(config.core, config.memory_size)
-    heads = make_heads(Box(-np.inf, np.inf, (config.memory_size,)))
+    heads = make_heads(Torso(Box(-np.inf, np.inf, (config.memory_size,)), (), config.activation, convolve=False))
 
     def init(key: jax.Array) -> dict[str, Any]:
         torso_key, core_key, heads_key = jax.random.split(key, 3)
@@ -339,8 +342,8 @@ def recurrent_network(observation_space: Space, make_heads: Callable[[Box], Any]
     return RecurrentNetwork(init, memory.initial_carry, step, unroll)
 
 
-def feed_forward(space: Space, network: Any) -> RecurrentNetwork:
-    """A network without a memory in the form of a recurrent one, with an empty carry."""
+def _feed_forward(space: Space, network: Any) -> RecurrentNetwork:
+    """A network without a memory in the form of a recurrent one."""
     return RecurrentNetwork(
         init=lambda key: network.init(key, zeros(space)),
         initial_carry=lambda batch_shape: (),
