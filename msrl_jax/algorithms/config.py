@@ -116,11 +116,6 @@ def tunable_fields(config: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(config) if f.metadata.get("tunable"))
 
 
-def is_constant(value: Any, number: float) -> bool:
-    """Whether a number of a config is the same in the whole program, and equal to `number`."""
-    return not isinstance(value, Tracer) and value == number
-
-
 def _check_declaration(cls: type) -> None:
     """Raises TypeError unless a class can be made a config."""
     where = f"the config {cls.__name__}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from msrl_jax import _registry, envs
 from msrl_jax._spelling import suggestion
@@ -111,6 +112,11 @@ def with_traced(config: Any, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         object.__setattr__(traced, name, value)
     return traced
+
+
+def is_constant(value: Any, number: float) -> bool:
+    """Whether a number of a config is the same in the whole program, and equal to `number`."""
+    return not isinstance(value, Tracer) and value == number
 
 
 def check_env(config: Any, env: Any) -> None:

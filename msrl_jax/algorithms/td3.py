@@ -15,7 +15,7 @@ import optax
 
 from msrl_jax import envs
 from msrl_jax.algorithms.agent import Agent, Progress
-from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, is_constant, tunable
+from msrl_jax.algorithms.config import Activation, Codec, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.buffers import check_data, n_step_buffer
 from msrl_jax.algorithms.loops.off_policy import (
     Batch,
@@ -30,7 +30,7 @@ from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.networks.actions import check_bounded
 from msrl_jax.algorithms.networks.layers import Carry
 from msrl_jax.algorithms.networks.policies import make_actor, make_critics
-from msrl_jax.algorithms.registry import variant
+from msrl_jax.algorithms.registry import is_constant, variant
 from msrl_jax.envs import Environment
 from msrl_jax.fragments import fragment
 from msrl_jax.fragments.counters import Counter, at_least, remainder
