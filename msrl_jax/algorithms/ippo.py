@@ -194,7 +194,7 @@ def make_team(venv: VectorizedAgents, num_agents: int, config: IPPO) -> Team:
     @fragment(role="actor")
     def bootstrap(params, final_obs, final_state, carries, truncated):
         value, final = lambda final: step(params, *final)[0][1], (final_obs, final_state, carries)
-        return truncated_values(value, final, truncated, also_last=True) if recurrent else jax.vmap(value)(final)
+        return truncated_values(value, final, truncated) if recurrent else jax.vmap(value)(final)
 
     @fragment(role="learner")
     def estimate_advantages(params, experience, now, value, bootstrap_value, scale):

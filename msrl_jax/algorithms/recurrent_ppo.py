@@ -95,27 +95,16 @@ class RecurrentPPO:
 
 
 class RecurrentPPOState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-      params: parameters of the `RecurrentNetwork`.
-      opt_state: state of the optimizer.
-      key: the learner's key, which shuffles. shape=()
-      actor_keys: one key per environment, which samples actions. shape=(E,)
-      env_state: state of the vector environment.
-      obs: the observations for the next actions. shape=(E, ...)
-      is_first: whether these observations are the first of an episode. shape=(E,), dtype=bool
-      carry: the recurrent state of the actors. shape=(E, H) each
-    """
-
-    params: Any
+    params: Any  # of the `RecurrentNetwork`
     opt_state: optax.OptState
-    key: jax.Array
-    actor_keys: jax.Array
+    key: jax.Array  # the learner's, which shuffles, []
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
-    obs: jax.Array
-    is_first: jax.Array
-    carry: Carry
+    obs: jax.Array  # for the next actions, [E, ...]
+    is_first: jax.Array  # whether these observations are the first of an episode, bool [E]
+    carry: Carry  # the recurrent state of the actors, [E, H] each
 
 
 def build(env: Environment, config: RecurrentPPO) -> Agent:
@@ -164,7 +153,7 @@ def build(env: Environment, config: RecurrentPPO) -> Agent:
     @fragment(role="actor")
     def bootstrap(params, final_obs, carries, truncated):
         value = lambda final: network.step(params, *final)[0][1]  # noqa: E731
-        return truncated_values(value, (final_obs, carries), truncated, also_last=True)
+        return truncated_values(value, (final_obs, carries), truncated)
 
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 

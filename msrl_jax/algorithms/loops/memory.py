@@ -14,20 +14,18 @@ import jax.numpy as jnp
 from msrl_jax.algorithms.networks.layers import flatten, unflatten
 
 
-def truncated_values(
-    value: Callable[[Any], jax.Array], final: Any, truncated: jax.Array, *, also_last: bool = False
-) -> jax.Array:
-    """The values `[T, E, ...]` of the last observations of episodes, right where `truncated` `[T, E]`.
+def truncated_values(value: Callable[[Any], jax.Array], final: Any, truncated: jax.Array) -> jax.Array:
+    """The values `[T, E, ...]` of the last observations of episodes and of the unroll: right where `truncated`, and at the end.
 
     `value` is `last observations [N, ...] -> values [N, ...]` for any `N`; `final` has the observations before a reset, with
-    whatever else `value` needs: a pytree of `[T, E, ...]`. With `also_last`, the values of the last step are right as well.
+    whatever else `value` needs: a pytree of `[T, E, ...]`, as is `truncated`.
 
     A CPU computes those values alone: of the first truncation of every environment, of the second, and so on. Other devices
     compute the values of all steps at once, since a loop that depends on data would wait for the host.
     """
 
     def some(final: Any, truncated: jax.Array) -> jax.Array:
-        needed = truncated.at[-1].set(True) if also_last else truncated
+        needed = truncated.at[-1].set(True)
         steps = jnp.argsort(~needed, axis=0, stable=True)  # of every environment, those that are needed first
 
         def pick(i: jax.Array) -> Any:

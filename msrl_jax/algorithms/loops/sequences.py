@@ -59,9 +59,8 @@ def replay_successors(
 
     Where an episode is truncated, the true successor is not the next step.
     """
-    last = truncated_values(
-        lambda final: network.step(params, *final)[0], (window.next_obs, carries), window.truncated, also_last=True
-    )
+    value = lambda final: network.step(params, *final)[0]  # noqa: E731
+    last = truncated_values(value, (window.next_obs, carries), window.truncated)
     within = ~window.truncated.reshape(window.truncated.shape + (1,) * (values.ndim - 2))
     return jnp.concatenate([jnp.where(within[:-1], values[1:], last[:-1]), last[-1:]])
 

@@ -5,10 +5,9 @@ and `H` the size of the recurrent state. A carry (the recurrent state) is a tupl
 output of the core. An episode starts with zeros.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +23,13 @@ Gates = tuple[jax.Array, ...]
 """One array `[..., H]` for each gate."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One step of a recurrent network, without its matrices.
+class Cell(NamedTuple):
+    """One step of a recurrent network, without its matrices."""
 
-    Attributes:
-      biases: initial bias of every gate.
-      num_arrays: number of arrays in a carry.
-      update: `(from_input, from_carry, carry) -> carry`, elementwise. `from_input` is the product of the input and its
-        matrix, plus the bias; `from_carry` is the product of the last output and the recurrent matrix.
-    """
-
-    biases: tuple[float, ...]
-    num_arrays: int
+    biases: tuple[float, ...]  # initial bias of every gate
+    num_arrays: int  # in a carry
+    # (from_input, from_carry, carry) -> carry, elementwise; `from_input` is the product of the input and its matrix, plus the
+    # bias, `from_carry` the product of the last output and the recurrent matrix
     update: Callable[[Gates, Gates, Carry], Carry]
 
 
@@ -65,21 +58,14 @@ LONGEST_MEMORY = 128
 """How many steps the slowest unit of a new minGRU remembers, about twice the usual length of an unroll."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Core:
-    """A recurrent layer as pure functions of its parameters.
+class Core(NamedTuple):
+    """A recurrent layer as pure functions of its parameters."""
 
-    Attributes:
-      init: `(key, input_size) -> params`.
-      initial_carry: `(batch_shape) -> carry`, zeros.
-      step: `(params, inputs [..., I], carry [..., H]) -> carry`.
-      unroll: `(params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> carries after every step [T, E, H]`; the
-        carry is cleared before the first step of every episode.
-    """
-
-    init: Callable[[jax.Array, int], Any]
-    initial_carry: Callable[[tuple[int, ...]], Carry]
-    step: Callable[[Any, jax.Array, Carry], Carry]
+    init: Callable[[jax.Array, int], Any]  # (key, input_size) -> params
+    initial_carry: Callable[[tuple[int, ...]], Carry]  # (batch_shape) -> zeros
+    step: Callable[[Any, jax.Array, Carry], Carry]  # (params, inputs [..., I], carry [..., H]) -> carry
+    # (params, inputs [T, E, I], is_first [T, E] bool, carry [E, H]) -> carries after every step [T, E, H]; the carry is cleared
+    # before the first step of every episode
     unroll: Callable[[Any, jax.Array, jax.Array, Carry], Carry]
 
 
@@ -287,21 +273,15 @@ def linear_recurrence(decay: jax.Array, inputs: jax.Array, start: jax.Array) -> 
     return recurrence(by_platform, decay, inputs, start)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecurrentNetwork:
-    """A recurrent network as pure functions of its parameters; its heads compute the outputs.
+class RecurrentNetwork(NamedTuple):
+    """A recurrent network as pure functions of its parameters; its heads compute the outputs."""
 
-    Attributes:
-      init: `(key) -> params`.
-      initial_carry: `(batch_shape) -> carry`, zeros.
-      step: `(params, obs [..., *observation_shape], carry [..., H]) -> (outputs [..., ...], carry)`.
-      unroll: `(params, obs [T, E, *observation_shape], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, ...], carries
-        after every step [T, E, H])`; the carry is cleared before the first step of every episode.
-    """
-
-    init: Callable[[jax.Array], Any]
-    initial_carry: Callable[[tuple[int, ...]], Carry]
+    init: Callable[[jax.Array], Any]  # (key) -> params
+    initial_carry: Callable[[tuple[int, ...]], Carry]  # (batch_shape) -> zeros
+    # (params, obs [..., *observation_shape], carry [..., H]) -> (outputs [..., ...], carry)
     step: Callable[[Any, Any, Carry], tuple[Any, Carry]]
+    # (params, obs [T, E, *observation_shape], is_first [T, E] bool, carry [E, H]) -> (outputs [T, E, ...], carries after every
+    # step [T, E, H]); the carry is cleared before the first step of every episode
     unroll: Callable[[Any, Any, jax.Array, Carry], tuple[Any, Carry]]
 
 
