@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
+from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import ActorCritic, action_probabilities, actor_critic, evaluate, values
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import gae, mean, standardize
@@ -72,21 +72,13 @@ class A2C:
 
 
 class A2CState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-      params: parameters of the `ActorCritic`.
-      opt_state: state of the optimizer.
-      actor_keys: one key per environment, which samples actions. shape=(E,)
-      env_state: state of the vector environment.
-      obs: the observations for the next actions. shape=(E, ...)
-    """
-
-    params: Any
+    params: Any  # of the `ActorCritic`
     opt_state: optax.OptState
-    actor_keys: jax.Array
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
-    obs: jax.Array
+    obs: jax.Array  # for the next actions, [E, ...]
 
 
 def advantage_loss(
@@ -107,7 +99,7 @@ def advantage_loss(
     `bootstrap_value` `[T, E]` holds the values of the true successors, used where an episode was truncated.
     """
     t = trajectory
-    log_prob, entropy, value = evaluate(network, params, trajectory)
+    log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
     now = jax.lax.stop_gradient(value)
     last_value = jax.lax.stop_gradient(network.value(params, last_obs))
     next_value = next_values(now, last_value, bootstrap_value, t.truncated)

@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.a2c import advantage_loss
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, flatten, split_keys, unflatten
+from msrl_jax.algorithms.loops.trajectory import Trajectory, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.layers import flatten, make_torso, unflatten
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
 from msrl_jax.fragments import fragment

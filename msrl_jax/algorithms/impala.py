@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, evaluate, next_values, split_keys, values
+from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, descend, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import approximate_kl, policy_gradient_loss, value_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, evaluate, values
 from msrl_jax.algorithms.networks.distributions import choose
 from msrl_jax.algorithms.networks.layers import make_torso
 from msrl_jax.algorithms.returns.advantages import mean, standardize
@@ -190,7 +190,7 @@ def build(env: Environment, config: IMPALA) -> Agent:
         t = trajectory
 
         def loss(params):
-            log_prob, entropy, value = evaluate(network, params, t)
+            log_prob, entropy, value = evaluate(network, params, t.obs, t.action)
             now, log_ratio = jax.lax.stop_gradient((value, log_prob - t.log_prob))
             last_value = jax.lax.stop_gradient(network.value(params, last_obs))
             target, advantage = vtrace(

@@ -12,20 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import (
-    Trajectory,
-    flatten,
-    next_values,
-    proximal_updates,
-    shuffled_times,
-    split_keys,
-    values,
-)
+from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, proximal_updates, shuffled_times, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
-from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic
+from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, values
 from msrl_jax.algorithms.networks.distributions import choose
-from msrl_jax.algorithms.networks.layers import make_torso
+from msrl_jax.algorithms.networks.layers import flatten, make_torso
 from msrl_jax.algorithms.returns.advantages import gae, standardize
 from msrl_jax.envs import Environment
 from msrl_jax.envs.actions import action_transform
@@ -94,23 +86,14 @@ class PPO:
 
 
 class PPOState(NamedTuple):
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-      params: parameters of the `ActorCritic`.
-      opt_state: state of the optimizer.
-      key: the learner's key, which shuffles. shape=()
-      actor_keys: one key per environment, which samples actions. shape=(E,)
-      env_state: state of the vector environment.
-      obs: the observations for the next actions. shape=(E, ...)
-    """
-
-    params: Any
+    params: Any  # of the `ActorCritic`
     opt_state: optax.OptState
-    key: jax.Array
-    actor_keys: jax.Array
+    key: jax.Array  # the learner's, which shuffles, []
+    actor_keys: jax.Array  # one per environment, which samples actions, [E]
     env_state: Any
-    obs: jax.Array
+    obs: jax.Array  # for the next actions, [E, ...]
 
 
 def build(env: Environment, config: PPO) -> Agent:

@@ -6,7 +6,7 @@ between devices.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -14,11 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from msrl_jax.algorithms.loops.updates import descend
-from msrl_jax.algorithms.networks.layers import flatten, unflatten
 from msrl_jax.fragments import fragment
-
-if TYPE_CHECKING:  # algorithms without such a network load none
-    from msrl_jax.algorithms.networks.actor_critic import ActorCritic
 
 
 class Trajectory(NamedTuple):
@@ -47,18 +43,6 @@ def split_keys(keys: jax.Array, unroll_length: int) -> tuple[jax.Array, jax.Arra
     """Splits the keys of environments `[E]`: those of the next unroll `[E]`, and of the steps of this one `[T, E]`."""
     keys = jax.vmap(lambda key: jax.random.split(key, unroll_length + 1), out_axes=1)(keys)
     return keys[0], keys[1:]
-
-
-def values(network: "ActorCritic", params: Any, obs: jax.Array) -> jax.Array:
-    """The values `[T, E]` of observations `[T, E, ...]`."""
-    return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
-
-
-def evaluate(network: "ActorCritic", params: Any, trajectory: Trajectory) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities of the actions, entropies of the policy, and values of the observations now. `[T, E]` each."""
-    policy, value = network.apply(params, flatten(trajectory.obs))
-    parts = policy.log_prob(flatten(trajectory.action)), policy.entropy(), value
-    return tuple(unflatten(x, len(trajectory.reward)) for x in parts)  # type: ignore[return-value]
 
 
 def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Array, truncated: jax.Array) -> jax.Array:

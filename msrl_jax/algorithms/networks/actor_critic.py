@@ -1,9 +1,8 @@
 """The actor-critic network for a space of actions."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from flax import linen as nn
@@ -16,7 +15,7 @@ from msrl_jax.algorithms.networks.distributions import (
     num_outputs,
     policy_of,
 )
-from msrl_jax.algorithms.networks.layers import Torso, dense
+from msrl_jax.algorithms.networks.layers import Torso, dense, flatten, unflatten
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.spaces import is_integers
 
@@ -56,21 +55,13 @@ class _Module(nn.Module):
         return self.critic_head(features)[..., 0]
 
 
-@dataclasses.dataclass(frozen=True)
-class ActorCritic:
-    """A policy and a value function as pure functions of their parameters, from any network library.
+class ActorCritic(NamedTuple):
+    """A policy and a value function as pure functions of their parameters, from any network library."""
 
-    Attributes:
-      init: `(key, obs [..., *observation_shape]) -> params`.
-      apply: `(params, obs) -> (distribution over actions, value [...])`.
-      policy: `(params, obs) -> distribution over actions`.
-      value: `(params, obs) -> value [...]`.
-    """
-
-    init: Callable[[jax.Array, jax.Array], Any]
-    apply: Callable[[Any, jax.Array], tuple[Distribution, jax.Array]]
-    policy: Callable[[Any, jax.Array], Distribution]
-    value: Callable[[Any, jax.Array], jax.Array]
+    init: Callable[[jax.Array, jax.Array], Any]  # (key, obs [..., *observation_shape]) -> params
+    apply: Callable[[Any, jax.Array], tuple[Distribution, jax.Array]]  # (params, obs) -> (policy, value [...])
+    policy: Callable[[Any, jax.Array], Distribution]  # (params, obs) -> distribution over actions
+    value: Callable[[Any, jax.Array], jax.Array]  # (params, obs) -> value [...]
 
 
 def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = False) -> ActorCritic:
@@ -83,6 +74,18 @@ def actor_critic(torso: Torso, action_space: Space, *, shared_torso: bool = Fals
     module = _Module(torso, None if shared_torso else torso.clone(), check_policy_space(action_space))
     policy, value = (functools.partial(module.apply, method=method) for method in ("policy", "value"))
     return ActorCritic(module.init, *(cast(Any, f) for f in (module.apply, policy, value)))
+
+
+def values(network: ActorCritic, params: Any, obs: jax.Array) -> jax.Array:
+    """The values `[T, E]` of observations `[T, E, ...]`."""
+    return unflatten(network.value(params, flatten(obs)), len(jax.tree.leaves(obs)[0]))
+
+
+def evaluate(network: ActorCritic, params: Any, obs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities of the actions, entropies of the policy, and values of the observations now. `[T, E]` each."""
+    policy, value = network.apply(params, flatten(obs))
+    parts = policy.log_prob(flatten(action)), policy.entropy(), value
+    return tuple(unflatten(x, len(action)) for x in parts)  # type: ignore[return-value]
 
 
 def action_probabilities(space: Space, policy: Callable[[Any, Any], Distribution]) -> Callable[[Any, Any], jax.Array] | None:

@@ -2,12 +2,13 @@
 
 A distribution has a batch shape `[...]`: the shape of its parameters without the last dimension. All methods work on
 the whole batch. `sample` takes one typed key per element, so that a sample does not depend on the rest of the batch.
+Log-probabilities and entropies are in nats, of densities if actions are continuous.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,6 @@ import jax.numpy as jnp
 from msrl_jax.envs import Box, Discrete, Space
 from msrl_jax.envs.masks import only_legal
 from msrl_jax.envs.spaces import is_integers, num_values
-
-
-class Distribution(Protocol):
-    """A distribution over actions."""
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        """Draws one action per element of the batch, with one key per element `[...]`."""
-        ...
-
-    def mode(self) -> jax.Array:
-        """The most probable actions."""
-        ...
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        """Log-probability (density, if continuous) of one action per element, in nats. `[...]` float32."""
-        ...
-
-    def entropy(self) -> jax.Array:
-        """Entropy in nats (differential, if continuous). `[...]` float32."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -110,6 +91,9 @@ class Normal:
         """Differential entropy in nats. `[...]`."""
         return jnp.sum(self.log_scale + 0.5 * math.log(2 * math.pi * math.e), axis=-1)
 
+
+Distribution: TypeAlias = Categorical | Normal
+"""What `policy_of` makes."""
 
 MAX_VALUES = 1024
 """The most values of one integer, each of which has a logit."""
