@@ -140,33 +140,23 @@ def _per_gate(x: jax.Array, num_gates: int) -> Gates:
     return tuple(jnp.split(x, num_gates, axis=-1))
 
 
-def _carries_and_products(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(
     update: Callable[[Gates, Gates, Carry], Carry], kernel: jax.Array, x: Gates, is_first: jax.Array, carry: Carry
-) -> tuple[Carry, jax.Array]:
-    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix.
-
-    Also returns the products of that matrix and the outputs before every step, for all gates one after another.
-    """
-
-    def step(carry, inputs):
-        x, is_first = inputs
-        carry = forget(is_first, carry)
-        product = carry[0] @ kernel
-        carry = update(x, _per_gate(product, len(x)), carry)
-        return carry, (carry, product)
-
-    return jax.lax.scan(step, carry, (x, is_first))[1]
-
-
-def _plain_scan(update, kernel, x, is_first, carry):
-    return _carries_and_products(update, kernel, x, is_first, carry)[0]
-
-
-_scan = jax.custom_vjp(_plain_scan, nondiff_argnums=(0,))
+) -> Carry:
+    """The carries `[T, E, H]` after every step, from the inputs of the gates `[T, E, H]` and a recurrent matrix."""
+    return _scan_forward(update, kernel, x, is_first, carry)[0]
 
 
 def _scan_forward(update, kernel, x, is_first, carry):
-    carries, products = _carries_and_products(update, kernel, x, is_first, carry)
+    def step(carry, inputs):
+        x, is_first = inputs
+        carry = forget(is_first, carry)
+        product = carry[0] @ kernel  # for all gates, one after another
+        carry = update(x, _per_gate(product, len(x)), carry)
+        return carry, (carry, product)
+
+    carries, products = jax.lax.scan(step, carry, (x, is_first))[1]
     return carries, (kernel, x, is_first, carry, carries, products)
 
 
