@@ -24,7 +24,7 @@ from msrl_jax.algorithms.agent import Agent, Metrics, Progress
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, agent_of, with_ids, with_ids_space
 from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
-from msrl_jax.algorithms.loops.trajectory import next_values, proximal_updates, shuffled_times, split_keys
+from msrl_jax.algorithms.loops.trajectory import check_minibatches, next_values, proximal_updates, shuffled_times, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
@@ -91,17 +91,6 @@ MAPPO = variant(
     IPPO, "MAPPO", "mappo", "PPO for several agents with a critic that sees the global state and which agent it values.",
     central_critic=True,
 )  # fmt: skip
-
-
-def check_minibatches(config: Any, *, recurrent: bool) -> None:
-    """Raises ValueError unless `num_minibatches` divides the time steps, or the environments of recurrent networks."""
-    name, groups = ("num_envs", "whole sequences") if recurrent else ("unroll_length", "time steps")
-    size = getattr(config, name)
-    if size % config.num_minibatches:
-        raise ValueError(
-            f"{type(config).__name__}.{name}={size} cannot be split into num_minibatches={config.num_minibatches} groups of "
-            f"{groups}; use {name}={size + -size % config.num_minibatches}, or a num_minibatches that divides it"
-        )
 
 
 class Learner(NamedTuple):

@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, proximal_updates, shuffled_times, split_keys
+from msrl_jax.algorithms.loops.trajectory import (
+    Trajectory,
+    check_minibatches,
+    next_values,
+    proximal_updates,
+    shuffled_times,
+    split_keys,
+)
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import action_probabilities, actor_critic, values
@@ -72,13 +79,7 @@ class PPO:
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `unroll_length`."""
-        if self.unroll_length % self.num_minibatches:
-            below = self.unroll_length - self.unroll_length % self.num_minibatches
-            raise ValueError(
-                f"{type(self).__name__}.unroll_length={self.unroll_length} cannot be split into num_minibatches="
-                f"{self.num_minibatches} groups of time steps; use unroll_length={below + self.num_minibatches}, or "
-                f"a num_minibatches that divides it"
-            )
+        check_minibatches(self, recurrent=False)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""
@@ -142,8 +143,7 @@ def build(env: Environment, config: PPO) -> Agent:
     pop_episodes = fragment(role="env", name="pop_episodes")(venv.pop_episodes)
 
     @fragment(role="learner")
-    def estimate_advantages(params, trajectory, last_obs, bootstrap_value):
-        t = trajectory
+    def estimate_advantages(params, t, last_obs, bootstrap_value):
         value = values(network, params, t.obs)
         next_value = next_values(value, network.value(params, last_obs), bootstrap_value, t.truncated)
         advantage = gae(
@@ -153,7 +153,7 @@ def build(env: Environment, config: PPO) -> Agent:
         target = value + advantage
         if config.normalize_advantage == "batch":
             advantage = standardize(advantage, t.present)
-        return trajectory, advantage, value, target
+        return t, advantage, value, target
 
     @fragment(role="learner")
     def gradients(params, batch, times):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, logical_axes, training_environment
 from msrl_jax.algorithms.config import Activation, NetworkKind, config, field, tunable
 from msrl_jax.algorithms.loops.memory import pick, shuffled_members, truncated_values
-from msrl_jax.algorithms.loops.trajectory import Trajectory, next_values, proximal_updates, split_keys
+from msrl_jax.algorithms.loops.trajectory import Trajectory, check_minibatches, next_values, proximal_updates, split_keys
 from msrl_jax.algorithms.loops.updates import annealed, make_optimizer
 from msrl_jax.algorithms.losses.policy_gradient import ppo_loss
 from msrl_jax.algorithms.networks.actor_critic import actor_critic
@@ -81,13 +81,7 @@ class RecurrentPPO:
 
     def check(self) -> None:
         """Raises ValueError unless `num_minibatches` divides `num_envs`."""
-        if self.num_envs % self.num_minibatches:
-            above = self.num_envs + -self.num_envs % self.num_minibatches
-            raise ValueError(
-                f"{type(self).__name__}.num_envs={self.num_envs} cannot be split into "
-                f"num_minibatches={self.num_minibatches} groups of whole sequences; use num_envs={above}, or a "
-                "num_minibatches that divides it"
-            )
+        check_minibatches(self, recurrent=True)
 
     def build(self, env: Environment) -> Agent:
         """Builds the agent for one environment; raises TypeError or ValueError if a space or a size does not fit."""

@@ -56,6 +56,17 @@ def next_values(value: jax.Array, last_value: jax.Array, bootstrap_value: jax.Ar
     return jnp.where(truncated, bootstrap_value, jnp.concatenate([value[1:], last_value[None]]))
 
 
+def check_minibatches(config: Any, *, recurrent: bool) -> None:
+    """Raises ValueError unless `num_minibatches` divides the time steps, or the environments of recurrent networks."""
+    name, groups = ("num_envs", "whole sequences") if recurrent else ("unroll_length", "time steps")
+    size = getattr(config, name)
+    if size % config.num_minibatches:
+        raise ValueError(
+            f"{type(config).__name__}.{name}={size} cannot be split into num_minibatches={config.num_minibatches} groups of "
+            f"{groups}; use {name}={size + -size % config.num_minibatches}, or a num_minibatches that divides it"
+        )
+
+
 def shuffled_times(
     key: jax.Array, *, unroll_length: int, num_epochs: int, num_minibatches: int
 ) -> tuple[jax.Array, jax.Array]:
