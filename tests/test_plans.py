@@ -62,7 +62,7 @@ def test_all_reduce_sums_one_gradient_per_minibatch_and_sends_nothing_else():
     assert gradients == [4] and all(numbers <= 8 for _, numbers in others)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [pytest.param(GPUOnly(), marks=pytest.mark.slow), MultiLearner()], ids=lambda p: type(p).__name__
 )
@@ -153,7 +153,7 @@ def test_async_replay_shards_delays_and_refreshes_as_declared():
     assert counts == {2 * 5}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sync_batch_replay_draws_whole_batches_uniformly_at_the_declared_ratio():
     """Every update draws one of the 4 newest batches uniformly; the age of the acting parameters identifies the batch."""
     options = {"replay_batches": 4, "num_updates": 2, "optimizer": "adam"}

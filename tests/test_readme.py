@@ -297,7 +297,7 @@ def test_a_policy_of_ones_own(run_sections):
     assert "HalfAndHalf on 8 cpu devices" in output
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_data(run_sections, tmp_path):
     titles = ("Recording", "Learning from data alone", "Learning from data and experience")
     (recorded, offline, both), output = run_sections(DATA, *titles, steps=1024)
@@ -352,7 +352,7 @@ def test_an_environment_of_ones_own(run_sections):
     assert dials["result"].act([2, 4]).shape == (2,) and dials["result"].probabilities([2, 4]).shape == (2, 5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_parameters_as_data(run_sections):
     (poles, levels, springs), _ = run_sections(ENVIRONMENTS, "Parameters as data")
     for run in (poles["result"], poles["harder"], levels["result"]):
@@ -423,7 +423,7 @@ def test_the_command_line_understands_the_examples(line, monkeypatch, run_sectio
         assert policy.layout(jax.devices()[:8], {"env": 64}).devices
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_settings_and_sweeps(run_sections):
     (settings, own, swept), _ = run_sections(POPULATIONS, "Members with different settings", "Sweeps", num=4)
     assert settings["result"].members == 12 and Path("rates.png").exists()
@@ -431,13 +431,13 @@ def test_settings_and_sweeps(run_sections):
     assert len(swept["swept"].trials) == 4 and Path("sweep.png").exists() and swept["best"].has_members
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tournaments(run_sections):
     (namespace,), _ = run_sections(POPULATIONS, "Tournaments", rounds=2)
     assert len(namespace["board"].rounds) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_population_based_training(run_sections):
     (namespace,), _ = run_sections(POPULATIONS, "Population based training", steps=4 * 4096, every=2)
     result = namespace["result"]

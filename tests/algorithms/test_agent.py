@@ -17,7 +17,7 @@ def environment(name):
     return msrl.envs.make("Pendulum-v1" if name in ("ddpg", "td3") else "CartPole-v1")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", msrl.algorithms.names())
 def test_an_iteration_makes_the_declared_number_of_updates(name):
     algorithm = msrl.algorithms.get(name)

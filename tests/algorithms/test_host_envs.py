@@ -163,7 +163,7 @@ class Trouble:
     happens, noise = True, 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_steps_without_an_answer_are_not_learned_from(name):
     """Whatever such steps hold, the parameters are the same."""

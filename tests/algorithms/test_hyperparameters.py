@@ -68,7 +68,7 @@ def unrolled(agent, state):
     return innermost(after).params, metrics
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_members_with_all_numbers_as_data_equal_agents_with_constants(name):
     algorithm = msrl.algorithms.get(name.partition("+")[0])

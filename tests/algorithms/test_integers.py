@@ -66,7 +66,7 @@ def test_probabilities_are_those_of_the_actions_drawn():
     assert (np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / 400) + 1e-3).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algo", [pytest.param(a, marks=[] if a in ("ppo", "ippo") else pytest.mark.slow) for a in CONFIGS]
 )

@@ -259,7 +259,7 @@ def runs(tmp_path_factory):
     return both, alone
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_members_equal_separate_runs(runs):
     both, alone = runs
     for name, column in alone.history.items():

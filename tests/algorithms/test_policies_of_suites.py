@@ -35,7 +35,7 @@ def reference(env):
     return agent, state, jax.device_get((after.params, after.obs))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("env", "policy"), MATRIX)
 def test_the_same_training_run_with_an_environment_of_each_suite(env, policy):
     agent, state, (params, obs) = reference(env)

@@ -333,7 +333,7 @@ def test_a_bad_field_is_named_with_its_value_and_a_remedy(field, value, remedy):
         R2D2(**{field: value})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("algo", "env"), [("r2d2", "CartPole-v1"), ("vdn", "RockPaperScissors")])
 def test_sequences_may_be_of_one_step(algo, env):
     config = {"burn_in": 0, "trace_length": 1, "n_step": 1, "num_envs": 4, "unroll_length": 4, "batch_size": 8, "capacity": 64}

@@ -269,7 +269,7 @@ def test_kuhn_poker_ends_near_an_equilibrium():
     assert max(exploitability(result, env, member) for member in range(3)) < 0.05
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_exactly(tmp_path):
     """Also the pool, who waits in it and who is drawn."""
     options = {**SMALL, "total_steps": 10 * 32, "pool_size": 3, "pool_period": 2, "latest_share": 0.5, "eval_episodes": 1}

@@ -147,7 +147,7 @@ def random_rows(env, rows=256):
     return msrl.data.Dataset(before, action, np.sin(np.arange(rows)), last & odd, last & ~odd, after)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("bc", "dqn") else pytest.mark.slow)
              for name in ("bc", "cql", "iql", "dqn", "sac", "td3")]

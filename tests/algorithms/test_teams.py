@@ -141,7 +141,7 @@ def test_fragments_have_the_names_of_their_teams():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_teams(tmp_path):
     """In every form of the same teams; the learning rate of a team that falls over another number of steps is told."""
     teams = {"red": TEXT + ",anneal_learning_rate=True", "blue": "random"}

@@ -83,7 +83,7 @@ def test_recording_changes_no_bit_and_leaves_no_trace(recorded):
     assert_same_state(msrl.Result.load(recorded[1].parent / "run").state, plain.state)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "devices"),
     [("SingleLearnerFine", 3), ("Central", 8)]

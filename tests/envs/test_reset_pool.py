@@ -113,7 +113,7 @@ def test_groups_on_devices_of_their_own_need_no_communication():
     chex.assert_trees_all_close(step(*args)[1], alone[1], rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [4, 48])
 def test_training_is_the_same_under_another_policy_and_reports_repeated_starts(ratio):
     env = envs.TimeLimit(envs.ResetPool(Dice(), ratio), 9)

@@ -28,7 +28,7 @@ def scores(path):
     return {seal["iteration"]: seal["score"] for seal in seals}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_the_score_of_a_checkpoint_is_the_mean_of_the_last_100_episodes(seeds, tmp_path):
     train(tmp_path, callbacks=[stop_after(200)], seeds=seeds)

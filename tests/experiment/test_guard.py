@@ -122,7 +122,7 @@ def test_skip_gives_the_same_run_under_every_policy():
         np.testing.assert_allclose(x, z, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algo", "what", "policy"),
     [
@@ -152,7 +152,7 @@ def test_rollback_goes_back_with_a_smaller_rate_and_gives_up_in_the_end(algo, wh
     np.testing.assert_array_equal(rows, range(1, bad + (2 if (algo, what) == ("sac", "observation") else 1)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rollback_recovers_and_a_resumed_run_keeps_its_rate(tmp_path):
     """With rates from 2e18 on, products of two layers' weights are no float32 any more."""
 

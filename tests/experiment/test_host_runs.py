@@ -77,7 +77,7 @@ def test_a_run_goes_on_when_its_workers_are_killed(caplog):
     assert ((returns > -2000) & (returns < -500)).all(), "episodes that were cut do not count"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluation_recording_and_resuming_are_as_on_devices(tmp_path):
     out, data = tmp_path / "run", tmp_path / "data.npz"
     options = SMALL | {"policy": POLICY}

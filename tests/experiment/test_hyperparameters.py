@@ -59,7 +59,7 @@ def test_a_figure_has_a_line_for_each_setting(swept):
     np.testing.assert_allclose(panel.lines[1].get_ydata(), swept.history["entropy"][:, 3:].mean(1))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "devices"),
     [
@@ -130,7 +130,7 @@ def assert_close(a, b):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_selected_settings_go_on_as_they_would_have(options, tmp_path):
     """Of four settings, the third and the first: each goes on as in the run of all."""
     rates = [1e-4, 1e-3, 1e-2, 3e-2]

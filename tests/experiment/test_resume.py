@@ -125,7 +125,7 @@ def test_a_run_killed_many_times_goes_on_exactly(name, policy, whole, pendulum_d
     assert_same_rows(tmp_path / "steps.npz", rows)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
     """Each part has the state that the part before left, bit for bit, and the end is that of a run on one device."""
@@ -146,7 +146,7 @@ def test_a_run_moves_between_devices_and_policies(seeds, tmp_path):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5, err_msg=jax.tree_util.keystr(where))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_extended_run_records_its_further_steps_to_another_file(tmp_path):
     path, options = tmp_path / "run", {"devices": 4, "anneal_learning_rate": False}
     train("ppo", path, record=tmp_path / "first.npz", iterations=12, **options)

@@ -55,7 +55,7 @@ def compile_on(buffer, num_devices, count):
     return fn.lower(state, items, key).compile()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_do_not_depend_on_the_devices(kind):
     buffer, rng, count = make(kind), np.random.default_rng(0), 40

@@ -226,7 +226,7 @@ def test_a_finished_sweep_goes_on_without_training(swept, folder, tiny, one_devi
     assert again.trials == swept.trials
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
     both = msrl.sweep(
         "ppo", ENV, method="grid", learning_rate=[1e38, 1e-3], halving=2, rungs=2, devices=one_device,
@@ -238,7 +238,7 @@ def test_a_member_that_diverges_disturbs_no_other(tiny, one_device):
     assert good.returns == (alone.evaluation.mean_return,)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_survivors_go_on_where_they_were(tiny, one_device, tmp_path):
     """Of two batches of two, the better two go on together: the others' work is not lost, and theirs is not done again."""
     halved = msrl.sweep(
@@ -377,7 +377,7 @@ def test_an_environment_object_has_no_command(tiny, one_device):
         result.command()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_optuna_asks_for_trials_by_what_it_was_told(tiny, one_device, tmp_path, monkeypatch):
     pytest.importorskip("optuna")
 

@@ -35,7 +35,7 @@ msrl.compete(
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_members_go_on_where_they_were(tmp_path, one_device):
     options = {"devices": one_device, "seed": 0, **ROUND, **SMALL}
     first = msrl.compete(tmp_path / "board", "a2c", RandomWalk(), rounds=1, fresh=1.0, size=2, **options)

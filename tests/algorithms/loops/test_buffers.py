@@ -117,7 +117,7 @@ def plain():
     return built, state, after, metrics
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "options", "devices"),
     [("GPUOnly", {}, 8), ("SingleLearnerCoarse", {"buffers": 2}, 4)]

@@ -70,7 +70,7 @@ EVERY = [
 ]  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_every_environment_steps_as_gymnax_does(name):
     check_against_gymnax(name)

@@ -40,7 +40,7 @@ class Constant:
         return types.SimpleNamespace(sample=lambda seed: jnp.full(obs.shape[0], 4)), None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:max_dist_to_goal", "ignore:scatter inputs have incompatible types")  # JaxMARL's own
 @pytest.mark.parametrize("name", [slow(name) if name in OTHERS else name for name in NAMES])
 def test_every_environment_conforms(name):
