@@ -103,6 +103,21 @@ assert "Mine-v0" in envs.names() and envs.make("Mine-v0").env.__class__ is Pong
     assert python(code).stdout == "['gymnasium']\n"
 
 
+def test_gymnax_does_not_load_the_colors_of_figures_that_nobody_draws():
+    code = """
+import sys
+from msrl_jax import envs
+envs.make("CartPole-v1")
+assert not [finder for finder in sys.meta_path if "msrl_jax" in repr(finder)]
+assert "pandas" not in sys.modules
+import seaborn
+assert len(seaborn.color_palette("cubehelix", 4)) == 4 and "pandas" in sys.modules
+from gymnax.environments.misc import pong
+print(pong.sns is seaborn, seaborn.__name__, type(seaborn).__name__)
+"""
+    assert python(code).stdout == "True seaborn module\n"
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A folder of programs, and what the first run that wrote to it did."""

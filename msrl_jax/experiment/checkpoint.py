@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -89,11 +90,10 @@ class CheckpointWriter:
 
     def __init__(self, path: Path, keep: int):
         """Removes what a killed run left incomplete; no other process may write to the folder."""
-        import orbax.checkpoint  # noqa: F401 - a slow import, and only runs that are saved need it
-
         self._folder, self._keep = path / CHECKPOINTS, keep
         _errors_only_raised()
         self._worker = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._worker.submit(importlib.import_module, "orbax.checkpoint")  # a slow import, done while programs are compiled
         self._pending: concurrent.futures.Future[None] | None = None
         for folder in self._folder.glob("*") if self._folder.is_dir() else ():
             if _OURS.fullmatch(folder.name) and not (folder / SEAL).exists():

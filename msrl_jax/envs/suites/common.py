@@ -9,8 +9,11 @@ import dataclasses
 import importlib
 import inspect
 import io
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import LazyLoader
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +33,25 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)  # of bounds of spaces
         warnings.filterwarnings("ignore", "Brax System", UserWarning)  # which advises every user to take another suite
         yield
+
+
+@contextlib.contextmanager
+def loaded_at_first_use(package: str) -> Iterator[None]:
+    """A package that is imported for the first time in here runs when one of its names is first used, by whomever."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: Any) -> ModuleSpec | None:
+            spec = PathFinder.find_spec(name) if name == package else None
+            if spec is not None and spec.loader is not None:
+                spec.loader = LazyLoader(spec.loader)
+            return spec
+
+    sys.meta_path.insert(0, Finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(Finder)
 
 
 def load(module: str) -> Any:

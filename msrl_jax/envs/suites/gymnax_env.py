@@ -6,10 +6,14 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from msrl_jax.envs.suites.common import loaded_at_first_use
+
+with loaded_at_first_use("seaborn"):  # gymnax imports it for colors of Pong, and it takes two thirds of the time of the import
+    import gymnax
 from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
