@@ -108,7 +108,7 @@ def test_gymnax_does_not_load_the_colors_of_figures_that_nobody_draws():
 import sys
 from msrl_jax import envs
 envs.make("CartPole-v1")
-assert not [finder for finder in sys.meta_path if "msrl_jax" in repr(finder)]
+assert not [finder for finder in sys.meta_path if "msrl_jax.envs" in repr(finder)]
 assert "pandas" not in sys.modules
 import seaborn
 assert len(seaborn.color_palette("cubehelix", 4)) == 4 and "pandas" in sys.modules
