@@ -52,8 +52,9 @@ CHAIN = {"env": envs.make("MemoryChain-bsuite", memory_length=15), "total_steps"
 
 @pytest.mark.parametrize("core", ["gru", "lstm", "min_gru"])
 def test_a_carry_makes_up_for_missing_observations(core):
-    """The answer is shown once, and asked for 15 steps later."""
-    assert (returns(**CHAIN, name="recurrent_ppo", core=core)[:, -1] > 0.9).all()
+    """The answer is shown once, and asked for 15 steps later; a constant rate finds it, too, but loses it at times."""
+    curves = returns(**CHAIN, name="recurrent_ppo", core=core, anneal_learning_rate=True)
+    assert (curves[:, -1] > 0.9).all()
 
 
 def test_without_a_carry_the_answer_is_a_guess():
