@@ -1,13 +1,12 @@
-"""What a sweep tries: the fields of a config that it varies, the values of its trials, and the order of their training."""
+"""What a sweep tries: the fields of a config that it varies, its trials and their ranks, and the order of their training."""
 
 import dataclasses
 import importlib.util
 import itertools
 import math
 import numbers
-import typing
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ from msrl_jax import algorithms
 from msrl_jax._checks import whole
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
-from msrl_jax.search.trials import Trial, survivors
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 """How the trials of a sweep are chosen."""
@@ -67,10 +65,9 @@ def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[st
     Several values are a sequence, a distribution of `msrl_jax.envs`, or text of one; a field whose single value is a sequence
     has a sequence of them.
     """
-    hints = typing.get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}
-    if unknown := [field for field in given if field not in known]:
-        algorithms.make(kind, {unknown[0]: None})  # which suggests the nearest field
+    hints = get_type_hints(kind)
+    if unknown := given.keys() - {field.name for field in dataclasses.fields(kind)}:
+        algorithms.make(kind, {min(unknown): None})  # which suggests the nearest field
     axes, constants = [], {}
     for field, value in given.items():
         found = _read(f"{kind.__name__}.{field}", value, hints[field])
@@ -103,22 +100,21 @@ def _read(where: str, value: Any, hint: Any) -> Any:
         value = np.asarray(value).tolist()
     if isinstance(value, list | tuple | range):
         options: list[Any] = list(value)
-        if any(typing.get_origin(part) is tuple for part in _parts(hint)):
-            several = bool(options) and all(isinstance(x, list | tuple) for x in options)
-            value = choice([tuple(x) for x in options]) if several else value
-        else:
+        if all(get_origin(part) is not tuple for part in _parts(hint)):
             value = choice(options)
+        elif options and all(isinstance(x, list | tuple) for x in options):
+            value = choice([tuple(x) for x in options])
     if not is_value(value):
         return _number(where, value, hint)
     if not isinstance(value, Distribution):
         raise ValueError(f"{where}={value}: a value of a config does not change during a run; give a distribution or a list")
     if not value.numbers:
         raise ValueError(f"{where}: there are no values; give at least one")
+    bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
     if value.kind == "choice":
-        return choice([_number(where, x, hint) for x in value.numbers])
+        return choice(bounds)
     if not is_number:
         raise ValueError(f"{where}={value}: it is no number; give a list of its values")
-    bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
     low, high = bounds
     fine = all(isinstance(x, numbers.Real) and math.isfinite(x) for x in bounds) and low <= high
     if not fine or (value.kind == "log_uniform" and low <= 0):
@@ -173,6 +169,68 @@ def check_method(method: Any, num: Any, halving: Any) -> int | None:
 
 def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list({repr(row): row for row in rows}.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A trial of a sweep and its results."""
+
+    number: int  # from 0
+    values: Mapping[str, Any]  # of the swept fields
+    program: int  # trials of one program differ in numbers alone, and are trained side by side
+    steps: int = 0  # that each of its members has done
+    rung: int = 0  # the last one of successive halving that it finished
+    # The return of each seed after these steps; nan for a member whose parameters are not finite. Empty without training.
+    returns: tuple[float, ...] = ()
+    rank: int | None = None  # 1 for the best: trials of a higher rung come first, then those with a higher mean return
+    run: int | None = None  # the number of the run that trained it last, in `SweepResult.runs`
+    member: int = 0  # the number of its first member in this run
+
+    @property
+    def mean(self) -> float:
+        """The mean return of its seeds; nan if one of them is nan."""
+        return math.fsum(self.returns) / len(self.returns) if self.returns else math.nan
+
+    @property
+    def min(self) -> float:
+        """The lowest return of its seeds."""
+        return math.nan if math.isnan(self.mean) else min(self.returns)
+
+    @property
+    def max(self) -> float:
+        """The highest return of its seeds."""
+        return math.nan if math.isnan(self.mean) else max(self.returns)
+
+    def __str__(self) -> str:
+        return f"trial {self.number} ({values_in_words(self.values)})"
+
+
+def values_in_words(values: Mapping[str, Any]) -> str:
+    """Values of fields as text: `learning_rate=0.001, num_envs=8`."""
+    return ", ".join(f"{name}={value_in_words(value)}" for name, value in values.items())
+
+
+def value_in_words(value: Any) -> str:
+    """A value of a field as short text."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The trials with their ranks, by number."""
+    trials = sorted(trials, key=lambda trial: trial.number)
+    ranks = {t.number: rank for rank, t in enumerate(sorted((t for t in trials if t.returns), key=by_return), 1)}
+    return tuple(dataclasses.replace(trial, rank=ranks.get(trial.number)) for trial in trials)
+
+
+def by_return(trial: Trial) -> tuple[Any, ...]:
+    """A key that sorts trials from the best to the worst; nan comes last."""
+    return -trial.rung, math.isnan(trial.mean), 0.0 if math.isnan(trial.mean) else -trial.mean, trial.number
+
+
+def survivors(trials: Sequence[Trial], factor: int) -> list[Trial]:
+    """The best trials, one of `factor`, at least one; none whose return is nan."""
+    best = sorted(trials, key=by_return)[: -(-len(trials) // factor)]
+    return sorted((trial for trial in best if not math.isnan(trial.mean)), key=lambda trial: trial.number)
 
 
 class Stage(NamedTuple):

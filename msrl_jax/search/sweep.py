@@ -1,8 +1,17 @@
-"""Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible."""
+"""Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible.
+
+    sweep.json   what the sweep computes, its programs, and its trials
+    stage-S/program-P/batch-B/   the folder of a run
+    table.json   the results of every trial; table.csv holds the same
+    lock         held by the process that writes to the folder
+
+The runs have their folders from the start; the table is written at the end.
+"""
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msrl_jax import _compiling, algorithms
@@ -13,15 +22,15 @@ from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping
 from msrl_jax.experiment.arguments import resolve_policy
+from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.progress import Progress, choose_display
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.search import space
-from msrl_jax.search.course import Course
-from msrl_jax.search.result import SweepResult
+from msrl_jax.search.course import SWEEP, Course
+from msrl_jax.search.result import SweepResult, write_table
 from msrl_jax.search.space import Method
-from msrl_jax.search.trials import open_sweep, ranked, write_table
 
 
 @processes.in_words()
@@ -148,12 +157,43 @@ def sweep(
                 steps = space.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
                 order = space.rungs(trials, steps, halving)
         reason = course.conduct(order, requests)
-        table, status = ranked(course.trials.values()), "interrupted" if reason else "finished"
+        table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
+        env_object = None if isinstance(env, str) else env
+        result = SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
         if path is not None and processes.is_first():
-            write_table(path, table, course.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
+            write_table(result, path)
         processes.gathered("")  # no process ends while another one writes
-    env_object = None if isinstance(env, str) else env
-    return SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
+    return result
+
+
+def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict[str, Any]:
+    """The content of `sweep.json`, empty if there is none; RunFolderError if the folder is not that of the described sweep."""
+    if not (path / SWEEP).exists():
+        folder.check_free(path)
+        return {}
+    if not resume:
+        raise RunFolderError(
+            f"the folder {path} already holds a sweep; go on with it (resume=True, or --resume), name another folder, or "
+            "delete it first"
+        )
+    found = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
+    was, now = _facts(found["sweep"]), _facts(description)
+    if now["members_at_once"] is None:
+        now["members_at_once"] = was["members_at_once"]
+    for name in {**was, **now}:
+        before, value = was.get(name, "a constant"), now.get(name, "a constant")
+        if before != value:
+            raise RunFolderError(
+                f"the sweep in {path} has {name}={before}, and cannot go on with {name}={value}; give the same, or start a new "
+                "sweep in another folder"
+            )
+    return found
+
+
+def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change in a sweep that goes on, by name: also the fields of the config and the swept ones."""
+    facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
+    return facts | description["config"] | description["fields"]
 
 
 def _say(text: str) -> None:
