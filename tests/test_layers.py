@@ -16,7 +16,7 @@ FLOORS = [
     {"envs"},
     {"fragments"},
     {"codecs"},
-    {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables"},
+    {"_checks", "_registry", "_spec", "_suites", "_terminal"},
     {"_compat", "_compiling", "_lazy", "_simulate", "_spelling"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""

@@ -175,10 +175,9 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
 
 
 def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Reads the arguments of a command, which `prog` names in messages, as an instance of its dataclass `base`.
+    """Reads the arguments of a command as an instance of `base`, and the fields of the config that were given.
 
-    If it has a field `algo`, the fields of the algorithms' configs are flags too, and the second result has those that were
-    given. A field `given` gets the names of all flags that were given. Raises UsageError; SystemExit after `--help`.
+    A field `given` gets the names of all flags that were given. Raises UsageError; SystemExit after `--help`.
     """
     own = [f.name for f in dataclasses.fields(base)]
     command = _with_texts(base, _config_flags(base, values_of(argv, "--algo") or ["ppo"]) if "algo" in own else None)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _compiling, _streams
+from msrl_jax import _compiling, _terminal
 from msrl_jax._spelling import suggestion
 from msrl_jax.cli import flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, launched, use_cpu_devices
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    with _streams.lasting() as out, _short_warnings():
+    with _terminal.lasting() as out, _short_warnings():
         try:
             code = _run(argv)
         except Exception:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from msrl_jax import algorithms
-from msrl_jax._tables import paragraph, table
+from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.folder import describe_devices
@@ -113,16 +113,14 @@ class Runner:
 
 
 def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
-    """The environment steps per second of each runner, in `repeats` runs of about `seconds`.
+    """What `run(seconds)` of each runner returns, steps per second, in `repeats` turns.
 
-    They run in turn, every other round in reverse order, so that changes in the speed of the machine affect all of them. A
-    runner has a method `run(seconds)` that returns its steps per second.
+    Every other round is in reverse order, so that changes in the speed of the machine affect all of them.
     """
     rates: list[list[float]] = [[] for _ in runners]
     for repeat in range(repeats):
-        order = list(enumerate(runners))
-        for i, runner in order[:: -1 if repeat % 2 else 1]:
-            rates[i].append(runner.run(seconds))
+        for i in range(len(runners))[:: -1 if repeat % 2 else 1]:
+            rates[i].append(runners[i].run(seconds))
     return [tuple(r) for r in rates]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msrl_jax._checks import whole
-from msrl_jax._tables import table
+from msrl_jax._terminal import table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.fragments.plan.plan import Plan, size

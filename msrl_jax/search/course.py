@@ -240,10 +240,7 @@ def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
 
 
 def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
-    """The trials of a run with their steps and returns: of the last evaluation, or of the last tenth of training without one.
-
-    A member whose parameters are not finite has the return nan.
-    """
+    """The trials of a run with their steps and returns, which are nan for a member whose parameters are not finite."""
     means = result.final("episode_return") if result.evaluation is None else result.evaluation.mean_return
     finite = np.ones(result.members, bool)
     for leaf in jax.tree.leaves(result.state.params):
@@ -256,10 +253,7 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
 
 
 def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:
-    """The run of these trials, taken out of runs that did equally many steps; its history is the last row of theirs.
-
-    A part is the run that trained a trial before, and the number of its first member there.
-    """
+    """The run of trials out of `parts`, the runs that trained them and their first members there; it has a row of history."""
     first = parts[0][0]
     if not first.has_members:
         return first
@@ -271,7 +265,7 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
 
     def of_members(run: Result) -> Any:
         """What has a leading dimension of all members, besides the state."""
-        row = {name: x[-1] for name, x in run.history.items() if x.ndim > 1}
+        row = {name: run.history[name][-1] for name, x in first.history.items() if x.ndim > 1}
         return row, run.registers, vars(run.evaluation) if evaluated else None
 
     evaluated = all(run.evaluation is not None for run, _ in parts)

@@ -13,7 +13,7 @@ import numpy as np
 
 from msrl_jax import algorithms
 from msrl_jax._checks import writing
-from msrl_jax._tables import table
+from msrl_jax._terminal import table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
 from msrl_jax.experiment import folder

@@ -39,10 +39,9 @@ class Axis:
             return self.values.numbers[int(fraction * len(self.values.numbers))]
         low, high = self.values.numbers
         above = high + 1 if self.is_whole else high  # each integer has an interval of its own
+        value = low + fraction * (above - low)
         if self.is_log:
             value = math.exp(math.log(low) + fraction * (math.log(above) - math.log(low)))
-        else:
-            value = low + fraction * (above - low)
         return min(max(math.floor(value) if self.is_whole else value, low), high)
 
     def points(self, count: int | None) -> list[Any]:
@@ -60,11 +59,7 @@ class Axis:
 
 
 def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
-    """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read.
-
-    Several values are a sequence, a distribution of `msrl_jax.envs`, or text of one; a field whose single value is a sequence
-    has a sequence of them.
-    """
+    """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read."""
     hints = get_type_hints(kind)
     if unknown := given.keys() - {field.name for field in dataclasses.fields(kind)}:
         algorithms.make(kind, {min(unknown): None})  # which suggests the nearest field
@@ -131,25 +126,24 @@ def _number(where: str, value: Any, hint: Any) -> Any:
 
 
 def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
-    """Chooses the values of all trials, by any method but "optuna".
-
-    Every trial is there once: repeats, which a few options give soon, are left out.
-    """
+    """Chooses the values of all trials, by any method but "optuna"; repeats, which a few options give soon, are left out."""
     names = [axis.field for axis in axes]
     if method == "grid":
         if num is not None and all(axis.values.kind == "choice" for axis in axes):
             raise ValueError(f'num={num} with method="grid": the trials are the combinations of the lists; leave num out')
-        return _unique(dict(zip(names, x, strict=True)) for x in itertools.product(*(axis.points(num) for axis in axes)))
-    assert num is not None
-    random = np.random.default_rng(seed)
-    if method == "sobol":  # Sobol, 1967; scrambled
-        from scipy.stats import qmc  # a slow import
-
-        # Its points are balanced in powers of two, so the first of them are taken.
-        fractions = qmc.Sobol(len(axes), rng=random).random_base2(math.ceil(math.log2(num)))[:num]
+        rows = itertools.product(*(axis.points(num) for axis in axes))
     else:
-        fractions = random.random((num, len(axes)))
-    return _unique({axis.field: axis.at(u) for axis, u in zip(axes, row, strict=True)} for row in fractions.tolist())
+        assert num is not None
+        random = np.random.default_rng(seed)
+        if method == "sobol":  # Sobol, 1967; scrambled
+            from scipy.stats import qmc  # a slow import
+
+            # Its points are balanced in powers of two, so the first of them are taken.
+            fractions = qmc.Sobol(len(axes), rng=random).random_base2(math.ceil(math.log2(num)))[:num]
+        else:
+            fractions = random.random((num, len(axes)))
+        rows = ([axis.at(u) for axis, u in zip(axes, row, strict=True)] for row in fractions.tolist())
+    return list({repr(row): row for row in (dict(zip(names, row, strict=True)) for row in rows)}.values())
 
 
 def check_method(method: Any, num: Any, halving: Any) -> int | None:
@@ -165,10 +159,6 @@ def check_method(method: Any, num: Any, halving: Any) -> int | None:
     if method == "optuna" and importlib.util.find_spec("optuna") is None:
         raise ImportError('method="optuna" needs the package optuna: pip install optuna (or \'msrl-jax[optuna]\')')
     return None if num is None else whole("num", num)
-
-
-def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({repr(row): row for row in rows}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,10 +251,7 @@ def asked(
     axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *, num: int, each: int,
     until: int, seed: int,
 ) -> Order:  # fmt: skip
-    """Asks a study of Optuna for `num` trials, `each` in a stage, and tells it their returns.
-
-    `make` makes trials of their values and the number of the first.
-    """
+    """Asks a study of Optuna for `num` trials, `each` in a stage, which `make` makes, and tells it their returns."""
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
@@ -290,13 +277,11 @@ def rung_steps(
 ) -> list[int]:
     """The steps after which trials are compared, and at last those of all (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
-    One of `factor` trials goes on; all do if it is None. There are `rungs` comparisons, or as many as leave one trial; or the
-    first is after `min_steps`. `least` are the steps of one iteration.
+    `least` are the steps of one iteration.
     """
     if factor is None:
-        for name, value in (("rungs", rungs), ("min_steps", min_steps)):
-            if value is not None:
-                raise ValueError(f"{name}={value} has no effect without halving=; give the factor, such as halving=3")
+        if without := [f"{name}={x}" for name, x in (("rungs", rungs), ("min_steps", min_steps)) if x is not None]:
+            raise ValueError(f"{without[0]} has no effect without halving=; give the factor, such as halving=3")
         return [total_steps]
     factor = whole("halving", factor, least=2)
     if rungs is not None and min_steps is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from msrl_jax import _compiling, algorithms
 from msrl_jax._checks import as_path, check_seed, whole
-from msrl_jax._streams import progress_stream
+from msrl_jax._terminal import progress_stream
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams

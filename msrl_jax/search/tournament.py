@@ -31,8 +31,7 @@ from typing import Any
 import numpy as np
 
 from msrl_jax._checks import as_path, check_seed, whole, writing
-from msrl_jax._streams import progress_stream
-from msrl_jax._tables import table
+from msrl_jax._terminal import progress_stream, table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
