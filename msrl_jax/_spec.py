@@ -13,10 +13,7 @@ Calls: TypeAlias = Mapping[str, Callable[..., Any]]
 
 
 def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any]]:
-    """Splits `"NAME:key=value,key=value"` into the name and the arguments, as `read_values` reads them.
-
-    With `prefixes`, a name may have one, which is followed by a colon: `jaxmarl:MPE_simple_spread_v3:num_agents=5`.
-    """
+    """Splits `"NAME:key=value,key=value"`; with `prefixes`, also `"jaxmarl:MPE_simple_spread_v3:num_agents=5"`."""
     name, colon, text = spec.partition(":")
     if prefixes and colon and "=" not in (second := text.partition(":")[0]):
         name, colon, text = f"{name}:{second}", *text.partition(":")[1:]
@@ -28,8 +25,7 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
 def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
     """Reads `"key=value,key=value"`, whose keys may have dots; raises a ValueError, `wrong` if it cannot be read.
 
-    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text. Values may call the functions `calls`; without them, a
-    call is a word: `trajectory_codec=frame_stack(4)`.
+    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text; so are calls if there are no `calls`.
     """
     found: dict[str, Any] = {}
     for part in _split(text):
@@ -73,7 +69,7 @@ def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
 
 
 class _NotLiteral(ValueError):
-    """What stands for a value is none."""
+    pass
 
 
 _COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")

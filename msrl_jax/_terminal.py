@@ -94,7 +94,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
     least = [max(len(line) for line in title.split("\n")) for title in head]
     least = [max(title, cell) if cell <= 16 else 16 for title, cell in zip(least, cells, strict=True)]
     if sum(least) + 2 * (len(least) - 1) > width:
-        return [line for row in rows for line in _as_paragraph(head, row, " " * indent)]
+        titles, before = [title.replace("\n", "") for title in head[1:]], " " * indent
+        each = (", ".join(f"{title} {cell.strip()}" for title, cell in zip(titles, row[1:], strict=True)) for row in rows)
+        texts = (f"{row[0].strip()}: {rest}" for row, rest in zip(rows, each, strict=True))
+        return [line for text in texts for line in paragraph(text, before, f"{before}  ")]
     for title, narrowest in zip(head, least, strict=True):
         grid.add_column(Text(title), overflow="fold", min_width=narrowest)
     for row in rows:
@@ -102,12 +105,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0) -
     page = io.StringIO()
     Console(file=page, width=width, color_system=None, force_jupyter=False).print(grid)
     return [f"{' ' * indent}{line}".rstrip() for line in page.getvalue().splitlines()]
-
-
-def _as_paragraph(head: Sequence[str], row: Sequence[str], indent: str) -> list[str]:
-    titles = [title.replace("\n", "") for title in head[1:]]
-    rest = ", ".join(f"{title} {cell.strip()}" for title, cell in zip(titles, row[1:], strict=True))
-    return paragraph(f"{row[0].strip()}: {rest}", indent, f"{indent}  ")
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> list[str]:

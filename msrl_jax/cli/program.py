@@ -48,10 +48,8 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
 
 def _is_ours(error: BaseException) -> bool:
     """Whether this package raised the error itself. Other errors are bugs, and need their traceback."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_globals.get("__name__", "").startswith("msrl_jax.")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("msrl_jax.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

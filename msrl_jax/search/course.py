@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic as now
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size
 from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
-from msrl_jax.search.space import Order, Stage, Trial, values_in_words
+from msrl_jax.search.space import Stage, Trial, values_in_words
 
 HEADROOM = 0.8
 """The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""
@@ -125,20 +124,14 @@ class Course:
                 f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
             )
 
-    def conduct(self, order: Order, requests: StopRequests) -> str:
+    def conduct(self, stages: Iterable[Stage], requests: StopRequests) -> str:
         """Trains all stages; gives the reason if a request to stop interrupted the sweep, else an empty text."""
-        done = None
-        for number in itertools.count():
-            try:
-                stage = order.send(done)
-            except StopIteration:
-                break
+        for number, stage in enumerate(stages):
             self.prepare(stage.trials)
             if self.path is not None:
                 self._write(self.path / SWEEP)
             if reason := self._train(number, stage, requests):
                 return reason
-            done = [self.trials[trial.number] for trial in stage.trials]
         return ""
 
     def _write(self, file: Path) -> None:

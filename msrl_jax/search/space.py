@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import jax
@@ -224,45 +224,43 @@ def survivors(trials: Sequence[Trial], factor: int) -> list[Trial]:
 
 
 class Stage(NamedTuple):
-    """Trials that are trained next, side by side, and the steps after which they are compared."""
+    """Trials that are trained next, side by side, and the steps after which they are compared.
+
+    A generator of stages finds the returns of the last one in `trials`, the trials by number, when it is asked for the next.
+    """
 
     trials: Sequence[Trial]
     until: int
     rung: int = 0  # of successive halving
 
 
-Order: TypeAlias = Generator[Stage, Sequence[Trial] | None, None]
-"""Gives stages, and is sent the trials of each with their returns."""
-
-
-def rungs(trials: Sequence[Trial], steps: Sequence[int], factor: int | None) -> Order:
+def rungs(trials: Mapping[int, Trial], steps: Sequence[int], factor: int | None) -> Iterator[Stage]:
     """Trains all trials to the first of these numbers of steps, and the best, one of `factor`, to the next one."""
-    alive = list(trials)
+    alive = list(trials.values())
     for i, until in enumerate(steps):
-        done = yield Stage(alive, until, i)
-        if i + 1 < len(steps):
-            assert factor is not None and done is not None
-            alive = survivors(done, factor)
+        yield Stage(alive, until, i)
+        if factor is not None:
+            alive = survivors([trials[trial.number] for trial in alive], factor)
         if not alive:
             return
 
 
 def asked(
-    axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *, num: int, each: int,
-    until: int, seed: int,
-) -> Order:  # fmt: skip
+    trials: Mapping[int, Trial], axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *,
+    num: int, each: int, until: int, seed: int,
+) -> Iterator[Stage]:  # fmt: skip
     """Asks a study of Optuna for `num` trials, `each` in a stage, which `make` makes, and tells it their returns."""
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for first in range(0, num, each):
         asks = [study.ask() for _ in range(min(each, num - first))]
-        done = yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in asks], first), until)
-        assert done is not None
-        for ask, trial in zip(asks, done, strict=True):
-            failed = math.isnan(trial.mean)
+        yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in asks], first), until)
+        for number, ask in enumerate(asks, first):
+            mean = trials[number].mean
+            failed = math.isnan(mean)
             state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
-            study.tell(ask, None if failed else trial.mean, state)
+            study.tell(ask, None if failed else mean, state)
 
 
 def _suggested(ask: Any, axis: Axis) -> Any:

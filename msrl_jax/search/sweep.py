@@ -152,11 +152,11 @@ def sweep(
             if method == "optuna":
                 assert num is not None
                 each = wanted or -(-num // 8)
-                order = space.asked(axes, course.make, num=num, each=each, until=total_steps, seed=seed)
+                stages = space.asked(course.trials, axes, course.make, num=num, each=each, until=total_steps, seed=seed)
             else:
                 steps = space.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
-                order = space.rungs(trials, steps, halving)
-        reason = course.conduct(order, requests)
+                stages = space.rungs(course.trials, steps, halving)
+        reason = course.conduct(stages, requests)
         table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
         env_object = None if isinstance(env, str) else env
         result = SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
