@@ -1,6 +1,5 @@
 """`SweepResult`: the table of a sweep, its figures, and the way back to its runs."""
 
-import csv
 import dataclasses
 import math
 import os
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax._checks import writing
 from msrl_jax._terminal import table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TABLE, TABLE_CSV = "table.json", "table.csv"
-
 SHOWN = 20
 """Rows of a printed table; the files have all."""
 
@@ -220,13 +217,7 @@ def write_table(result: SweepResult, path: Path) -> None:
     about = {"status": result.status, "stop_reason": result.stop_reason}
     runs = [str(run.relative_to(path)) for run in result.runs if isinstance(run, Path)]
     folder.write_json(path / TABLE, {**about, "runs": runs, "trials": list(result.trials)})
-    table, partial = result.table(), path / f".{TABLE_CSV}.partial"
-    with writing(path / TABLE_CSV):
-        with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader()
-            writer.writerows({k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in table)
-        os.replace(partial, path / TABLE_CSV)
+    folder.write_csv(path / TABLE_CSV, result.table())
 
 
 def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
