@@ -8,13 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_SEEDS = 2**32
-
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Converts a whole number, such as `1_000_000` or `1e6`, to an `int`; raises ValueError, which names the argument, if it
-    is none, below `least` or above `most`.
-    """
+    """Converts a whole number, such as `1e6`, to an `int`; raises ValueError, which names the argument, if it does not fit."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
     if number is None or number < least:
@@ -26,10 +22,10 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
     """Converts the first of some consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
-    first = whole(name, seed, least=0)
-    if first + seeds > _SEEDS:
+    first, most = whole(name, seed, least=0), 2**32 - seeds
+    if first > most:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
-        raise ValueError(f"{name}={first}: a seed has 32 bits{last}; use 0 to {_SEEDS - seeds}")
+        raise ValueError(f"{name}={first}: a seed has 32 bits{last}; use 0 to {most}")
     return first
 
 

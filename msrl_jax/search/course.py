@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic as now
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms
+from msrl_jax._terminal import progress_stream
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, folder, processes, store
@@ -57,12 +58,16 @@ class Course:
     path: Path | None
     description: Mapping[str, Any]  # what it computes, as plain data
     before: Mapping[str, Any]  # the content of `sweep.json` if it goes on
-    say: Callable[[str], None]  # shows a line of progress
     shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])  # of its programs; Optuna adds to them
     trials: dict[int, Trial] = dataclasses.field(default_factory=dict[int, Trial])
     runs: list[Path | Result] = dataclasses.field(default_factory=list[Path | Result])
     programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])  # as in `sweep.json`
     least: int = 1  # steps of one iteration, the most of all programs
+
+    def say(self, text: str) -> None:
+        """Shows a line of progress."""
+        if self.watch["progress"] and processes.is_first():
+            print(text, file=progress_stream(), flush=True)
 
     def make(self, chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
         """Makes trials of their values, and checks the config of each; raises ValueError that names the trial."""

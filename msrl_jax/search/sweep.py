@@ -16,7 +16,6 @@ from typing import Any
 
 from msrl_jax import _compiling, algorithms
 from msrl_jax._checks import as_path, check_seed, whole
-from msrl_jax._terminal import progress_stream
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
@@ -132,10 +131,8 @@ def sweep(
         },
     })  # fmt: skip
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
-    course = Course(
-        base, constants, distribution, devices, watch, not is_on_host(base.environment), wanted, path, description, {},
-        _say if progress else lambda text: None,
-    )  # fmt: skip
+    shared = not is_on_host(base.environment)
+    course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
     trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling.on_disk())
@@ -194,8 +191,3 @@ def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
     """What must not change in a sweep that goes on, by name: also the fields of the config and the swept ones."""
     facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
     return facts | description["config"] | description["fields"]
-
-
-def _say(text: str) -> None:
-    if processes.is_first():
-        print(text, file=progress_stream(), flush=True)
