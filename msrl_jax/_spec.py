@@ -28,15 +28,14 @@ def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[st
     Words, which may begin with a digit (`scenario=3s_vs_5z`), are text; so are calls if there are no `calls`.
     """
     found: dict[str, Any] = {}
-    for part in _split(text):
+    for part in filter(str.strip, _split(text)):
         pair = re.fullmatch(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", part, re.DOTALL)
-        if pair is None and part.strip():
+        if pair is None:
             raise ValueError(wrong)
-        if pair is not None:
-            key, value = pair.groups()
-            if key in found:
-                raise ValueError(f"{text!r} gives {key!r} twice; give it once")
-            found[key] = read_value(key, value, calls, wrong=wrong)
+        key, value = pair.groups()
+        if key in found:
+            raise ValueError(f"{text!r} gives {key!r} twice; give it once")
+        found[key] = read_value(key, value, calls, wrong=wrong)
     if not found:
         raise ValueError(wrong)
     return found
