@@ -152,17 +152,10 @@ def calibrated_chunk(experiment: Experiment, program: Program) -> int:
 
 
 def measure(
-    experiment: Experiment,
-    policy: DistributionPolicy,
-    *,
-    repeats: int = 3,
-    seconds: float = 1.0,
-    against: Literal["jit"] | None = None,
-    devices: Sequence[Device] | None = None,
-    on_stage: Callable[[str], None] | None = None,
-) -> Measurement:
+    experiment: Experiment, policy: DistributionPolicy, *, repeats: int, seconds: float, against: Literal["jit"] | None,
+    devices: Sequence[Device] | None, note: Callable[[str], None],
+) -> Measurement:  # fmt: skip
     """Measures one setting; the other arguments are those of `bench`."""
-    note = on_stage or (lambda line: None)
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
     what = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
@@ -257,12 +250,12 @@ def bench(
     ]
     for experiment, policy in grid:
         experiment.compile(policy, devices)
-    options = {"repeats": repeats, "seconds": seconds, "against": against, "devices": devices, "on_stage": on_stage}
-    measurements = []
+    note, measurements = on_stage or (lambda line: None), []
     for experiment, policy in grid:
-        measurements.append(measure(experiment, policy, **options))
+        measured = measure(experiment, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
+        measurements.append(measured)
         if on_measurement is not None:
-            on_measurement(measurements[-1])
+            on_measurement(measured)
     return measurements
 
 
