@@ -28,8 +28,6 @@ NOT_SAVED, OUT_OF_TIME = 3, 75
 MOST_CPU_DEVICES = 1024
 """Virtual CPU devices that start within seconds; each has threads of its own."""
 
-PACKAGE = Path(__file__).parents[1]
-
 
 def use_cpu_devices(count: int | None) -> None:
     """Makes JAX start with this many virtual CPU devices; None changes nothing."""
@@ -270,7 +268,7 @@ def names_in_sources() -> dict[str, list[str]]:
     """The names of the registries, read from the sources of this package: importing those would import JAX."""
 
     def found(folder: str, pattern: str) -> list[str]:
-        texts = [file.read_text("utf-8") for file in (PACKAGE / folder).glob("*.py")]
+        texts = [file.read_text("utf-8") for file in (Path(__file__).parents[1] / folder).glob("*.py")]
         return sorted(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))
 
     return {
