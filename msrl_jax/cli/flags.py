@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 
 
 class UsageError(ValueError):

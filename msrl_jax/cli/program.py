@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from msrl_jax import _compiling, _terminal
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 from msrl_jax.cli import flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train

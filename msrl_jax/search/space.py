@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax._checks import whole
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
