@@ -1,20 +1,22 @@
-"""Checks of arguments that several packages share, and file errors that name the file."""
+"""Checks of arguments and names that several packages share; errors suggest the nearest name, or say which file it was."""
 
 import contextlib
+import difflib
+import importlib
 import math
 import numbers
 import os
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-_SEEDS = 2**32
+T = TypeVar("T")
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Converts a whole number, such as `1_000_000` or `1e6`, to an `int`; raises ValueError, which names the argument, if it
-    is none, below `least` or above `most`.
-    """
+    """Converts a whole number, such as `1e6`, to an `int`; raises ValueError, which names the argument, if it does not fit."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     number: Any = value if is_number and math.isfinite(value) and value == math.floor(value) else None
     if number is None or number < least:
@@ -26,10 +28,10 @@ def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int
 
 def check_seed(seed: Any, seeds: int = 1, name: str = "seed") -> int:
     """Converts the first of some consecutive seeds to an `int`; raises ValueError if one is below 0 or needs over 32 bits."""
-    first = whole(name, seed, least=0)
-    if first + seeds > _SEEDS:
+    first, most = whole(name, seed, least=0), 2**32 - seeds
+    if first > most:
         last = f"; the last of {seeds} seeds would be {first + seeds - 1}" if seeds > 1 else ""
-        raise ValueError(f"{name}={first}: a seed has 32 bits{last}; use 0 to {_SEEDS - seeds}")
+        raise ValueError(f"{name}={first}: a seed has 32 bits{last}; use 0 to {most}")
     return first
 
 
@@ -51,3 +53,48 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def add(kind: str, table: dict[str, T], name: str, value: T) -> T:
+    """Adds an entry of a kind, and returns it; raises ValueError if another entry has the name."""
+    if table.setdefault(name, value) is not value:
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise ValueError(f"{article} {kind} named {name!r} is registered already; choose another name")
+    return value
+
+
+def find(kind: str, table: Mapping[str, T], name: str) -> T:
+    """Looks up an entry of a kind, in any case; raises ValueError, which suggests the nearest, if the name is unknown."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of the {kind} is {name!r}; choose from {', '.join(map(repr, sorted(table)))}")
+    by_lower = {other.lower(): other for other in table}
+    found = name if name in table else by_lower.get(name.lower())
+    if found is None:
+        raise ValueError(f"unknown {kind} {name!r}{suggestion(name, table)}; choose from {', '.join(sorted(table))}")
+    return table[found]
+
+
+def imported(kind: str, path: str, what: str) -> Any:
+    """The object that `MODULE:CLASS` names; modules are looked for in the working directory too."""
+    module, _, name = path.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)  # a console script has its own folder there
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{kind} {path!r}: {error}; give MODULE:CLASS of {what}") from None
+    finally:
+        sys.path.remove(here)
+
+
+def suggestion(name: str, options: Iterable[str]) -> str:
+    """Text that proposes the option that a misspelled or shortened name probably means, to follow it; empty if there is none.
+
+    It is one with these initials (`lr` for `learning-rate`), else one of similar spelling, else one that starts with the name.
+    """
+    lower, by_lower = name.lower(), {option.lower(): option for option in options}
+    initials = {option: "".join(word[0] for word in re.split(r"[\W_]+", option) if word) for option in by_lower}
+    near = [option for option in by_lower if len(lower) > 1 and initials[option] == lower]
+    near = near or difflib.get_close_matches(lower, by_lower, n=1)
+    near = near or [option for option in by_lower if option.startswith(lower)]
+    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""

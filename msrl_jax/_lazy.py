@@ -9,10 +9,7 @@ from typing import Any
 
 
 def names_of(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Makes `__getattr__`, `__dir__` and `__all__` of a package from the lines `from MODULE import NAME as NAME` of its stub.
-
-    `file` is the path of its `__init__.py`.
-    """
+    """Makes `__getattr__`, `__dir__` and `__all__` of a package from `from MODULE import NAME as NAME` in its stub."""
     lines = re.findall(r"^from (\S+) import (\w+)", Path(f"{file}i").read_text(encoding="utf-8"), re.MULTILINE)
     modules = {name: module for module, name in lines}
 

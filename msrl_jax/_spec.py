@@ -6,17 +6,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 
 Calls: TypeAlias = Mapping[str, Callable[..., Any]]
 """The functions that text may call, by name."""
 
 
 def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any]]:
-    """Splits `"NAME:key=value,key=value"` into the name and the arguments, as `read_values` reads them.
-
-    With `prefixes`, a name may have one, which is followed by a colon: `jaxmarl:MPE_simple_spread_v3:num_agents=5`.
-    """
+    """Splits `"NAME:key=value,key=value"`; with `prefixes`, also `"jaxmarl:MPE_simple_spread_v3:num_agents=5"`."""
     name, colon, text = spec.partition(":")
     if prefixes and colon and "=" not in (second := text.partition(":")[0]):
         name, colon, text = f"{name}:{second}", *text.partition(":")[1:]
@@ -28,19 +25,17 @@ def parse_spec(spec: str, *, prefixes: bool = False) -> tuple[str, dict[str, Any
 def read_values(text: str, calls: Calls | None = None, *, wrong: str) -> dict[str, Any]:
     """Reads `"key=value,key=value"`, whose keys may have dots; raises a ValueError, `wrong` if it cannot be read.
 
-    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text. Values may call the functions `calls`; without them, a
-    call is a word: `trajectory_codec=frame_stack(4)`.
+    Words, which may begin with a digit (`scenario=3s_vs_5z`), are text; so are calls if there are no `calls`.
     """
     found: dict[str, Any] = {}
-    for part in _split(text):
+    for part in filter(str.strip, _split(text)):
         pair = re.fullmatch(r"\s*([^\W\d][\w.]*)\s*=(?!=)(.+)", part, re.DOTALL)
-        if pair is None and part.strip():
+        if pair is None:
             raise ValueError(wrong)
-        if pair is not None:
-            key, value = pair.groups()
-            if key in found:
-                raise ValueError(f"{text!r} gives {key!r} twice; give it once")
-            found[key] = read_value(key, value, calls, wrong=wrong)
+        key, value = pair.groups()
+        if key in found:
+            raise ValueError(f"{text!r} gives {key!r} twice; give it once")
+        found[key] = read_value(key, value, calls, wrong=wrong)
     if not found:
         raise ValueError(wrong)
     return found
@@ -73,7 +68,7 @@ def read_value(what: str, text: str, calls: Calls | None, *, wrong: str) -> Any:
 
 
 class _NotLiteral(ValueError):
-    """What stands for a value is none."""
+    pass
 
 
 _COLONS = re.compile(r"\b([a-z_]+)((?::[^:,()\s]+)+)")

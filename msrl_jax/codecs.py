@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax import _registry
+from msrl_jax import _checks
 from msrl_jax._compat import ShapedArray
 
 
@@ -158,7 +158,7 @@ def register(codec: Codec) -> Codec:
     Raises:
       ValueError: if another codec has that name.
     """
-    return _registry.add("codec", CODECS, codec.name, codec)
+    return _checks.add("codec", CODECS, codec.name, codec)
 
 
 def names() -> list[str]:

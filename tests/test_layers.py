@@ -16,8 +16,8 @@ FLOORS = [
     {"envs"},
     {"fragments"},
     {"codecs"},
-    {"_checks", "_registry", "_spec", "_streams", "_suites", "_tables"},
-    {"_compat", "_compiling", "_lazy", "_simulate", "_spelling"},
+    {"_spec", "_suites", "_terminal"},
+    {"_checks", "_compat", "_compiling", "_lazy", "_simulate"},
 ]
 """From the top layer to the bottom; packages of one layer do not import each other."""
 

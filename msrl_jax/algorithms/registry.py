@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import jax
 from jax.core import Tracer
 
-from msrl_jax import _registry, envs
-from msrl_jax._spelling import suggestion
+from msrl_jax import _checks, envs
+from msrl_jax._checks import suggestion
 from msrl_jax.algorithms.config import ALGORITHMS, config
 from msrl_jax.envs.base import check_made, env_name
 
@@ -68,8 +68,8 @@ def get(algorithm: str | type) -> type:
     if not isinstance(algorithm, str):
         raise TypeError(f"the algorithm is {algorithm!r}; give a config such as PPO(), or a name: {', '.join(names())}")
     if ":" in algorithm:
-        return get(_registry.imported("algorithm", algorithm, "a class made with algorithms.config"))
-    return _registry.find("algorithm", ALGORITHMS, algorithm)
+        return get(_checks.imported("algorithm", algorithm, "a class made with algorithms.config"))
+    return _checks.find("algorithm", ALGORITHMS, algorithm)
 
 
 def make(algorithm: Any, overrides: Mapping[str, Any]) -> Any:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from msrl_jax._checks import suggestion
 from msrl_jax._spec import parse_spec
-from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress
 from msrl_jax.algorithms.config import ALGORITHMS, config, field
 from msrl_jax.algorithms.loops.agents import Experience, Now, Team, teams_agent

@@ -5,6 +5,7 @@ Slow imports are inside the functions, so that help is quick and devices can be 
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -26,8 +27,6 @@ NOT_SAVED, OUT_OF_TIME = 3, 75
 
 MOST_CPU_DEVICES = 1024
 """Virtual CPU devices that start within seconds; each has threads of its own."""
-
-PACKAGE = Path(__file__).parents[1]
 
 
 def use_cpu_devices(count: int | None) -> None:
@@ -57,10 +56,6 @@ def _show(args: Any, data: Any, text: object) -> None:
         _print_json(data)
     else:
         print(text)
-
-
-def _note(what: Any) -> None:
-    print(f"{what}", file=sys.stderr, flush=True)
 
 
 def _options(args: Any, *others: str) -> dict[str, Any]:
@@ -222,16 +217,16 @@ def explain(args: Explain, config: dict[str, Any]) -> int:
     from msrl_jax.report.scaling import format_table, plans
 
     common = {"seeds": args.seeds, "env_params": args.env_params}
-    if not args.devices:
+    if args.devices:
+        rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)
+        if len(rows) > 1:
+            _show(args, [row.to_dict() for row in rows], format_table(rows))
+            return 0
+        plan = rows[0].plan
+    else:
         experiment = make_experiment(args.algo, args.env, overrides=config, **common)
         plan = experiment.compile(resolve_policy(args.policy or experiment.usual_policy)).explain()
-        _show(args, plan.to_dict(), plan)
-        return 0
-    rows = plans(args.algo, args.env, args.policy, args.devices, args.envs_per_device, **common, **config)
-    if len(rows) == 1:
-        _show(args, rows[0].plan.to_dict(), rows[0].plan)
-    else:
-        _show(args, [row.to_dict() for row in rows], format_table(rows))
+    _show(args, plan.to_dict(), plan)
     return 0
 
 
@@ -241,7 +236,8 @@ def bench(args: Bench, config: dict[str, Any]) -> int:
 
     grid = (args.algo, args.env, args.policy, args.num_envs, args.unroll_length)
     options = _options(args, "algo", "env", "policy", "num_envs", "unroll_length")
-    measurements = report.bench(*grid, **options, on_stage=_note, on_measurement=_note, **config)
+    note = functools.partial(print, file=sys.stderr, flush=True)
+    measurements = report.bench(*grid, **options, on_stage=note, on_measurement=note, **config)
     print(report.format_table(measurements))
     if args.json:
         _print_json(measurements)
@@ -272,7 +268,7 @@ def names_in_sources() -> dict[str, list[str]]:
     """The names of the registries, read from the sources of this package: importing those would import JAX."""
 
     def found(folder: str, pattern: str) -> list[str]:
-        texts = [file.read_text("utf-8") for file in (PACKAGE / folder).glob("*.py")]
+        texts = [file.read_text("utf-8") for file in (Path(__file__).parents[1] / folder).glob("*.py")]
         return sorted(name for text in texts for name in re.findall(pattern, text, re.MULTILINE))
 
     return {

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import decimal
 import io
-import sys
+import itertools
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 
 
 class UsageError(ValueError):
@@ -105,13 +105,10 @@ def _options(kind: Any) -> PrimitiveConstructorSpec:
 def values_of(argv: Sequence[str], flag: str) -> list[str]:
     """The values of a flag, read before parsing, because they decide which other flags exist."""
     values: list[str] = []
-    for i, word in enumerate(argv):
-        if word.startswith(f"{flag}="):
-            values = [word.partition("=")[2]]
-        elif word == flag:
-            rest = argv[i + 1 :]
-            end = next((j for j, w in enumerate(rest) if w.startswith("-")), len(rest))
-            values = list(rest[:end])
+    for i, word in enumerate(argv, 1):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            values = [value] if equals else list(itertools.takewhile(lambda w: not w.startswith("-"), argv[i:]))
     return values
 
 
@@ -175,10 +172,9 @@ def _config_flags(command: type, algos: Sequence[str]) -> type:
 
 
 def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Reads the arguments of a command, which `prog` names in messages, as an instance of its dataclass `base`.
+    """Reads the arguments of a command as an instance of `base`, and the fields of the config that were given.
 
-    If it has a field `algo`, the fields of the algorithms' configs are flags too, and the second result has those that were
-    given. A field `given` gets the names of all flags that were given. Raises UsageError; SystemExit after `--help`.
+    A field `given` gets the names of all flags that were given. Raises UsageError; SystemExit after `--help`.
     """
     own = [f.name for f in dataclasses.fields(base)]
     command = _with_texts(base, _config_flags(base, values_of(argv, "--algo") or ["ppo"]) if "algo" in own else None)
@@ -193,8 +189,13 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
         what = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
         near = suggestion(unknown[0].strip("-"), [name.replace("_", "-") for name in (*own, *others)])
         near = near.replace("'", "'--", 1)
-        if learners := _algorithms_with(unknown[0].removeprefix("--").partition("=")[0].replace("-", "_"), others):
-            near = f", which is one of {', '.join(learners)}"
+        if others:
+            from msrl_jax import algorithms
+
+            field = unknown[0].removeprefix("--").partition("=")[0].replace("-", "_")
+            kinds = {name: algorithms.get(name) for name in algorithms.names()}
+            if having := [name for name, kind in kinds.items() if field in {f.name for f in dataclasses.fields(kind)}]:
+                near = f", which is one of {', '.join(having)}"
         raise UsageError(f"{what} {unknown[0]!r}{near}; {prog} --help lists the options")
     given = _given(argv)
     for name in own:
@@ -205,21 +206,11 @@ def parse(prog: str, base: type, argv: Sequence[str]) -> tuple[Any, dict[str, An
     return args, {name: getattr(config, name) for name in others if name in given}
 
 
-def _algorithms_with(field: str, others: Sequence[str]) -> list[str]:
-    """The algorithms whose configs have a field that the chosen one lacks."""
-    if not others:
-        return []
-    from msrl_jax import algorithms
-
-    return [name for name in algorithms.names() if field in {f.name for f in dataclasses.fields(algorithms.get(name))}]
-
-
 def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tuple[Any, list[str]]:
     """Parses with tyro, and turns tyro's error messages (boxes of several lines) into one line."""
-    messages, terminal = io.StringIO(), sys.stderr
+    messages = io.StringIO()
     try:
-        sys.stderr = messages
-        with _REGISTRY:
+        with _REGISTRY, contextlib.redirect_stderr(messages):
             return tyro.cli(command, args=list(argv), prog=prog, description=description, return_unknown_args=True)
     except SystemExit as error:
         if not error.code:
@@ -228,5 +219,3 @@ def _parse(prog: str, command: Any, argv: Sequence[str], description: str) -> tu
         end = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
         text = " ".join(lines[:end]) or messages.getvalue()
         raise UsageError(f"{text.removesuffix('.')}; {prog} --help lists the options") from None
-    finally:
-        sys.stderr = terminal

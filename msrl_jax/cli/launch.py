@@ -25,18 +25,15 @@ _NOISE = re.compile(rb"\[Gloo\] Rank \d+ is connected|preemption_notifier\.cc")
 
 
 def launch(argv: Sequence[str], count: int) -> int:
-    """Starts processes of `python -m msrl_jax` with equal arguments, and waits for all of them.
+    """Runs processes of `python -m msrl_jax` with equal arguments, which get the signals to this one and die with it.
 
-    The first one writes to the terminal. What the others write to stderr is shown if the run fails. Signals to this process
-    go to all of them; when this process dies, they do too. Returns 0 if all succeeded; else the exit code of the first that
-    failed, or `LOST` if a signal ended it.
+    Returns 0 if all succeeded; else the exit code of the first that failed, or `LOST` if a signal ended it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     children: list[subprocess.Popen[bytes]] = []
-    signals = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {s: signal.getsignal(s) for s in signals}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
     def forward(signum: int, frame: object) -> None:
         for child in children:
@@ -46,8 +43,8 @@ def launch(argv: Sequence[str], count: int) -> int:
     tails = [collections.deque[bytes](maxlen=200) for _ in range(count)]
     readers: list[threading.Thread] = []
     try:
-        for s in signals:
-            if before[s] is not signal.SIG_IGN:
+        for s, handler in before.items():
+            if handler is not signal.SIG_IGN:
                 signal.signal(s, forward)
         for i in range(count):
             settings = os.environ | {ADDRESS: address, COUNT: str(count), INDEX: str(i)}
@@ -56,6 +53,7 @@ def launch(argv: Sequence[str], count: int) -> int:
                 stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL, stderr=None if i == 0 else subprocess.PIPE,
             )  # fmt: skip
             children.append(child)
+            # The first one writes to the terminal; what the others write to stderr is shown if the run fails.
             work = (child.stdout, _print) if i == 0 else (child.stderr, tails[i].append)
             readers.append(threading.Thread(target=_follow, args=work, daemon=True))
             readers[-1].start()

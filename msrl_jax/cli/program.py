@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msrl_jax import _compiling, _streams
-from msrl_jax._spelling import suggestion
+from msrl_jax import _compiling, _terminal
+from msrl_jax._checks import suggestion
 from msrl_jax.cli import flags, launch
 from msrl_jax.cli.actions import COMMANDS, DIVERGED, launched, use_cpu_devices
 from msrl_jax.cli.commands import Train
@@ -48,10 +48,8 @@ def _with_saved_algo(command: str, argv: list[str]) -> list[str]:
 
 def _is_ours(error: BaseException) -> bool:
     """Whether this package raised the error itself. Other errors are bugs, and need their traceback."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return last is not None and last.tb_frame.f_globals.get("__name__", "").startswith("msrl_jax.")
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith("msrl_jax.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     is_whole_process = argv is None
     argv = list(sys.argv[1:] if argv is None else argv)
-    with _streams.lasting() as out, _short_warnings():
+    with _terminal.lasting() as out, _short_warnings():
         try:
             code = _run(argv)
         except Exception:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from msrl_jax._checks import suggestion
 from msrl_jax._compat import used_inputs
-from msrl_jax._spelling import suggestion
 from msrl_jax.envs import distributions, spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, env_name, has_agents, strong
 from msrl_jax.envs.wrappers import EnvironmentWrapper

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-from msrl_jax import _registry, _suites
+from msrl_jax import _checks, _suites
+from msrl_jax._checks import suggestion
 from msrl_jax._spec import parse_spec
-from msrl_jax._spelling import suggestion
 from msrl_jax.envs.base import Environment
 from msrl_jax.envs.games import KuhnPoker, RockPaperScissors
 
@@ -30,7 +30,7 @@ def register(name: str, factory: Callable[..., Environment]) -> None:
     """
     if not callable(factory):
         raise TypeError(f"register({name!r}): {factory!r} cannot be called; pass a class or a function")
-    _registry.add("environment", dict.fromkeys(names()), name, factory)
+    _checks.add("environment", dict.fromkeys(names()), name, factory)
     _factories[name] = factory
 
 

@@ -159,14 +159,16 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 def write_table(path: Path) -> None:
     """Writes the rows of `metrics.jsonl` to `metrics.csv`."""
-    rows = [scalars(row) for row in read_rows(path)]
+    write_csv(path / TABLE, [scalars(row) | {name: int(row[name]) for name in _COUNTS} for row in read_rows(path)])
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a CSV file, in which nan and what a row lacks are empty cells, as `write_json` does."""
     text = io.StringIO()
     table = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), restval="")
     table.writeheader()
-    for row in rows:
-        row |= {name: int(row[name]) for name in _COUNTS}
-        table.writerow({name: "" if math.isnan(x) else x for name, x in row.items()})
-    _replace(path / TABLE, text.getvalue())
+    table.writerows({k: "" if isinstance(x, float) and math.isnan(x) else x for k, x in row.items()} for row in rows)
+    _replace(path, text.getvalue())
 
 
 def rewind_rows(path: Path, count: int) -> list[Row]:

@@ -15,9 +15,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from msrl_jax import algorithms
-from msrl_jax._checks import whole
+from msrl_jax._checks import suggestion, whole
 from msrl_jax._spec import read_values
-from msrl_jax._spelling import suggestion
 from msrl_jax.algorithms.agent import Agent, Metrics, Progress, innermost, with_innermost
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.algorithms.transformations import Counted

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from msrl_jax._streams import Lasting, progress_stream
+from msrl_jax._terminal import Lasting, progress_stream
 from msrl_jax.experiment.callbacks import Tick, short_unit
 from msrl_jax.experiment.history import team_of
 

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from msrl_jax import algorithms, data, envs
-from msrl_jax._checks import check_seed, whole
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import check_seed, suggestion, whole
 from msrl_jax.algorithms.agent import Agent
 from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.algorithms.registry import check_env

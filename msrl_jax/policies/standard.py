@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from msrl_jax import _registry
-from msrl_jax._spelling import suggestion
+from msrl_jax import _checks
+from msrl_jax._checks import suggestion
 from msrl_jax.fragments.placement import check_staleness
 from msrl_jax.policies.base import (
     ACTING,
@@ -253,7 +253,7 @@ def register(policy: type) -> type:
     Raises:
       ValueError: if another policy has that name.
     """
-    return _registry.add("policy", POLICIES, policy.__name__, policy)
+    return _checks.add("policy", POLICIES, policy.__name__, policy)
 
 
 def names() -> list[str]:
@@ -286,9 +286,9 @@ def get(policy: str | DistributionPolicy, **parameters: Any) -> DistributionPoli
     if colon and module.lower() in map(str.lower, POLICIES):
         raise ValueError(f"cannot read {rest!r} in {policy!r}; write {module}:key=value,key=value")
     if colon:
-        cls: Any = _registry.imported("policy", policy, "a class with a method layout(devices, sizes)")
+        cls: Any = _checks.imported("policy", policy, "a class with a method layout(devices, sizes)")
     else:
-        cls = _registry.find("policy", POLICIES, policy)
+        cls = _checks.find("policy", POLICIES, policy)
     fields = list(inspect.signature(cls).parameters)
     for name in parameters:
         if name not in fields:

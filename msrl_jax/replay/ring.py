@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import codecs
-from msrl_jax._checks import whole
+from msrl_jax._checks import suggestion, whole
 from msrl_jax._compat import ShapedArray
-from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import Codec
 from msrl_jax.replay.base import Indices, check_numbers
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from msrl_jax import algorithms
-from msrl_jax._tables import paragraph, table
+from msrl_jax._terminal import paragraph, table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.folder import describe_devices
@@ -28,52 +28,32 @@ _CHUNK_SECONDS = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The training speed of one setting.
-
-    Attributes:
-      algorithm: name of the algorithm.
-      env: name of the environment.
-      policy: the distribution policy.
-      platform: platform of the devices.
-      devices: number of devices in use.
-      num_envs: number of environments.
-      unroll_length: steps of every environment per iteration.
-      compile_seconds: time to trace and compile the program of the first chunk, or to load it from disk.
-      steps_per_second: environment steps per second, median of `runs`.
-      updates_per_second: gradient steps per second at that rate, skipped steps (`target_kl`) included.
-      runs: environment steps per second of every timed run.
-      jit_steps_per_second: environment steps per second of the plain `jax.jit(jax.lax.scan(...))`; None if not measured.
-      jit_runs: environment steps per second of every timed run of the plain program, in the order of `runs`.
-      ratio: `steps_per_second / jit_steps_per_second`.
-      flops: floating point operations of one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
-      jit_flops: floating point operations of one iteration of the plain program.
-      bytes: bytes accessed by one iteration by XLA's cost analysis; None if the policy does not fuse the loop.
-      jit_bytes: bytes accessed by one iteration of the plain program.
-      instructions: programs, transfers and allocations that the host dispatches per iteration; None if the policy fuses the
-        loop, as are the next three.
-      instruction_microseconds: processor time of the host per instruction.
-      python_microseconds: the part of it that passes outside of calls of JAX.
-      call_microseconds: processor time of the host for one call of a jitted function, the mean over the programs.
-    """
+    """The training speed of one setting."""
 
     algorithm: str
     env: str
     policy: str
     platform: str
-    devices: int
+    devices: int  # in use
     num_envs: int
-    unroll_length: int
-    compile_seconds: float
-    steps_per_second: float
-    updates_per_second: float
-    runs: tuple[float, ...]
+    unroll_length: int  # steps of every environment per iteration
+    compile_seconds: float  # to trace and compile the program of the first chunk, or to load it from disk
+    steps_per_second: float  # environment steps per second, median of `runs`
+    updates_per_second: float  # gradient steps per second at that rate, skipped steps (`target_kl`) included
+    runs: tuple[float, ...]  # environment steps per second of every timed run
+    # The same of the plain `jax.jit(jax.lax.scan(...))`, in the order of `runs`; None if not measured.
     jit_steps_per_second: float | None = None
     jit_runs: tuple[float, ...] = ()
-    ratio: float | None = None
+    ratio: float | None = None  # `steps_per_second / jit_steps_per_second`
+    # Floating point operations of one iteration by XLA's cost analysis, and bytes accessed; None if the policy does not fuse
+    # the loop; and those of the plain program.
     flops: float | None = None
     jit_flops: float | None = None
     bytes: float | None = None
     jit_bytes: float | None = None
+    # Programs, transfers and allocations that the host dispatches per iteration; None if the policy fuses the loop, as are the
+    # times: processor time of the host per instruction, the part of it outside of calls of JAX, and for one call of a jitted
+    # function, the mean over the programs.
     instructions: int | None = None
     instruction_microseconds: float | None = None
     python_microseconds: float | None = None
@@ -113,16 +93,14 @@ class Runner:
 
 
 def interleave(runners: Sequence[Any], seconds: float, repeats: int) -> list[tuple[float, ...]]:
-    """The environment steps per second of each runner, in `repeats` runs of about `seconds`.
+    """What `run(seconds)` of each runner returns, steps per second, in `repeats` turns.
 
-    They run in turn, every other round in reverse order, so that changes in the speed of the machine affect all of them. A
-    runner has a method `run(seconds)` that returns its steps per second.
+    Every other round is in reverse order, so that changes in the speed of the machine affect all of them.
     """
     rates: list[list[float]] = [[] for _ in runners]
     for repeat in range(repeats):
-        order = list(enumerate(runners))
-        for i, runner in order[:: -1 if repeat % 2 else 1]:
-            rates[i].append(runner.run(seconds))
+        for i in range(len(runners))[:: -1 if repeat % 2 else 1]:
+            rates[i].append(runners[i].run(seconds))
     return [tuple(r) for r in rates]
 
 
@@ -174,17 +152,10 @@ def calibrated_chunk(experiment: Experiment, program: Program) -> int:
 
 
 def measure(
-    experiment: Experiment,
-    policy: DistributionPolicy,
-    *,
-    repeats: int = 3,
-    seconds: float = 1.0,
-    against: Literal["jit"] | None = None,
-    devices: Sequence[Device] | None = None,
-    on_stage: Callable[[str], None] | None = None,
-) -> Measurement:
+    experiment: Experiment, policy: DistributionPolicy, *, repeats: int, seconds: float, against: Literal["jit"] | None,
+    devices: Sequence[Device] | None, note: Callable[[str], None],
+) -> Measurement:  # fmt: skip
     """Measures one setting; the other arguments are those of `bench`."""
-    note = on_stage or (lambda line: None)
     program, agent = experiment.compile(policy, devices), experiment.behavior.agent
     num_envs, unroll_length = agent.env.num_envs, agent.steps_per_iteration // agent.env.num_envs
     what = f"{experiment.name} {experiment.env_name}, {num_envs} envs x {unroll_length} steps"
@@ -279,12 +250,12 @@ def bench(
     ]
     for experiment, policy in grid:
         experiment.compile(policy, devices)
-    options = {"repeats": repeats, "seconds": seconds, "against": against, "devices": devices, "on_stage": on_stage}
-    measurements = []
+    note, measurements = on_stage or (lambda line: None), []
     for experiment, policy in grid:
-        measurements.append(measure(experiment, policy, **options))
+        measured = measure(experiment, policy, repeats=repeats, seconds=seconds, against=against, devices=devices, note=note)
+        measurements.append(measured)
         if on_measurement is not None:
-            on_measurement(measurements[-1])
+            on_measurement(measured)
     return measurements
 
 

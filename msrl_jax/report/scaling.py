@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msrl_jax._checks import whole
-from msrl_jax._tables import table
+from msrl_jax._terminal import table
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.fragments.plan.plan import Plan, size
@@ -34,14 +34,10 @@ class Scaled:
             for name in plan.placements
         }
         return about | {
-            "idle": len(plan.idle),
-            "sizes": {name: len(devices) for name, devices in plan.placements.items()},
-            "dispatches": plan.dispatches,
-            "bytes_arriving": plan.bytes_arriving,
-            "collectives": collectives,
-            "bytes_of_collectives": plan.bytes_of_collectives,
-            "memory": plan.memory,
-        }
+            "idle": len(plan.idle), "sizes": {name: len(devices) for name, devices in plan.placements.items()},
+            "dispatches": plan.dispatches, "bytes_arriving": plan.bytes_arriving, "collectives": collectives,
+            "bytes_of_collectives": plan.bytes_of_collectives, "memory": plan.memory,
+        }  # fmt: skip
 
 
 def plans(
@@ -55,31 +51,17 @@ def plans(
     env_params: GivenParams | None = None,
     **overrides: Any,
 ) -> list[Scaled]:
-    """Plans an algorithm for several sets of devices; compiles, but runs nothing.
+    """Plans an algorithm for several sets of devices, named as in `plan_devices`; compiles, but runs nothing.
 
-    Args:
-      algo: name of the algorithm.
-      env: name of the environment.
-      policy: the policy as text; that of `train` if None. `{n}` and `{half}` stand for the number of devices and half of it.
-      devices: names of devices as in `plan_devices`.
-      envs_per_device: environments for each device; if None, their number stays the same.
-      seeds: number of runs to train at once.
-      env_params: what parameters of the environment are drawn from, as in `train`.
-      **overrides: fields of the algorithm's config.
-
-    Returns:
-      One plan for each set of devices.
-
-    Raises:
-      ValueError: on an unknown name, or on devices that do not fit the policy.
-      ImportError: if the compiler for some devices is not installed.
+    The policy is that of `train` if None; in its text, `{n}` and `{half}` stand for their number and half of it. Raises
+    ValueError on an unknown name or devices that do not fit the policy, ImportError if the compiler for some is missing.
     """
     if envs_per_device is not None:
         whole("envs_per_device", envs_per_device)
         if "num_envs" in overrides:
             raise ValueError("num_envs and envs_per_device both choose the number of environments; leave one out")
     found = []
-    for name, there in [(name, plan_devices(name)) for name in devices]:
+    for name, there in [(name, plan_devices(name)) for name in devices]:  # all names are checked before the first plan
         count = len(there)
         sized = {} if envs_per_device is None else {"num_envs": envs_per_device * count}
         with planning_for(there):

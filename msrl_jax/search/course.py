@@ -2,19 +2,20 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax import algorithms
+from msrl_jax._terminal import progress_stream
+from msrl_jax.algorithms.config import tunable_fields
 from msrl_jax.envs.base import release
 from msrl_jax.experiment import checkpoint, folder, processes, store
 from msrl_jax.experiment.agents import map_members
@@ -27,11 +28,20 @@ from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.plan.plan import size
 from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory, temporary_bytes
-from msrl_jax.search.space import Order, Stage
-from msrl_jax.search.trials import SWEEP, Shape, Trial, shape_of, values_in_words
+from msrl_jax.search.space import Stage, Trial, values_in_words
 
 HEADROOM = 0.8
 """The part of the memory that a sweep plans with; programs of the initial state and of evaluations need some, too."""
+
+
+SWEEP = "sweep.json"
+
+
+class Shape(NamedTuple):
+    """What the trials of one program share."""
+
+    fields: Mapping[str, Any]  # the swept fields that make the program, and their values
+    data: tuple[str, ...]  # the swept fields that are numbers of its state
 
 
 @dataclasses.dataclass
@@ -48,18 +58,24 @@ class Course:
     path: Path | None
     description: Mapping[str, Any]  # what it computes, as plain data
     before: Mapping[str, Any]  # the content of `sweep.json` if it goes on
-    say: Callable[[str], None]  # shows a line of progress
     shapes: list[Shape] = dataclasses.field(default_factory=list[Shape])  # of its programs; Optuna adds to them
     trials: dict[int, Trial] = dataclasses.field(default_factory=dict[int, Trial])
     runs: list[Path | Result] = dataclasses.field(default_factory=list[Path | Result])
     programs: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])  # as in `sweep.json`
     least: int = 1  # steps of one iteration, the most of all programs
 
+    def say(self, text: str) -> None:
+        """Shows a line of progress."""
+        if self.watch["progress"] and processes.is_first():
+            print(text, file=progress_stream(), flush=True)
+
     def make(self, chosen: Sequence[Mapping[str, Any]], first: int = 0) -> list[Trial]:
         """Makes trials of their values, and checks the config of each; raises ValueError that names the trial."""
-        made = []
+        made, tunable = [], tunable_fields(type(self.base.algorithm)) if self.shared else ()
         for number, values in enumerate(chosen, first):
-            shape = shape_of(type(self.base.algorithm), values, self.shared)
+            # A tunable field that is None is a branch of the program.
+            data = tuple(name for name, value in values.items() if name in tunable and value is not None)
+            shape = Shape({name: value for name, value in values.items() if name not in data}, data)
             if shape not in self.shapes:
                 self.shapes.append(shape)
             trial = Trial(number, dict(values), self.shapes.index(shape))
@@ -101,7 +117,6 @@ class Course:
             self.say(f"program {number}{which}: {len(own)} trials, {members} members at once, {room}")
 
     def _check(self, experiment: Experiment) -> None:
-        """Raises ValueError if a run cannot be a trial."""
         agent = experiment.behavior.agent
         experiment.check_length()
         if not agent.ranked:
@@ -114,20 +129,14 @@ class Course:
                 f"{experiment.name} learns from data alone, so only evaluations have returns; give eval_episodes above 0"
             )
 
-    def conduct(self, order: Order, requests: StopRequests) -> str:
+    def conduct(self, stages: Iterable[Stage], requests: StopRequests) -> str:
         """Trains all stages; gives the reason if a request to stop interrupted the sweep, else an empty text."""
-        done = None
-        for number in itertools.count():
-            try:
-                stage = order.send(done)
-            except StopIteration:
-                break
+        for number, stage in enumerate(stages):
             self.prepare(stage.trials)
             if self.path is not None:
                 self._write(self.path / SWEEP)
             if reason := self._train(number, stage, requests):
                 return reason
-            done = [self.trials[trial.number] for trial in stage.trials]
         return ""
 
     def _write(self, file: Path) -> None:
@@ -229,10 +238,7 @@ def batches(trials: Sequence[Trial], at_once: int) -> list[list[Trial]]:
 
 
 def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: int) -> list[Trial]:
-    """The trials of a run with their steps and returns: of the last evaluation, or of the last tenth of training without one.
-
-    A member whose parameters are not finite has the return nan.
-    """
+    """The trials of a run with their steps and returns, which are nan for a member whose parameters are not finite."""
     means = result.final("episode_return") if result.evaluation is None else result.evaluation.mean_return
     finite = np.ones(result.members, bool)
     for leaf in jax.tree.leaves(result.state.params):
@@ -240,16 +246,12 @@ def outcome(batch: Sequence[Trial], seeds: int, result: Result, rung: int, run: 
             finite &= np.isfinite(np.asarray(leaf, np.float32)).reshape(result.members, -1).all(axis=1)
     scores = np.where(finite, np.atleast_1d(np.asarray(means, np.float64)), np.nan).reshape(len(batch), seeds).tolist()
     about = {"steps": int(result.history["step"][-1]), "rung": rung, "run": run}
-    return [
-        dataclasses.replace(trial, returns=tuple(scores[i]), member=i * seeds, **about) for i, trial in enumerate(batch)
-    ]
+    each = enumerate(zip(batch, scores, strict=True))
+    return [dataclasses.replace(trial, returns=tuple(score), member=i * seeds, **about) for i, (trial, score) in each]
 
 
 def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Result:
-    """The run of these trials, taken out of runs that did equally many steps; its history is the last row of theirs.
-
-    A part is the run that trained a trial before, and the number of its first member there.
-    """
+    """The run of trials out of `parts`, the runs that trained them and their first members there; it has a row of history."""
     first = parts[0][0]
     if not first.has_members:
         return first
@@ -259,21 +261,19 @@ def joined(experiment: Experiment, parts: Sequence[tuple[Result, int]]) -> Resul
         rows = [x[m : m + seeds] for x, (_, m) in zip(xs, parts, strict=True)]
         return (jnp if isinstance(rows[0], jax.Array) else np).concatenate(rows)
 
-    def taken(of: Callable[[Result], Any]) -> Any:
-        """The members of the trials in trees with a leading dimension of all members."""
-        return jax.tree.map(join, *(of(run) for run, _ in parts))
+    def of_members(run: Result) -> Any:
+        """What has a leading dimension of all members, besides the state."""
+        row = {name: run.history[name][-1] for name, x in first.history.items() if x.ndim > 1}
+        return row, run.registers, vars(run.evaluation) if evaluated else None
 
-    last = None
-    if all(run.evaluation is not None for run, _ in parts):
-        last = Evaluation(**taken(lambda run: vars(run.evaluation)))
-    columns = [name for name, x in first.history.items() if x.ndim > 1]
-    history = {name: x[-1:] for name, x in first.history.items()}
-    history |= {name: x[None] for name, x in taken(lambda run: {name: run.history[name][-1] for name in columns}).items()}
+    evaluated = all(run.evaluation is not None for run, _ in parts)
+    row, registers, last = jax.tree.map(join, *(of_members(run) for run, _ in parts))
     states = [agent.without_data(run.run_state) for run, _ in parts]
     return dataclasses.replace(
-        first, experiment=experiment, description={**first.description, **experiment.to_json()}, history=history,
-        run_state=agent.with_data(map_members(join, *states)),
-        registers=taken(lambda run: run.registers), evaluation=last, folder=None,
+        first, experiment=experiment, description={**first.description, **experiment.to_json()},
+        history={name: row[name][None] if name in row else x[-1:] for name, x in first.history.items()},
+        run_state=agent.with_data(map_members(join, *states)), registers=registers,
+        evaluation=Evaluation(**last) if evaluated else None, folder=None,
     )  # fmt: skip
 
 

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax._tables import table
+from msrl_jax._terminal import table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.distributions import Distribution
 from msrl_jax.experiment import folder
 from msrl_jax.experiment.history import decimals
 from msrl_jax.experiment.result import Result
-from msrl_jax.search.space import Axis
-from msrl_jax.search.trials import SWEEP, TABLE, Trial, by_return, read_trials, table_of, value_in_words
+from msrl_jax.search.course import SWEEP
+from msrl_jax.search.space import Axis, Trial, by_return, value_in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TABLE, TABLE_CSV = "table.json", "table.csv"
 SHOWN = 20
 """Rows of a printed table; the files have all."""
 
@@ -102,7 +103,13 @@ class SweepResult:
 
     def table(self) -> list[dict[str, Any]]:
         """A row for each trial: its values, its steps, the mean, minimum and maximum return of its seeds, its rank."""
-        return table_of(self.trials)
+        return [
+            {
+                "trial": trial.number, "program": trial.program, **trial.values, "rung": trial.rung, "steps": trial.steps,
+                "return_mean": trial.mean, "return_min": trial.min, "return_max": trial.max, "rank": trial.rank,
+            }
+            for trial in self.trials
+        ]  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """The sweep as plain data."""
@@ -129,17 +136,17 @@ class SweepResult:
         if nameless := [name for name, is_object in objects.items() if is_object]:
             raise ValueError(f"{nameless[0]} was given as an object, which a command line cannot name; use train")
         algo = about["algorithm"] if about["class"].startswith("msrl_jax.") else about["class"]
-        words = ["msrl-jax", "train", "--algo", algo, "--env", about["env_spec"], "--policy", about["policy"]]
-        words += ["--total-steps", str(about["total_steps"]), "--seed", str(about["seed"]), "--seeds", str(about["seeds"])]
-        words += ["--eval-episodes", str(about["eval_episodes"])]
+        options = {"algo": algo, "env": about["env_spec"]}
+        options |= {name: about[name] for name in ("policy", "total_steps", "seed", "seeds", "eval_episodes")}
         if isinstance(params, dict):
-            words += ["--env-params", ",".join(f"{name}={text}" for name, text in params.items())]
+            options["env_params"] = ",".join(f"{name}={text}" for name, text in params.items())
         usual, values = folder.to_json(algorithms.get(algo)()), about["config"] | folder.to_json(chosen.values)
-        for name, value in values.items():
+        words = ["msrl-jax", "train"]
+        for name, value in (*options.items(), *(x for x in values.items() if x[1] != usual[x[0]])):
             flag = name.replace("_", "-")
             if isinstance(value, bool):
-                words += [f"--{flag}" if value else f"--no-{flag}"] * (value != usual[name])
-            elif value != usual[name]:
+                words.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
                 words += [f"--{flag}", *(map(str, value) if isinstance(value, list) else [str(value)])]
         return shlex.join(words)
 
@@ -196,7 +203,21 @@ class SweepResult:
         about = folder.read_json(path / SWEEP, "sweep")["sweep"]
         ended = folder.read_json(path / TABLE, "status", "stop_reason", "runs", "trials")
         runs = tuple(path / run for run in ended["runs"])
-        return cls(read_trials(ended["trials"]), runs, ended["status"], ended["stop_reason"], about, env, path)
+        trials = tuple(map(_read_trial, ended["trials"]))
+        return cls(trials, runs, ended["status"], ended["stop_reason"], about, env, path)
+
+
+def _read_trial(row: Mapping[str, Any]) -> Trial:
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in row["values"].items()}
+    return Trial(**{**row, "values": values, "returns": tuple(math.nan if x is None else x for x in row["returns"])})
+
+
+def write_table(result: SweepResult, path: Path) -> None:
+    """Writes `table.json` and `table.csv`."""
+    about = {"status": result.status, "stop_reason": result.stop_reason}
+    runs = [str(run.relative_to(path)) for run in result.runs if isinstance(run, Path)]
+    folder.write_json(path / TABLE, {**about, "runs": runs, "trials": list(result.trials)})
+    folder.write_csv(path / TABLE_CSV, result.table())
 
 
 def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
@@ -216,21 +237,24 @@ def _table(trials: Sequence[Trial], seeds: int) -> list[str]:
 def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figure":
     """A panel for each swept field, its values against the return, and parallel coordinates of all fields."""
     import matplotlib.pyplot as plt  # a slow import, and only plots need it
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
     figure = plt.figure(figsize=(max(7.0, 3.0 * len(axes)), 7.0), layout="constrained")
     parts: Any = figure.subfigures(2, 1)
-    upper, lower = parts
-    panels = upper.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    panels, lower = parts[0].subplots(1, len(axes), sharey=True, squeeze=False)[0], parts[1].subplots()
     means = np.array([trial.mean for trial in trials])
-    below = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
-    heights, ends = [], []  # of the parallel coordinates
+    around = means - [trial.min for trial in trials], np.array([trial.max for trial in trials]) - means
+    coordinates = []  # of every trial on parallel axes: the name, the heights, and the text at both ends
     for panel, axis in zip(panels, axes, strict=True):
         at, labels = _positions(axis, trials)
-        panel.errorbar(at, means, yerr=below, fmt="o", alpha=0.7, ms=4, lw=1)
+        panel.errorbar(at, means, yerr=around, fmt="o", alpha=0.7, ms=4, lw=1)
         panel.set_xlabel(axis.field.replace("_", " "))
         panel.margins(x=0.15)
         panel.grid(alpha=0.3)
-        is_log = labels is None and _is_log(axis)
+        numbers, is_choice = axis.values.numbers, axis.values.kind == "choice"
+        # Options that span two decades have a logarithmic axis, too.
+        is_log = labels is None and (axis.is_log or (is_choice and min(numbers) > 0 and max(numbers) >= 100 * min(numbers)))
         if labels is not None:
             panel.set_xticks(range(len(labels)), labels)
         elif is_log:
@@ -239,13 +263,23 @@ def _figure(trials: Sequence[Trial], axes: Sequence[Axis], title: str) -> "Figur
             ticks = sorted({float(f"{x:.1g}") for x in np.geomspace(at.min(), at.max(), 3)})
             panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
             panel.set_xticks([], minor=True)
-        elif axis.values.kind == "choice":
+        elif is_choice:
             panel.set_xticks(sorted({*at}))
-        heights.append(_height(np.log(at) if is_log else at))
-        ends.append([f"{x:.4g}" if labels is None else labels[int(x)] for x in (at.min(), at.max())])
+        ends = [f"{x:.4g}" if labels is None else labels[int(x)] for x in (at.min(), at.max())]
+        coordinates.append((axis.field.replace("_", " "), _height(np.log(at) if is_log else at), ends))
     panels[0].set_ylabel("return")
-    names = [*(axis.field.replace("_", " ") for axis in axes), "return"]
-    _parallel(lower, names, [*heights, _height(means)], [*ends, [f"{x:.4g}" for x in (means.min(), means.max())]], means)
+    coordinates.append(("return", _height(means), [f"{x:.4g}" for x in (means.min(), means.max())]))
+    colors = ScalarMappable(Normalize(means.min(), means.max()), "viridis")
+    for i in np.argsort(means):
+        lower.plot([heights[i] for _, heights, _ in coordinates], color=colors.to_rgba(means[i]), alpha=0.8)
+    for i, (_, _, (low, high)) in enumerate(coordinates):
+        lower.text(i, -0.03, low, ha="center", va="top")
+        lower.text(i, 1.03, high, ha="center", va="bottom")
+    lower.set_xticks(range(len(coordinates)), [name for name, _, _ in coordinates])
+    lower.set_yticks([])
+    lower.set_ylim(-0.12, 1.12)
+    lower.grid(axis="x", alpha=0.3)
+    parts[1].colorbar(colors, ax=lower, label="return")
     figure.suptitle(title)
     plt.close(figure)  # otherwise a notebook shows it twice
     return figure
@@ -260,33 +294,7 @@ def _positions(axis: Axis, trials: Sequence[Trial]) -> tuple[np.ndarray, list[st
     return np.array([labels.index(value_in_words(x)) for x in values], float), labels
 
 
-def _is_log(axis: Axis) -> bool:
-    """Whether an axis of the figure is logarithmic: that of a log-uniform field, or of options that span two decades."""
-    numbers = axis.values.numbers
-    return axis.is_log or (axis.values.kind == "choice" and min(numbers) > 0 and max(numbers) >= 100 * min(numbers))
-
-
 def _height(values: np.ndarray) -> np.ndarray:
     """Values from 0 to 1; 0.5 if all are equal."""
     spread = np.ptp(values)
     return (values - values.min()) / spread if spread else np.full(len(values), 0.5)
-
-
-def _parallel(
-    figure: Any, names: Sequence[str], heights: Sequence[np.ndarray], ends: Sequence[Sequence[str]], means: np.ndarray
-) -> None:
-    """Draws a line for each trial through its heights on all coordinates, whose ends are labeled."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    panel, colors = figure.subplots(), ScalarMappable(Normalize(means.min(), means.max()), "viridis")
-    for i in np.argsort(means):
-        panel.plot([height[i] for height in heights], color=colors.to_rgba(means[i]), alpha=0.8)
-    panel.set_xticks(range(len(names)), names)
-    panel.set_yticks([])
-    panel.set_ylim(-0.12, 1.12)
-    for i, (low, high) in enumerate(ends):
-        panel.text(i, -0.03, low, ha="center", va="top")
-        panel.text(i, 1.03, high, ha="center", va="bottom")
-    panel.grid(axis="x", alpha=0.3)
-    figure.colorbar(colors, ax=panel, label="return")

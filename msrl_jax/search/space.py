@@ -1,22 +1,19 @@
-"""What a sweep tries: the fields of a config that it varies, the values of its trials, and the order of their training."""
+"""What a sweep tries: the fields of a config that it varies, its trials and their ranks, and the order of their training."""
 
 import dataclasses
 import importlib.util
 import itertools
 import math
 import numbers
-import typing
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
 
 from msrl_jax import algorithms
-from msrl_jax._checks import whole
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs.distributions import Distribution, choice, is_value, parse
-from msrl_jax.search.trials import Trial, survivors
 
 Method: TypeAlias = Literal["random", "grid", "sobol", "optuna"]
 """How the trials of a sweep are chosen."""
@@ -41,10 +38,9 @@ class Axis:
             return self.values.numbers[int(fraction * len(self.values.numbers))]
         low, high = self.values.numbers
         above = high + 1 if self.is_whole else high  # each integer has an interval of its own
+        value = low + fraction * (above - low)
         if self.is_log:
             value = math.exp(math.log(low) + fraction * (math.log(above) - math.log(low)))
-        else:
-            value = low + fraction * (above - low)
         return min(max(math.floor(value) if self.is_whole else value, low), high)
 
     def points(self, count: int | None) -> list[Any]:
@@ -62,15 +58,10 @@ class Axis:
 
 
 def read_axes(kind: type, given: Mapping[str, Any]) -> tuple[list[Axis], dict[str, Any]]:
-    """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read.
-
-    Several values are a sequence, a distribution of `msrl_jax.envs`, or text of one; a field whose single value is a sequence
-    has a sequence of them.
-    """
-    hints = typing.get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}
-    if unknown := [field for field in given if field not in known]:
-        algorithms.make(kind, {unknown[0]: None})  # which suggests the nearest field
+    """The swept ones of the given fields of a config, and the constants; raises ValueError if a value cannot be read."""
+    hints = get_type_hints(kind)
+    if unknown := given.keys() - {field.name for field in dataclasses.fields(kind)}:
+        algorithms.make(kind, {min(unknown): None})  # which suggests the nearest field
     axes, constants = [], {}
     for field, value in given.items():
         found = _read(f"{kind.__name__}.{field}", value, hints[field])
@@ -103,22 +94,21 @@ def _read(where: str, value: Any, hint: Any) -> Any:
         value = np.asarray(value).tolist()
     if isinstance(value, list | tuple | range):
         options: list[Any] = list(value)
-        if any(typing.get_origin(part) is tuple for part in _parts(hint)):
-            several = bool(options) and all(isinstance(x, list | tuple) for x in options)
-            value = choice([tuple(x) for x in options]) if several else value
-        else:
+        if all(get_origin(part) is not tuple for part in _parts(hint)):
             value = choice(options)
+        elif options and all(isinstance(x, list | tuple) for x in options):
+            value = choice([tuple(x) for x in options])
     if not is_value(value):
         return _number(where, value, hint)
     if not isinstance(value, Distribution):
         raise ValueError(f"{where}={value}: a value of a config does not change during a run; give a distribution or a list")
     if not value.numbers:
         raise ValueError(f"{where}: there are no values; give at least one")
+    bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
     if value.kind == "choice":
-        return choice([_number(where, x, hint) for x in value.numbers])
+        return choice(bounds)
     if not is_number:
         raise ValueError(f"{where}={value}: it is no number; give a list of its values")
-    bounds: Any = tuple(_number(where, x, hint) for x in value.numbers)
     low, high = bounds
     fine = all(isinstance(x, numbers.Real) and math.isfinite(x) for x in bounds) and low <= high
     if not fine or (value.kind == "log_uniform" and low <= 0):
@@ -135,25 +125,24 @@ def _number(where: str, value: Any, hint: Any) -> Any:
 
 
 def choose(axes: Sequence[Axis], method: str, num: int | None, seed: int) -> list[dict[str, Any]]:
-    """Chooses the values of all trials, by any method but "optuna".
-
-    Every trial is there once: repeats, which a few options give soon, are left out.
-    """
+    """Chooses the values of all trials, by any method but "optuna"; repeats, which a few options give soon, are left out."""
     names = [axis.field for axis in axes]
     if method == "grid":
         if num is not None and all(axis.values.kind == "choice" for axis in axes):
             raise ValueError(f'num={num} with method="grid": the trials are the combinations of the lists; leave num out')
-        return _unique(dict(zip(names, x, strict=True)) for x in itertools.product(*(axis.points(num) for axis in axes)))
-    assert num is not None
-    random = np.random.default_rng(seed)
-    if method == "sobol":  # Sobol, 1967; scrambled
-        from scipy.stats import qmc  # a slow import
-
-        # Its points are balanced in powers of two, so the first of them are taken.
-        fractions = qmc.Sobol(len(axes), rng=random).random_base2(math.ceil(math.log2(num)))[:num]
+        rows = itertools.product(*(axis.points(num) for axis in axes))
     else:
-        fractions = random.random((num, len(axes)))
-    return _unique({axis.field: axis.at(u) for axis, u in zip(axes, row, strict=True)} for row in fractions.tolist())
+        assert num is not None
+        random = np.random.default_rng(seed)
+        if method == "sobol":  # Sobol, 1967; scrambled
+            from scipy.stats import qmc  # a slow import
+
+            # Its points are balanced in powers of two, so the first of them are taken.
+            fractions = qmc.Sobol(len(axes), rng=random).random_base2(math.ceil(math.log2(num)))[:num]
+        else:
+            fractions = random.random((num, len(axes)))
+        rows = ([axis.at(u) for axis, u in zip(axes, row, strict=True)] for row in fractions.tolist())
+    return list({repr(row): row for row in (dict(zip(names, row, strict=True)) for row in rows)}.values())
 
 
 def check_method(method: Any, num: Any, halving: Any) -> int | None:
@@ -171,53 +160,106 @@ def check_method(method: Any, num: Any, halving: Any) -> int | None:
     return None if num is None else whole("num", num)
 
 
-def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({repr(row): row for row in rows}.values())
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A trial of a sweep and its results."""
+
+    number: int  # from 0
+    values: Mapping[str, Any]  # of the swept fields
+    program: int  # trials of one program differ in numbers alone, and are trained side by side
+    steps: int = 0  # that each of its members has done
+    rung: int = 0  # the last one of successive halving that it finished
+    # The return of each seed after these steps; nan for a member whose parameters are not finite. Empty without training.
+    returns: tuple[float, ...] = ()
+    rank: int | None = None  # 1 for the best: trials of a higher rung come first, then those with a higher mean return
+    run: int | None = None  # the number of the run that trained it last, in `SweepResult.runs`
+    member: int = 0  # the number of its first member in this run
+
+    @property
+    def mean(self) -> float:
+        """The mean return of its seeds; nan if one of them is nan."""
+        return math.fsum(self.returns) / len(self.returns) if self.returns else math.nan
+
+    @property
+    def min(self) -> float:
+        """The lowest return of its seeds."""
+        return math.nan if math.isnan(self.mean) else min(self.returns)
+
+    @property
+    def max(self) -> float:
+        """The highest return of its seeds."""
+        return math.nan if math.isnan(self.mean) else max(self.returns)
+
+    def __str__(self) -> str:
+        return f"trial {self.number} ({values_in_words(self.values)})"
+
+
+def values_in_words(values: Mapping[str, Any]) -> str:
+    """Values of fields as text: `learning_rate=0.001, num_envs=8`."""
+    return ", ".join(f"{name}={value_in_words(value)}" for name, value in values.items())
+
+
+def value_in_words(value: Any) -> str:
+    """A value of a field as short text."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def ranked(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """The trials with their ranks, by number."""
+    trials = sorted(trials, key=lambda trial: trial.number)
+    ranks = {t.number: rank for rank, t in enumerate(sorted((t for t in trials if t.returns), key=by_return), 1)}
+    return tuple(dataclasses.replace(trial, rank=ranks.get(trial.number)) for trial in trials)
+
+
+def by_return(trial: Trial) -> tuple[Any, ...]:
+    """A key that sorts trials from the best to the worst; nan comes last."""
+    return -trial.rung, math.isnan(trial.mean), 0.0 if math.isnan(trial.mean) else -trial.mean, trial.number
+
+
+def survivors(trials: Sequence[Trial], factor: int) -> list[Trial]:
+    """The best trials, one of `factor`, at least one; none whose return is nan."""
+    best = sorted(trials, key=by_return)[: -(-len(trials) // factor)]
+    return sorted((trial for trial in best if not math.isnan(trial.mean)), key=lambda trial: trial.number)
 
 
 class Stage(NamedTuple):
-    """Trials that are trained next, side by side, and the steps after which they are compared."""
+    """Trials that are trained next, side by side, and the steps after which they are compared.
+
+    A generator of stages finds the returns of the last one in `trials`, the trials by number, when it is asked for the next.
+    """
 
     trials: Sequence[Trial]
     until: int
     rung: int = 0  # of successive halving
 
 
-Order: TypeAlias = Generator[Stage, Sequence[Trial] | None, None]
-"""Gives stages, and is sent the trials of each with their returns."""
-
-
-def rungs(trials: Sequence[Trial], steps: Sequence[int], factor: int | None) -> Order:
+def rungs(trials: Mapping[int, Trial], steps: Sequence[int], factor: int | None) -> Iterator[Stage]:
     """Trains all trials to the first of these numbers of steps, and the best, one of `factor`, to the next one."""
-    alive = list(trials)
+    alive = list(trials.values())
     for i, until in enumerate(steps):
-        done = yield Stage(alive, until, i)
-        if i + 1 < len(steps):
-            assert factor is not None and done is not None
-            alive = survivors(done, factor)
+        yield Stage(alive, until, i)
+        if factor is not None:
+            alive = survivors([trials[trial.number] for trial in alive], factor)
         if not alive:
             return
 
 
 def asked(
-    axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *, num: int, each: int,
-    until: int, seed: int,
-) -> Order:  # fmt: skip
-    """Asks a study of Optuna for `num` trials, `each` in a stage, and tells it their returns.
-
-    `make` makes trials of their values and the number of the first.
-    """
+    trials: Mapping[int, Trial], axes: Sequence[Axis], make: Callable[[Sequence[Mapping[str, Any]], int], Sequence[Trial]], *,
+    num: int, each: int, until: int, seed: int,
+) -> Iterator[Stage]:  # fmt: skip
+    """Asks a study of Optuna for `num` trials, `each` in a stage, which `make` makes, and tells it their returns."""
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     for first in range(0, num, each):
         asks = [study.ask() for _ in range(min(each, num - first))]
-        done = yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in asks], first), until)
-        assert done is not None
-        for ask, trial in zip(asks, done, strict=True):
-            failed = math.isnan(trial.mean)
+        yield Stage(make([{axis.field: _suggested(ask, axis) for axis in axes} for ask in asks], first), until)
+        for number, ask in enumerate(asks, first):
+            mean = trials[number].mean
+            failed = math.isnan(mean)
             state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
-            study.tell(ask, None if failed else trial.mean, state)
+            study.tell(ask, None if failed else mean, state)
 
 
 def _suggested(ask: Any, axis: Axis) -> Any:
@@ -232,13 +274,11 @@ def rung_steps(
 ) -> list[int]:
     """The steps after which trials are compared, and at last those of all (Jamieson and Talwalkar, 2016, arXiv 1502.07943).
 
-    One of `factor` trials goes on; all do if it is None. There are `rungs` comparisons, or as many as leave one trial; or the
-    first is after `min_steps`. `least` are the steps of one iteration.
+    `least` are the steps of one iteration.
     """
     if factor is None:
-        for name, value in (("rungs", rungs), ("min_steps", min_steps)):
-            if value is not None:
-                raise ValueError(f"{name}={value} has no effect without halving=; give the factor, such as halving=3")
+        if without := [f"{name}={x}" for name, x in (("rungs", rungs), ("min_steps", min_steps)) if x is not None]:
+            raise ValueError(f"{without[0]} has no effect without halving=; give the factor, such as halving=3")
         return [total_steps]
     factor = whole("halving", factor, least=2)
     if rungs is not None and min_steps is not None:

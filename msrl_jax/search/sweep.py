@@ -1,27 +1,35 @@
-"""Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible."""
+"""Sweeps: trials are chosen and checked first, then trained as the members of as few programs as possible.
+
+    sweep.json   what the sweep computes, its programs, and its trials
+    stage-S/program-P/batch-B/   the folder of a run
+    table.json   the results of every trial; table.csv holds the same
+    lock         held by the process that writes to the folder
+
+The runs have their folders from the start; the table is written at the end.
+"""
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msrl_jax import _compiling, algorithms
 from msrl_jax._checks import as_path, check_seed, whole
-from msrl_jax._streams import progress_stream
 from msrl_jax.envs import Environment
 from msrl_jax.envs.base import is_on_host
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.experiment import folder, processes, stopping
 from msrl_jax.experiment.arguments import resolve_policy
+from msrl_jax.experiment.folder import RunFolderError
 from msrl_jax.experiment.progress import Progress, choose_display
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.policies.base import spec as policy_text
 from msrl_jax.search import space
-from msrl_jax.search.course import Course
-from msrl_jax.search.result import SweepResult
+from msrl_jax.search.course import SWEEP, Course
+from msrl_jax.search.result import SweepResult, write_table
 from msrl_jax.search.space import Method
-from msrl_jax.search.trials import open_sweep, ranked, write_table
 
 
 @processes.in_words()
@@ -123,10 +131,8 @@ def sweep(
         },
     })  # fmt: skip
     watch = {"eval_episodes": episodes, "checkpoint_every": checkpoint_every, "progress": progress}
-    course = Course(
-        base, constants, distribution, devices, watch, not is_on_host(base.environment), wanted, path, description, {},
-        _say if progress else lambda text: None,
-    )  # fmt: skip
+    shared = not is_on_host(base.environment)
+    course = Course(base, constants, distribution, devices, watch, shared, wanted, path, description, {})
     trials = [] if method == "optuna" else course.make(space.choose(axes, method, num, seed))
     with contextlib.ExitStack() as stack:
         stack.enter_context(_compiling.on_disk())
@@ -143,19 +149,45 @@ def sweep(
             if method == "optuna":
                 assert num is not None
                 each = wanted or -(-num // 8)
-                order = space.asked(axes, course.make, num=num, each=each, until=total_steps, seed=seed)
+                stages = space.asked(course.trials, axes, course.make, num=num, each=each, until=total_steps, seed=seed)
             else:
                 steps = space.rung_steps(total_steps, halving, rungs, min_steps, len(trials), course.least)
-                order = space.rungs(trials, steps, halving)
-        reason = course.conduct(order, requests)
-        table, status = ranked(course.trials.values()), "interrupted" if reason else "finished"
+                stages = space.rungs(course.trials, steps, halving)
+        reason = course.conduct(stages, requests)
+        table, status = space.ranked(course.trials.values()), "interrupted" if reason else "finished"
+        env_object = None if isinstance(env, str) else env
+        result = SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
         if path is not None and processes.is_first():
-            write_table(path, table, course.runs, {"status": status, "stop_reason": reason})  # type: ignore[arg-type]
+            write_table(result, path)
         processes.gathered("")  # no process ends while another one writes
-    env_object = None if isinstance(env, str) else env
-    return SweepResult(table, tuple(course.runs), status, reason, description, env_object, path)
+    return result
 
 
-def _say(text: str) -> None:
-    if processes.is_first():
-        print(text, file=progress_stream(), flush=True)
+def open_sweep(path: Path, description: Mapping[str, Any], resume: bool) -> dict[str, Any]:
+    """The content of `sweep.json`, empty if there is none; RunFolderError if the folder is not that of the described sweep."""
+    if not (path / SWEEP).exists():
+        folder.check_free(path)
+        return {}
+    if not resume:
+        raise RunFolderError(
+            f"the folder {path} already holds a sweep; go on with it (resume=True, or --resume), name another folder, or "
+            "delete it first"
+        )
+    found = folder.read_json(path / SWEEP, "sweep", "programs", "trials")
+    was, now = _facts(found["sweep"]), _facts(description)
+    if now["members_at_once"] is None:
+        now["members_at_once"] = was["members_at_once"]
+    for name in {**was, **now}:
+        before, value = was.get(name, "a constant"), now.get(name, "a constant")
+        if before != value:
+            raise RunFolderError(
+                f"the sweep in {path} has {name}={before}, and cannot go on with {name}={value}; give the same, or start a new "
+                "sweep in another folder"
+            )
+    return found
+
+
+def _facts(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What must not change in a sweep that goes on, by name: also the fields of the config and the swept ones."""
+    facts = {name: x for name, x in description.items() if name not in ("policy", "config", "fields")}
+    return facts | description["config"] | description["fields"]

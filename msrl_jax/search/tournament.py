@@ -1,25 +1,37 @@
 """Tournaments: workers draw an agent from a leaderboard, train it further, and put back what is better.
 
 Liu et al., 2021, ElegantRL-Podracer, arXiv 2112.05923. Workers are processes that know nothing of each other: they join and
-leave at any time, and differ in algorithm, policy, devices and speed. None waits for another one.
+leave at any time, and differ in algorithm, policy, devices and speed. None waits for another one. A leaderboard is a folder:
+
+    leaderboard.json     the environment, and how many members there may be
+    members/ID/          a run, as `Result.load` reads it, and `entry.json`: its score and where it comes from
+    workers/             runs in progress; those of processes that have ended are removed by the next one
+    rounds.jsonl         one line for each round of a worker
+    lock                 held while members change
+
+Members appear and disappear by renaming their folder, so every reader sees whole runs, whoever is killed.
 """
 
+import contextlib
 import dataclasses
+import fcntl
+import json
 import math
 import numbers
 import os
 import platform
 import shutil
 import time
+import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from msrl_jax._checks import check_seed, whole
-from msrl_jax._streams import progress_stream
+from msrl_jax._checks import as_path, check_seed, whole, writing
+from msrl_jax._terminal import progress_stream, table
 from msrl_jax.envs import Environment
 from msrl_jax.envs.params import GivenParams
 from msrl_jax.envs.params import describe as describe_params
@@ -27,14 +39,216 @@ from msrl_jax.experiment import processes, stopping
 from msrl_jax.experiment.agents import fold_keys
 from msrl_jax.experiment.arguments import make_experiment, resolve_policy
 from msrl_jax.experiment.callbacks import Callback, Tick
+from msrl_jax.experiment.folder import RunFolderError, read_json, to_json, write_json
 from msrl_jax.experiment.guard import DivergedError
 from msrl_jax.experiment.result import Result
 from msrl_jax.experiment.store import ResumeWarning
 from msrl_jax.experiment.train import train
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.search.leaderboard import Entry, Leaderboard
 
-_NUMBERS = 2**32
+SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK = "leaderboard.json", "members", "workers", "rounds.jsonl", "lock"
+ENTRY = "entry.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A member of a leaderboard.
+
+    Attributes:
+      id: its name on the board.
+      score: mean return of the evaluation at the end of its last round.
+      algorithm: name of its algorithm.
+      step: environment steps of its run, those of its ancestors included.
+      finished: whether it has done all its steps, so that nobody trains it further.
+      parent: the member that it was trained from; None if it began anew.
+      worker: the process that trained it last.
+      seconds: when it was put there, in seconds since the board was made.
+      path: the folder of its run, for `Result.load`.
+    """
+
+    id: str
+    score: float
+    algorithm: str
+    step: int
+    finished: bool
+    parent: str | None
+    worker: str
+    seconds: float
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaderboard:
+    """The members of a tournament: `entries`, of which `best` is the first, and `rounds`; `print` shows a table.
+
+    Attributes:
+      path: its folder. What the board holds is read from it each time.
+    """
+
+    path: Path
+
+    def __post_init__(self):
+        object.__setattr__(self, "path", as_path("path", self.path).absolute())
+
+    @classmethod
+    def make(cls, path: str | os.PathLike, env: str, size: int | None, env_params: Any = None) -> "Leaderboard":
+        """Finds a leaderboard, or makes an empty one; RunFolderError if it is another one, or if the folder holds other files.
+
+        A `size` of None is that of the board, or 8 for a new one; `env_params` are plain data.
+        """
+        board = cls(as_path("path", path))
+        size = None if size is None else whole("size", size)
+        if board.path.exists() and not board.path.is_dir():
+            raise RunFolderError(f"{path} is a file; name a folder for the leaderboard")
+        board.path.mkdir(parents=True, exist_ok=True)
+        others = sorted(x.name for x in board.path.iterdir() if x.name not in (SETTINGS, MEMBERS, WORKERS, ROUNDS, LOCK))
+        if others and not (board.path / SETTINGS).exists():
+            raise RunFolderError(f"the folder {path} holds other files ({others[0]}); name a new folder for the leaderboard")
+        with board._locked():
+            if not (board.path / SETTINGS).exists():
+                new = {"env": env, "env_params": env_params, "size": size or 8, "made": time.time()}
+                write_json(board.path / SETTINGS, new)
+        was = board.settings
+        for name, now in {"env": env, "env_params": to_json(env_params), "size": size or was["size"]}.items():
+            if now != was[name]:
+                raise RunFolderError(
+                    f"the leaderboard in {path} has {name}={was[name]!r}, and cannot go on with {name}={now!r}; leave it "
+                    "out, or name another folder"
+                )
+        return board
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its environment, its size, and when it was made (seconds since 1970); RunFolderError if there is no leaderboard."""
+        if not (self.path / SETTINGS).exists():
+            raise RunFolderError(f"{self.path} holds no leaderboard; msrl.compete({str(self.path)!r}, ...) makes one")
+        return read_json(self.path / SETTINGS, "env", "env_params", "size", "made")
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its members, the best one first."""
+        _ = self.settings
+        found = []
+        for path in (self.path / MEMBERS).glob("[!.]*"):
+            try:
+                about = json.loads((path / ENTRY).read_text())
+                found.append(Entry(path=path, **about))
+            except FileNotFoundError:
+                continue  # another process has just removed it
+            except (TypeError, ValueError) as error:
+                note = "so this member is left out; restore the file, or delete the folder"
+                warnings.warn(f"{path / ENTRY} is damaged ({error}), {note}", ResumeWarning, stacklevel=2)
+        return sorted(found, key=lambda entry: (-entry.score, entry.seconds))
+
+    @property
+    def best(self) -> Entry:
+        """The member with the highest score.
+
+        Raises:
+          ValueError: if there is no member yet.
+        """
+        if not (entries := self.entries):
+            raise ValueError(f"the leaderboard in {self.path} has no members yet; its workers put them there after a round")
+        return entries[0]
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """What workers did: `worker`, `parent`, `step`, `score`, `accepted`, `best` (the best score then) and `seconds`."""
+        if not (self.path / ROUNDS).exists():
+            return []
+        rounds = []
+        for line in (self.path / ROUNDS).read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # the line of a process that was killed while it wrote
+                rounds.append(json.loads(line))
+        return rounds
+
+    def draw(self, rng: np.random.Generator, algorithm: str, below: float = math.inf) -> Entry | None:
+        """Draws a member of an algorithm to train on: each rank has half the probability of the one above it.
+
+        It has not finished, and has done fewer steps than `below`; None if there is none.
+        """
+        fitting = [e for e in self.entries if e.algorithm == algorithm and not e.finished and e.step < below]
+        if not fitting:
+            return None
+        weights = 0.5 ** np.arange(len(fitting))
+        return fitting[rng.choice(len(fitting), p=weights / weights.sum())]
+
+    def put(
+        self, run: Path, score: float, *, algorithm: str, step: int, finished: bool, parent: Entry | None, worker: str
+    ) -> bool:
+        """Offers the folder of a run to the board, which keeps it if it is better than what it replaces.
+
+        That is the member that it was trained from; or, if that is no longer there or the run is a new one, the worst member of
+        a full board. So the best score never falls. Returns whether the board has it now; if not, the folder is as it was.
+        """
+        settings = self.settings
+        with self._locked():
+            entries = self.entries
+            rival = next((entry for entry in entries if parent is not None and entry.id == parent.id), None)
+            if rival is None and len(entries) >= settings["size"]:
+                rival = entries[-1]
+            kept = math.isfinite(score) and (rival is None or score > rival.score)
+            about = {
+                "score": score, "algorithm": algorithm, "step": step, "parent": parent and parent.id, "worker": worker,
+                "seconds": time.time() - settings["made"],
+            }  # fmt: skip
+            if kept:
+                new = Entry(id=uuid.uuid4().hex[:12], finished=finished, path=run, **about)
+                write_json(run / ENTRY, about | {"id": new.id, "finished": finished})
+                (self.path / MEMBERS).mkdir(exist_ok=True)
+                os.replace(run, self.path / MEMBERS / new.id)
+                entries.append(new)
+                best_first = sorted((entry for entry in entries if entry is not rival), key=lambda entry: -entry.score)
+                losers = [] if rival is None else [rival]
+                for loser in [*losers, *best_first[settings["size"] :]]:  # more than one only after a kill
+                    gone = self.path / MEMBERS / f".gone-{loser.id}"
+                    with contextlib.suppress(FileNotFoundError):
+                        os.replace(self.path / MEMBERS / loser.id, gone)
+                    shutil.rmtree(gone, ignore_errors=True)
+            row = about | {"accepted": kept, "best": max((entry.score for entry in entries), default=score)}
+            with writing(self.path / ROUNDS), (self.path / ROUNDS).open("a") as file:
+                file.write(json.dumps(to_json(row)) + "\n")
+        return kept
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lets no other process change members meanwhile; the system ends the lock with the process."""
+        with writing(self.path / LOCK), (self.path / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[Path]:
+        """A folder for the runs of one worker, which is removed with its end; also removes what killed workers left."""
+        folder = self.path / WORKERS
+        folder.mkdir(exist_ok=True)
+        with self._locked():
+            for lock in folder.glob("*.lock"):
+                with lock.open("a") as file, contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                    lock.unlink(missing_ok=True)
+            for gone in (self.path / MEMBERS).glob(".gone-*"):
+                shutil.rmtree(gone, ignore_errors=True)
+            own = folder / uuid.uuid4().hex[:12]
+            file = own.with_suffix(".lock").open("a")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            own.mkdir()
+        try:
+            yield own
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+            own.with_suffix(".lock").unlink(missing_ok=True)
+            file.close()
+
+    def __str__(self) -> str:
+        head = ("rank", "score", "algorithm", "steps", "member", "parent", "worker")
+        rows = [
+            (str(i + 1), f"{e.score:.6g}", e.algorithm, f"{e.step:,}", e.id, e.parent or "", e.worker)
+            for i, e in enumerate(self.entries)
+        ]
+        about = f"leaderboard of {self.settings['env']} in {self.path}, {len(self.rounds)} rounds"
+        return "\n".join([about, *(table(head, rows) if rows else ["no members yet"])])
 
 
 def compete(
@@ -118,7 +332,6 @@ def compete(
     most = total_steps // agent.steps_per_iteration * agent.steps_per_iteration
     rng = np.random.default_rng(None if seed is None else check_seed(seed))
     worker, given = f"{platform.node()}:{os.getpid()}", None if isinstance(env, str) else env
-    common = {"policy": policy, "devices": devices, "progress": progress}
     done = 0
     with board.workplace() as place:
         while (rounds is None or done < rounds) and time.monotonic() < end:
@@ -126,17 +339,17 @@ def compete(
                 break
             done += 1
             parent = board.draw(rng, new.name, most) if rng.random() >= fresh else None
-            run, number = place / f"round-{done}", int(rng.integers(_NUMBERS))
+            run, number = place / f"round-{done}", int(rng.integers(2**32))
             if parent is not None and not _copied(parent, run, number, given, env_params):
                 parent = None
             finished, stop = False, _RoundEnd(0 if parent is None else parent.step, round_steps)
             begun: dict[str, Any] = {"resume": run, "env": given, "env_params": env_params, "total_steps": total_steps}
             if parent is None:
-                begun = {"algo": dataclasses.replace(new, seed=number % (_NUMBERS - 1)), "out": run}
+                begun = {"algo": dataclasses.replace(new, seed=number % (2**32 - 1)), "out": run}
             try:
                 result = train(
-                    **begun, **common, eval_episodes=episodes, eval_every=round_steps, callbacks=[*callbacks, stop],
-                    checkpoint_every="1000h", keep_checkpoints=1,
+                    **begun, policy=policy, devices=devices, progress=progress, eval_episodes=episodes, eval_every=round_steps,
+                    callbacks=[*callbacks, stop], checkpoint_every="1000h", keep_checkpoints=1,
                     time_limit=None if end == float("inf") else max(end - time.monotonic(), 1e-3),
                 )  # fmt: skip
             except DivergedError:

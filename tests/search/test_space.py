@@ -7,8 +7,7 @@ import pytest
 
 from msrl_jax import envs
 from msrl_jax.algorithms import PPO
-from msrl_jax.search.space import choose, read_axes, rung_steps
-from msrl_jax.search.trials import Trial, survivors
+from msrl_jax.search.space import Trial, choose, read_axes, rung_steps, survivors
 
 
 def axes_of(**fields):

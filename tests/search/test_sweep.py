@@ -18,8 +18,7 @@ from msrl_jax.cli import flags
 from msrl_jax.cli.commands import Train
 from msrl_jax.experiment import Experiment, RunFolderError
 from msrl_jax.search import course
-from msrl_jax.search.space import choose
-from msrl_jax.search.trials import Trial
+from msrl_jax.search.space import Trial, choose
 from tests.support import processes
 from tests.support.random_walk import RandomWalk
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree
 

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
-from msrl_jax._checks import whole
+from msrl_jax._checks import suggestion, whole
 from msrl_jax._simulate import Layout, Leaf
-from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.host import HostVectorized, Stepping
 from msrl_jax.envs.suites import common

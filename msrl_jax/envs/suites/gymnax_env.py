@@ -18,8 +18,7 @@ from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
-from msrl_jax._checks import whole
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion, whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, emitted

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._spelling import suggestion
+from msrl_jax._checks import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, strong
 from msrl_jax.envs.suites import common

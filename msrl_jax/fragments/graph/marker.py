@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from msrl_jax._checks import suggestion
 from msrl_jax._compat import (
     AbstractRef,
     ClosedJaxpr,
@@ -29,7 +30,6 @@ from msrl_jax._compat import (
     mlir,
     pe,
 )
-from msrl_jax._spelling import suggestion
 
 P = ParamSpec("P")
 R = TypeVar("R")

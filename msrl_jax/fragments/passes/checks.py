@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from msrl_jax._checks import suggestion
 from msrl_jax._compat import Atom, Jaxpr, Var, aval, jaxprs_in
-from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.graph.nodes import Graph, Node, upstream

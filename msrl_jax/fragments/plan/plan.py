@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msrl_jax._tables import paragraph, table
+from msrl_jax._terminal import paragraph, table
 from msrl_jax.fragments.plan.cost import Collective
 
 

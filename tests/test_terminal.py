@@ -10,7 +10,7 @@ import pytest
 
 from msrl_jax import data
 from msrl_jax._checks import writing
-from msrl_jax._streams import Lasting, lasting
+from msrl_jax._terminal import Lasting, lasting
 from msrl_jax.experiment import folder
 
 
