@@ -228,9 +228,7 @@ def is_traced_here(x: Any) -> bool:
     return isinstance(x, Tracer) and x._trace is find_top_trace((x,))
 
 
-def make_jaxpr_of(
-    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], name: str
-) -> ClosedJaxpr:
+def make_jaxpr_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], name: str) -> ClosedJaxpr:
     """A closed jaxpr of `eqns` that maps `inputs` to `outputs`."""
     effects = frozenset().union(*[e.effects for e in eqns]) if eqns else frozenset()
     info = DebugInfo("msrl_jax", name, ("",) * len(inputs), ("",) * len(outputs))

@@ -187,8 +187,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
             )
         if len(spec) > len(aval.shape):
             raise ValueError(
-                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; "
-                "name at most as many as it has"
+                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; name at most as many as it has"
             )
     return found
 

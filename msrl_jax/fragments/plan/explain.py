@@ -79,9 +79,7 @@ def _names(devices: Iterable[Device]) -> tuple[str, ...]:
 
 def _fragment(layout: Layout, cost: FragmentCost) -> FragmentPlan:
     placement = layout.placement(cost.role, cost.name)
-    return FragmentPlan(
-        cost.name, cost.role, placement.name, len(placement.devices), cost.depth, cost.flops, cost.calls
-    )
+    return FragmentPlan(cost.name, cost.role, placement.name, len(placement.devices), cost.depth, cost.flops, cost.calls)
 
 
 def _program(run: Run, times: int, compiled: jax.stages.Compiled, found: Found) -> ProgramPlan:

@@ -232,10 +232,7 @@ def _table(plan: Plan) -> str:
     lines = [*paragraph(f"{plan.policy}: {how}{stale}", rest="  "), *paragraph(where, "  ", "    "), "", "fragments"]
     lines += _columns(
         ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
-        [
-            ("  " * f.depth + f.name, f.role, f.placement, str(f.devices), _count(f.flops), str(f.calls))
-            for f in plan.fragments
-        ],
+        [("  " * f.depth + f.name, f.role, f.placement, str(f.devices), _count(f.flops), str(f.calls)) for f in plan.fragments],
     )
     title = {p.name: _shorten(p.name) for p in plan.programs}
     lines += ["", "programs (memory on each device)"]
