@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import jaxprs_in
+from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.codecs import get
 from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
 from msrl_jax.fragments.placement import Device, Edge, Layout
-from msrl_jax.fragments.plan.cost import Found, FragmentCost, collectives, flops
-from msrl_jax.fragments.plan.plan import Crossing, FragmentPlan, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
+from msrl_jax.fragments.plan.cost import Found, collectives, flops, fragment_plans
+from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
 from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory
 
 # With fewer operations per dispatch than this, a host-driven loop spends most of its time on dispatching.
@@ -25,18 +25,17 @@ _SMALL = 1024
 
 
 def explain(
-    layout: Layout,
-    costs: Iterable[FragmentCost],
+    fit: Fit,
+    jaxpr: Jaxpr,
     instructions: Sequence[Instruction],
     compiled: Mapping[Instruction, jax.stages.Compiled],
     shardings: Mapping[Value, NamedSharding],
     fused: bool,
-    fit: Fit,
     unused: Sequence[Edge],
 ) -> Plan:
-    """Describes a compiled training iteration, from its instructions and the executable of each Run."""
-    steps = list(walk(instructions))
-    fragments = tuple(_fragment(layout, c) for c in costs)
+    """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run."""
+    steps, layout = list(walk(instructions)), fit.layout
+    fragments = tuple(fragment_plans(jaxpr, layout))
     found = {i: collectives(compiled[i].as_text() or "") for i, _ in steps if isinstance(i, Run)}
     programs = tuple(_program(i, times, compiled[i], found[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
@@ -75,11 +74,6 @@ def explain(
 
 def _names(devices: Iterable[Device]) -> tuple[str, ...]:
     return tuple(f"{d.platform}:{d.id}" for d in devices)
-
-
-def _fragment(layout: Layout, cost: FragmentCost) -> FragmentPlan:
-    placement = layout.placement(cost.role, cost.name)
-    return FragmentPlan(cost.name, cost.role, placement.name, len(placement.devices), cost.depth, cost.flops, cost.calls)
 
 
 def _program(run: Run, times: int, compiled: jax.stages.Compiled, found: Found) -> ProgramPlan:

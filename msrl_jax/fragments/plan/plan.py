@@ -7,20 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl_jax._tables import paragraph, table
-from msrl_jax.fragments.plan.cost import Collective
-
-
-@dataclass(frozen=True)
-class FragmentPlan:
-    """A fragment: `flops` of one call on the whole batch, `calls` per iteration, on `devices` devices of `placement`."""
-
-    name: str
-    role: str
-    placement: str
-    devices: int
-    depth: int
-    flops: int
-    calls: int
+from msrl_jax.fragments.plan.cost import Collective, FragmentPlan
 
 
 @dataclass(frozen=True)
