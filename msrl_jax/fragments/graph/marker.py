@@ -43,7 +43,7 @@ class _FragmentPrimitive(Primitive):
             return super().bind(*args, **params)
         (fn,) = subfuns
         closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
-        body = as_inputs(closed, params["name"], _paths(shapes))
+        body = as_inputs(closed, params["name"], paths_of(shapes))
         return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
 
 
@@ -252,7 +252,7 @@ def _mark(
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
         title = scoped(name)
-        body = as_inputs(closed, title, _paths(shapes))
+        body = as_inputs(closed, title, paths_of(shapes))
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=title, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -293,8 +293,9 @@ def _leaves(named: dict[str, Any]) -> dict[str, Any]:
     return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf for path, leaf in leaves}
 
 
-def _paths(result: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The paths of a tree's leaves, as text."""
+    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:

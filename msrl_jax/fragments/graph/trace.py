@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
+from msrl_jax.fragments.graph.marker import paths_of
 from msrl_jax.fragments.graph.program_key import computation_key
 
 PyTree = Any
@@ -45,9 +46,8 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
 
 def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
     """Shapes, dtypes and weak types of a state's leaves, and their readable paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    paths = ["state" + jax.tree_util.keystr(path) for path, _ in leaves]
-    return [leaf_aval(leaf, name) for (_, leaf), name in zip(leaves, paths, strict=True)], paths
+    paths = [f"state{path}" for path in paths_of(state)]
+    return list(map(leaf_aval, jax.tree.leaves(state), paths)), paths
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ def _short(aval: Any) -> str:
 def _check_same_structure(state: PyTree, tree: Any, after: PyTree) -> None:
     if jax.tree.structure(after) == tree:
         return
-    was = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)}
-    now = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(after)}
+    was, now = set(paths_of(state)), set(paths_of(after))
     if missing := sorted(was - now):
         raise TypeError(f"the iteration returns a state without {_list(missing)}; return every leaf that it was given")
     if extra := sorted(now - was):

@@ -160,23 +160,18 @@ class Executor:
         for values, copies in zip(self._schedule.inputs, state, strict=True):
             for v, x in zip(values, copies, strict=True):
                 slots[v.index] = x
-        if self._queue is None:
-            for step in self._steps:
-                step(slots)
-        else:
-            slots = self._with_host(self._queue, slots)
-        after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
-        measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
-        return after, [slots[v.index] for v in self._schedule.metrics], measured
-
-    def _with_host(self, queue: HostQueue, slots: Slots) -> Slots:
         try:
             for step in self._steps:
                 step(slots)
-            queue.drain()
+            if self._queue is not None:
+                self._queue.drain()
+                slots = [resolved(x) for x in slots]
         finally:
-            queue.clear()  # after an error in a call of the host, or an interrupt
-        return [resolved(x) for x in slots]
+            if self._queue is not None:
+                self._queue.clear()  # after an error in a call of the host, or an interrupt
+        after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
+        measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
+        return after, [slots[v.index] for v in self._schedule.metrics], measured
 
     def _step(self, i: Instruction) -> Step:
         match i:
@@ -189,7 +184,8 @@ class Executor:
             case Alloc():
                 return self._call(i, [], i.results)
             case Free():
-                return _set(_slots(i.values), [None] * len(i.values))
+                nothing = [None] * len(i.values)
+                return _step(lambda: nothing, [], _slots(i.values))
             case Loop():
                 return self._loop(i)
 
@@ -224,7 +220,7 @@ class Executor:
             return call
         launched = self._launched.setdefault(mesh, [0])
         ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
-        wait = self._around(_finished)
+        wait = self._around(jax.block_until_ready)
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)
@@ -244,7 +240,7 @@ class Executor:
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
             elsewhere = [remote(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
-            return _set(outs, elsewhere)
+            return _step(lambda: elsewhere, [], outs)
         if coalesced := self._executables.coalesced.get(i):
             order = (*coalesced.alone, *coalesced.joined)
             return self._assigned(self._send_coalesced(i, coalesced), [ins[k] for k in order], [outs[k] for k in order])
@@ -323,7 +319,7 @@ def _slots(values: Sequence[Value]) -> list[int]:
     return [v.index for v in values]
 
 
-def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
+def _step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence[int]) -> Step:
     """Calls a function with slots, and puts its results in others."""
 
     def step(slots: Slots) -> None:
@@ -333,11 +329,6 @@ def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
     return step
 
 
-def _finished(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The arrays, once they are there."""
-    return jax.block_until_ready(arrays)
-
-
 def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     return jax.device_put(list(arrays), list(shardings))
 
@@ -345,14 +336,6 @@ def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]
 def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     """Puts arrays of several devices on one device, for which JAX would look through all copies."""
     return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
-
-
-def _set(indices: Sequence[int], arrays: Sequence[jax.Array | None]) -> Step:
-    def step(slots: Slots) -> None:
-        for k, x in zip(indices, arrays, strict=True):
-            slots[k] = x
-
-    return step
 
 
 _ITERATIONS = 5
