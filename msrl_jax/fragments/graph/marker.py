@@ -299,10 +299,7 @@ def paths_of(tree: Any) -> tuple[str, ...]:
 
 
 def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
-    """Turns the captured values of a fragment's body (arrays and tracers of an outer trace) into leading inputs.
-
-    `paths` are the pytree paths of the fragment's results, if they are known.
-    """
+    """Turns the captured values of a fragment's body (arrays, outer tracers) into leading inputs; names its results `paths`."""
     jaxpr = closed.jaxpr
     names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
     info = DebugInfo("fragment", name, names, tuple(paths or ("",) * len(jaxpr.outvars)))

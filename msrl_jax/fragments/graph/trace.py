@@ -19,10 +19,7 @@ _MOST_CHANGES = 8
 
 
 def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state, whose path is `name`.
-
-    Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
-    """
+    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state: 64-bit NumPy arrays may be 32-bit arrays there."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)

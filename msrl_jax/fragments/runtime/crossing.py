@@ -99,10 +99,7 @@ def _size(block: Block) -> tuple[int, ...]:
 
 
 def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
-    """Devices that exchange data, directly or through others, by the rounds of every array.
-
-    Every group needs a program of its own. Its devices are in the order of their processes and numbers.
-    """
+    """Devices that exchange data, directly or through others: each group, ordered by process and number, needs a program."""
     found: dict[Device, set[Device]] = {}
     for hop in itertools.chain.from_iterable(itertools.chain.from_iterable(plans)):
         joined = found.get(hop.sender, {hop.sender}) | found.get(hop.receiver, {hop.receiver})

@@ -89,7 +89,7 @@ class Request:
     @functools.cached_property
     def all(self) -> Hashable:
         """Equal for requests of which one program does."""
-        shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in self.leaves)
+        shapes = tuple((a.shape, a.dtype, bool(getattr(a, "weak_type", False)), a.sharding) for a in self.leaves)
         return self.key, shapes, tuple(self.donate), None if self.out is None else tuple(self.out)
 
     @functools.cached_property

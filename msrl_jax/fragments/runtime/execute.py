@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from msrl_jax.fragments.graph.host import HostFunction
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
-from msrl_jax.fragments.runtime.transfer import Leaves, crossing, must_wait, remote, transfer
+from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
@@ -219,8 +219,9 @@ class Executor:
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return call
         launched = self._launched.setdefault(mesh, [0])
-        ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
-        wait = self._around(jax.block_until_ready)
+        # Of two programs with collectives between processes, in any order on each, each could wait for the other.
+        ahead = _CPU_PROGRAMS_AHEAD if len({d.process_index for d in mesh.devices.flat}) == 1 else 1
+        wait = self._around(lambda arrays: jax.block_until_ready(arrays))
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)

@@ -143,10 +143,7 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def temporary_bytes(jaxpr: Jaxpr, known: dict[int, int] | None = None) -> int:
-    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused.
-
-    `known` holds what was found of jaxprs that are called again.
-    """
+    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
     known = {} if known is None else known
     if id(jaxpr) in known:
         return known[id(jaxpr)]
