@@ -7,53 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import ShapedArray as ShapedArray
 from jax.core import Tracer as Tracer
-from jax.extend.core import (
-    ClosedJaxpr as ClosedJaxpr,
-)
-from jax.extend.core import (
-    DebugInfo as DebugInfo,
-)
-from jax.extend.core import (
-    Jaxpr as Jaxpr,
-)
-from jax.extend.core import (
-    JaxprEqn as JaxprEqn,
-)
-from jax.extend.core import (
-    Literal as Literal,
-)
-from jax.extend.core import (
-    Primitive as Primitive,
-)
-from jax.extend.core import (
-    Var as Var,
-)
-from jax.extend.core import (
-    find_top_trace,
-    jaxprs_in_params,
-)
-from jax.extend.core import (
-    jaxpr_as_fun as jaxpr_as_fun,
-)
-from jax.extend.core.primitives import (
-    closed_call_p,
-    convert_element_type_p,
-    custom_jvp_call_p,
-    custom_vjp_call_p,
-    remat_p,
-)
-from jax.extend.core.primitives import (
-    cond_p as cond_p,
-)
-from jax.extend.core.primitives import (
-    jit_p as jit_p,
-)
-from jax.extend.core.primitives import (
-    scan_p as scan_p,
-)
-from jax.extend.core.primitives import (
-    while_p as while_p,
-)
+from jax.extend import core
+from jax.extend.core import primitives
 from jax.extend.random import threefry2x32_p as threefry2x32_p
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -61,16 +16,26 @@ from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as pe
 from jax.ref import AbstractRef as AbstractRef
 
+ClosedJaxpr = core.ClosedJaxpr
+DebugInfo = core.DebugInfo
+Jaxpr = core.Jaxpr
+JaxprEqn = core.JaxprEqn
+Literal = core.Literal
+Primitive = core.Primitive
+Var = core.Var
+jaxpr_as_fun = core.jaxpr_as_fun
+cond_p, jit_p, scan_p, while_p = primitives.cond_p, primitives.jit_p, primitives.scan_p, primitives.while_p
+
 Atom = Var | Literal
 
 # Calls that only evaluate their bodies, so the bodies may be inlined. (The derivative rules of a custom_jvp or custom_vjp
 # call, and the schedule of a remat, matter only under differentiation, which is done once a loop is traced.)
 _CALLS = {
     jit_p: "jaxpr",
-    closed_call_p: "call_jaxpr",
-    custom_jvp_call_p: "call_jaxpr",
-    custom_vjp_call_p: "call_jaxpr",
-    remat_p: "jaxpr",
+    primitives.closed_call_p: "call_jaxpr",
+    primitives.custom_jvp_call_p: "call_jaxpr",
+    primitives.custom_vjp_call_p: "call_jaxpr",
+    primitives.remat_p: "jaxpr",
 }
 
 # Files whose lines say nothing about a computation: JAX's own, the libraries on it, and the marker of fragments.
@@ -113,7 +78,7 @@ def context(eqn: JaxprEqn) -> Hashable:
 
 def is_conversion(eqn: JaxprEqn) -> bool:
     """Whether an equation converts a value to a dtype, possibly its own."""
-    return eqn.primitive is convert_element_type_p
+    return eqn.primitive is primitives.convert_element_type_p
 
 
 def _closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
@@ -159,7 +124,7 @@ def aval(atom: Atom) -> ShapedArray:
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds (loop bodies, branches, call bodies)."""
-    for sub in jaxprs_in_params(eqn.params):
+    for sub in core.jaxprs_in_params(eqn.params):
         yield sub.jaxpr if isinstance(sub, ClosedJaxpr) else sub
 
 
@@ -225,12 +190,10 @@ def is_reference(var: Var) -> bool:
 def is_traced_here(x: Any) -> bool:
     """Whether the innermost active transformation gives `x` a batch axis or a tangent."""
     # JAX has no public name for a tracer's trace. Without it every value would count as batched or differentiated.
-    return isinstance(x, Tracer) and x._trace is find_top_trace((x,))
+    return isinstance(x, Tracer) and x._trace is core.find_top_trace((x,))
 
 
-def make_jaxpr_of(
-    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], name: str
-) -> ClosedJaxpr:
+def make_jaxpr_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], name: str) -> ClosedJaxpr:
     """A closed jaxpr of `eqns` that maps `inputs` to `outputs`."""
     effects = frozenset().union(*[e.effects for e in eqns]) if eqns else frozenset()
     info = DebugInfo("msrl_jax", name, ("",) * len(inputs), ("",) * len(outputs))

@@ -28,7 +28,6 @@ from msrl_jax.fragments.passes.repairs import repaired
 from msrl_jax.fragments.passes.schedule import schedule
 from msrl_jax.fragments.passes.staleness import delay
 from msrl_jax.fragments.placement import Device, DistributionPolicy
-from msrl_jax.fragments.plan.cost import fragment_costs
 from msrl_jax.fragments.program import Program
 
 State = TypeVar("State")
@@ -92,6 +91,4 @@ def compile(
     # If one placement holds every fragment, whole runs of iterations are one program.
     fuses = len(used) <= 1 and not layout.staleness and not graph.host_calls
     fused = jaxpr_as_fun(repaired(closed, default.mesh)) if fuses else None
-    costs = tuple(fragment_costs(closed.jaxpr))
-    tree = jax.tree.structure(state)
-    return Program(layout, graph, instructions, fused, tree, traced, costs, fit, time.perf_counter() - start)
+    return Program(fit, graph, instructions, fused, jax.tree.structure(state), traced, time.perf_counter() - start)

@@ -1,6 +1,6 @@
 """Where fragments run: a placement is a named sub-mesh with rules for logical axes; a layout maps roles to placements."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -12,24 +12,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 class Device(Protocol):
     """The attributes of `jax.Device` that the compiler uses."""
 
-    @property
-    def id(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def platform(self) -> str:
-        """Such as "cpu", "gpu" or "tpu"."""
-        ...
-
-    @property
-    def process_index(self) -> int:
-        """The number of the process that owns it."""
-        ...
+    id: int
+    platform: str  # such as "cpu", "gpu" or "tpu"
+    process_index: int  # the number of the process that owns it
 
 
 if TYPE_CHECKING:
     from msrl_jax.codecs import Codec
+
+
+def device_names(devices: Iterable[Device]) -> tuple[str, ...]:
+    """Devices as plans and errors name them, such as `cpu:0`."""
+    return tuple(f"{d.platform}:{d.id}" for d in devices)
+
 
 Rules = tuple[tuple[str, str], ...]
 
@@ -161,7 +156,7 @@ class Placement:
         return PartitionSpec(*spec)
 
     def __str__(self) -> str:
-        return f"{self.name}[{', '.join(f'{d.platform}:{d.id}' for d in self.devices)}]"
+        return f"{self.name}[{', '.join(device_names(self.devices))}]"
 
 
 @dataclass(frozen=True)

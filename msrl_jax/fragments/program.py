@@ -13,8 +13,7 @@ from msrl_jax.fragments.graph.trace import ExpectedState, Traced, check_not_give
 from msrl_jax.fragments.passes.checks import Fit, check_jit_is_on, check_no_mesh_is_set
 from msrl_jax.fragments.passes.instructions import Instruction, Run, Schedule, walk
 from msrl_jax.fragments.passes.packing import unused_codecs
-from msrl_jax.fragments.placement import Device, Layout
-from msrl_jax.fragments.plan.cost import FragmentCost
+from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.plan.explain import explain
 from msrl_jax.fragments.plan.plan import Plan
 from msrl_jax.fragments.runtime.executables import Executables, FusedLoop
@@ -60,18 +59,16 @@ class Program(Generic[State]):
 
     def __init__(
         self,
-        layout: Layout,
+        fit: Fit,
         graph: Graph,
         schedule: Schedule,
         fused: Callable[..., Any] | None,
         tree: Any,
         traced: Traced,
-        costs: tuple[FragmentCost, ...],
-        fit: Fit,
         seconds: float,
     ):
-        self.layout, self.graph, self.schedule = layout, graph, schedule
-        self._costs, self._fit = costs, fit
+        self.layout, self.graph, self.schedule = fit.layout, graph, schedule
+        self._fit = fit
         self._x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         self._tree, self.traced = tree, traced
         self._executables = Executables(seconds=seconds)
@@ -293,7 +290,7 @@ class Program(Generic[State]):
             self.warm_up()
             compiled = self._executables.compiled
         return explain(
-            self.layout, self._costs, self.instructions, compiled, self._executables.shardings, self.is_fused, self._fit,
+            self._fit, self.traced.jaxpr.jaxpr, self.instructions, compiled, self._executables.shardings, self.is_fused,
             unused_codecs(self.graph, self.layout),
         )  # fmt: skip
 

@@ -89,8 +89,9 @@ def take(
     if len(devices) == 1 and needed == len(wanted):
         return {part: list(devices) for part in wanted}
     if needed > len(devices):
+        parts = ", ".join(f"{part}={'1 or more' if count is None else count}" for part, count in wanted.items())
         raise ValueError(
-            f"{name} needs {needed} devices ({_spell(wanted)}), but there are {len(devices)}. "
+            f"{name} needs {needed} devices ({parts}), but there are {len(devices)}. "
             "Ask for fewer, or make more: on a CPU, `jax.config.update('jax_num_cpu_devices', n)` before JAX starts "
             "(`--cpu-devices n` on the command line)"
         )
@@ -140,7 +141,3 @@ def on_platform(platform: str | None, devices: Sequence[Device]) -> list[Device]
         return jax.local_devices(backend=platform)
     except RuntimeError as error:
         raise ValueError(f"env_platform={platform!r}: this process has no such devices ({error})") from None
-
-
-def _spell(wanted: Mapping[str, int | None]) -> str:
-    return ", ".join(f"{part}={'1 or more' if count is None else count}" for part, count in wanted.items())

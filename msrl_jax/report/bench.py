@@ -19,7 +19,7 @@ from msrl_jax.experiment.history import first_non_finite
 from msrl_jax.experiment.spec import Experiment
 from msrl_jax.fragments.placement import Device, DistributionPolicy
 from msrl_jax.fragments.program import Program
-from msrl_jax.fragments.runtime.threefry import lower
+from msrl_jax.fragments.runtime.executables import lower
 from msrl_jax.policies.base import spec
 
 # A chunk of this length hides the host's work between chunks, and is short enough for slow settings.

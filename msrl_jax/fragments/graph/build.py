@@ -89,10 +89,7 @@ class _Builder:
     def inline(
         self, jaxpr: Jaxpr, args: Sequence[Atom], home: Placement | None, out: list[Node], role: str | None = None
     ) -> list[Atom]:
-        """Appends the nodes of `jaxpr`, applied to `args`, to `out`; returns its outputs.
-
-        `home` and `role` are those of the opened fragment around `jaxpr`; unmarked code in it takes them.
-        """
+        """Appends the nodes of `jaxpr` to `out`; returns its outputs. Unmarked code takes `home` and `role`."""
         env: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
         for eqn in jaxpr.eqns:
             found = self.placements(eqn)
@@ -160,10 +157,7 @@ class _Builder:
         self.labels.update(zip(node.eqn.outvars, found, strict=True))
 
     def output_labels(self, eqn: JaxprEqn, labels: Mapping[Var, str]) -> list[str]:
-        """A readable name for each result of an equation: the result path of the fragment that makes it.
-
-        A result that no fragment makes takes the name of the first named input of its equation.
-        """
+        """The name of each result of an equation: its path in the fragment that makes it, else the first named input."""
         if is_fragment(eqn):
             paths = eqn.params["call_jaxpr"].jaxpr.debug_info.result_paths or [""] * len(eqn.outvars)
             return [f"{eqn.params['name']}(){path}" for path in paths]

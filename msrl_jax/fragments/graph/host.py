@@ -26,7 +26,7 @@ from msrl_jax._compat import (
     jaxprs_in,
     make_jaxpr_of,
 )
-from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, scoped
+from msrl_jax.fragments.graph.marker import as_inputs, fragment, fragment_p, is_fragment, is_host_call, paths_of, scoped
 from msrl_jax.fragments.placement import HOST
 
 _raised: list[Exception] = []
@@ -53,6 +53,7 @@ class HostFunction:
     fn: Callable[..., Any]
     arguments: Any  # the tree of its arguments
     results: Any  # the tree of its results
+    paths: tuple[str, ...]  # the paths of its results
     kinds: tuple[jax.ShapeDtypeStruct, ...]  # shapes and dtypes of the results
 
     def __call__(self, *leaves: Any) -> list[np.ndarray]:
@@ -84,7 +85,7 @@ class HostFunction:
             raise TypeError(f"host fragment {self.name!r} returned {tree}, but declares {self.results}")
         copy = not getattr(self.fn, "makes_new_arrays", False)
         arrays = [np.array(x, copy=copy or None) for x in leaves]
-        for path, x, kind in zip(_paths(self.results), arrays, self.kinds, strict=True):
+        for path, x, kind in zip(self.paths, arrays, self.kinds, strict=True):
             if x.shape != kind.shape or x.dtype != kind.dtype:
                 raise TypeError(
                     f"result{path} of host fragment {self.name!r} is {x.dtype}{list(x.shape)}, but it declares "
@@ -114,7 +115,8 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
     """
     title = str(name or getattr(fn, "__name__", type(fn).__name__))
     declared, tree = jax.tree.flatten(results)
-    for path, x in zip(_paths(tree), declared, strict=True):
+    paths = paths_of(results)
+    for path, x in zip(paths, declared, strict=True):
         if not (hasattr(x, "shape") and hasattr(x, "dtype")) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise TypeError(f"host fragment {title!r} declares {x!r} for result{path}; declare a jax.ShapeDtypeStruct")
     kinds = tuple(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in declared)
@@ -126,9 +128,9 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
                 where = jax.tree_util.keystr(path)
                 raise TypeError(f"argument{where} of host fragment {title!r} is a typed key; pass jax.random.key_data(key)")
         named = scoped(title)
-        function = HostFunction(named, fn, arguments, tree, kinds)
+        function = HostFunction(named, fn, arguments, tree, paths, kinds)
         body = jax.make_jaxpr(lambda *leaves: io_callback(function, list(kinds), *leaves))(*leaves)
-        body = as_inputs(body, named, _paths(tree))
+        body = as_inputs(body, named, paths)
         return jax.tree.unflatten(tree, fragment_p.bind(*leaves, call_jaxpr=body, name=named, role=HOST, host=function))
 
     return marked
@@ -137,11 +139,6 @@ def host_fragment(fn: Callable[..., Any], results: Any, *, name: str | None = No
 def received(results: Any, role: str) -> Any:
     """Passes results of the host to where a role runs, in one transfer, and makes them results of a program there."""
     return fragment(role=role, name="receive")(lambda x: x)(results)
-
-
-def _paths(tree: Any) -> Sequence[str]:
-    numbered = jax.tree.unflatten(tree, list(range(tree.num_leaves)))
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
 
 
 def calls_host(jaxpr: Jaxpr) -> bool:

@@ -8,11 +8,10 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from msrl_jax._checks import suggestion
 from msrl_jax._compat import (
@@ -45,7 +44,7 @@ class _FragmentPrimitive(Primitive):
             return super().bind(*args, **params)
         (fn,) = subfuns
         closed, shapes = jax.make_jaxpr(fn.call_wrapped, return_shape=True)(*args)
-        body = as_inputs(closed, params["name"], _paths(shapes))
+        body = as_inputs(closed, params["name"], paths_of(shapes))
         return super().bind(*closed.consts, *args, call_jaxpr=body, **params)
 
 
@@ -75,9 +74,7 @@ def _batch(axis: Any, xs: Sequence[Any], dims: Sequence[Any], *, call_jaxpr: Clo
             return [y for y, is_mapped in zip(ys, mapped, strict=True) if is_mapped]
 
         own = iter(
-            jax.vmap(
-                evaluate, tuple(dims), 0, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name
-            )(*xs)
+            jax.vmap(evaluate, tuple(dims), 0, axis_size=axis.size, axis_name=axis.name, spmd_axis_name=axis.spmd_name)(*xs)
         )
         rest = iter(shared)
         return [next(own if is_mapped else rest) for is_mapped in mapped]
@@ -174,7 +171,6 @@ def fragment(
     role: str | None = None,
     name: str | None = None,
     static_argnames: str | Sequence[str] = (),
-    implementations: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def fragment(
     fn: Callable[..., Any] | None = None,
@@ -183,14 +179,10 @@ def fragment(
     role: str | None = None,
     name: str | None = None,
     static_argnames: str | Sequence[str] = (),
-    implementations: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Marks a pure function as a fragment: the unit that a distribution policy places.
 
     The marked function computes what the plain one does, under every JAX transformation.
-
-    A fragment may have alternative bodies for some platforms, such as a kernel for GPUs. The platform of the fragment's
-    devices selects the body, not JAX's default platform. The other bodies are traced but not compiled.
 
     Args:
       fn: the function, if used as a decorator without arguments.
@@ -198,35 +190,24 @@ def fragment(
         The function's name if not given.
       name: the fragment's name in plans and errors. The function's name if not given.
       static_argnames: names of the arguments that are Python values, not arrays (as in `jax.jit`).
-      implementations: functions of the same signature and meaning, by platform: "cpu", "gpu" (both "cuda" and "rocm",
-        unless these are given) or "tpu". Elsewhere, and under `jax.disable_jit`, `fn` itself is evaluated.
 
     Returns:
       A function of the same signature, or a decorator if `fn` is not given.
 
     Raises:
-      ValueError: on an unknown platform.
-      TypeError: if the function has no argument of a static name. A call raises it on an argument that is not an array, on a
-        mutable reference, or on an implementation whose results have another structure, shape or dtype.
+      TypeError: if the function has no argument of a static name. A call raises it on an argument that is not an array, or on a
+        mutable reference.
     """
-    mark = functools.partial(
-        _mark, role=role, name=name, static_argnames=static_argnames, implementations=implementations or {}
-    )
+    mark = functools.partial(_mark, role=role, name=name, static_argnames=static_argnames)
     return mark if fn is None else mark(fn)
 
 
 def _mark(
-    fn: Callable[..., Any],
-    *,
-    role: str | None,
-    name: str | None,
-    static_argnames: str | Sequence[str],
-    implementations: Mapping[str, Callable[..., Any]],
+    fn: Callable[..., Any], *, role: str | None, name: str | None, static_argnames: str | Sequence[str]
 ) -> Callable[..., Any]:
     own_name = getattr(fn, "__name__", type(fn).__name__)
     name, role = str(name or own_name), str(role or own_name)
     static = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
-    check_platforms(implementations, name)
     signature = inspect.signature(fn)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = {i: n for i, (n, p) in enumerate(signature.parameters.items()) if p.kind in kinds}
@@ -253,21 +234,18 @@ def _mark(
             args, kwargs = [fixed.get(i, a) for i, a in enumerate(args)], {k: fixed.get(k, v) for k, v in kwargs.items()}
             named = _named(signature, static, args, kwargs)
 
-            def evaluate(body: Callable[..., Any]) -> Any:
-                before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
-                result = body(*args, **kwargs)
-                after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
-                for path in before | after:
-                    changed = path not in before or before[path] is again[path] is not after.get(path)
-                    if changed and id(after.get(path)) not in returned:
-                        raise TypeError(
-                            f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
-                            "is given a copy. Return the new value and assign it outside (of a flax.nnx module "
-                            "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
-                        )
-                return result
-
-            return evaluate_for_platform(evaluate, fn, implementations, name)
+            before, again = _leaves(named), _leaves(named)  # twice: a type may make leaves when it is asked for them
+            result = fn(*args, **kwargs)
+            after, returned = _leaves(named), {id(x) for x in jax.tree.leaves(result)}
+            for path in before | after:
+                changed = path not in before or before[path] is again[path] is not after.get(path)
+                if changed and id(after.get(path)) not in returned:
+                    raise TypeError(
+                        f"fragment {name!r} changes its argument {path} in place, and the change would be lost, because it "
+                        "is given a copy. Return the new value and assign it outside (of a flax.nnx module "
+                        "nnx.state(module), or pass what nnx.split returns, nnx.merge it inside and return its state)"
+                    )
+            return result
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         if faults := list(filter(None, map(_fault, closed.consts))):
@@ -275,7 +253,7 @@ def _mark(
         if closed.effects and _makes_reference(closed.jaxpr):
             raise TypeError(f"fragment {name!r} makes a mutable reference; carry its value through a loop instead")
         title = scoped(name)
-        body = as_inputs(closed, title, _paths(shapes))
+        body = as_inputs(closed, title, paths_of(shapes))
         results = fragment_p.bind(*closed.consts, *leaves, call_jaxpr=body, name=title, role=role)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -304,9 +282,7 @@ def _refusal(
     return TypeError(f"fragment {name!r}: argument {path} is a {fault}")
 
 
-def _named(
-    signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def _named(signature: inspect.Signature, static: frozenset[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that are no static ones, by their names."""
     named = signature.bind_partial(*args, **{k: v for k, v in kwargs.items() if k not in static}).arguments
     return {k: v for k, v in named.items() if k not in static}
@@ -318,81 +294,15 @@ def _leaves(named: dict[str, Any]) -> dict[str, Any]:
     return {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf for path, leaf in leaves}
 
 
-def _paths(result: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(result))
+def paths_of(tree: Any) -> tuple[str, ...]:
+    """The paths of a tree's leaves, as text."""
+    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def as_inputs(closed: ClosedJaxpr, name: str, paths: Sequence[str] | None) -> ClosedJaxpr:
-    """Turns the captured values of a fragment's body (arrays and tracers of an outer trace) into leading inputs.
-
-    `paths` are the pytree paths of the fragment's results, if they are known.
-    """
+    """Turns the captured values of a fragment's body (arrays, outer tracers) into leading inputs; names its results `paths`."""
     jaxpr = closed.jaxpr
     names = ("captured",) * len(closed.consts) + ("argument",) * len(jaxpr.invars)
     info = DebugInfo("fragment", name, names, tuple(paths or ("",) * len(jaxpr.outvars)))
     inner = Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, debug_info=info)
     return ClosedJaxpr(inner, ())
-
-
-_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
-
-
-def check_platforms(implementations: Mapping[str, Callable[..., Any]], name: str) -> None:
-    """Refuses implementations for unknown platforms, and ones that cannot be called."""
-    for platform, body in implementations.items():
-        if platform not in _PLATFORMS:
-            raise ValueError(
-                f"fragment {name!r} has an implementation for the unknown platform {platform!r}"
-                f"{suggestion(str(platform), _PLATFORMS)}; choose from {list(_PLATFORMS)}"
-            )
-        if not callable(body):
-            raise TypeError(
-                f"fragment {name!r}: its implementation for {platform!r} is a {type(body).__name__}; give a function of "
-                "the same arguments as the fragment"
-            )
-
-
-def evaluate_for_platform(
-    evaluate: Callable[[Callable[..., Any]], Any],
-    default: Callable[..., Any],
-    implementations: Mapping[str, Callable[..., Any]],
-    name: str,
-) -> Any:
-    """Evaluates the implementation for the platform that the program is compiled for, `default` if it has none.
-
-    `evaluate` applies a body to the arguments of the fragment. All bodies must have results of the same structure and types.
-    """
-    if not implementations:
-        return evaluate(default)
-    want = jax.eval_shape(lambda: evaluate(default))
-    branches: dict[str, Callable[..., Any]] = {}
-    for platform, body in implementations.items():
-        _compare(jax.eval_shape(lambda body=body: evaluate(body)), want, f"fragment {name!r}: the {platform!r} implementation")
-        branches[platform] = lambda body=body: evaluate(body)
-    if general := branches.pop("gpu", None):
-        branches = {"cuda": general, "rocm": general} | branches
-    return jax.lax.platform_dependent(default=lambda: evaluate(default), **branches)
-
-
-def _compare(got: Any, want: Any, what: str) -> None:
-    gots, wants = dict(tree_leaves_with_path(got)), dict(tree_leaves_with_path(want))
-    for path in dict.fromkeys([*wants, *gots]):
-        a, b, where = gots.get(path), wants.get(path), f"result{keystr(path)}"
-        if a is None or b is None:
-            verb = "lacks" if a is None else "has"
-            other = "has it" if a is None else "does not"
-            raise TypeError(f"{what} {verb} {where}, but the fragment itself {other}; return the same pytree in both")
-        if a.shape != b.shape or a.dtype != b.dtype:
-            raise TypeError(
-                f"{what} returns {where} as {_show(a)}, but the fragment itself as {_show(b)}; return the same shapes and "
-                "dtypes in both"
-            )
-    if jax.tree.structure(got) != jax.tree.structure(want):
-        raise TypeError(
-            f"{what} returns the pytree {jax.tree.structure(got)}, but the fragment itself {jax.tree.structure(want)}; "
-            "return the same containers in both"
-        )
-
-
-def _show(x: jax.ShapeDtypeStruct) -> str:
-    return f"{x.dtype}{list(x.shape)}"

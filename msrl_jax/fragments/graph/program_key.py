@@ -65,30 +65,21 @@ def computation_key(closed: ClosedJaxpr) -> Hashable:
     return _closed_key(closed, _traced_key, resolved=True)
 
 
-class _Keys(dict[Hashable, int]):
-    """Numbers the keys of the jaxprs of a program, so that one that is called often is visited and compared once."""
-
-    def __init__(self):
-        super().__init__()
-        self.known: dict[int, int] = {}
-
-    def number(self, key: Hashable) -> int:
-        return self.setdefault(key, len(self))
-
-
 def _closed_key(closed: ClosedJaxpr, of: Callable[[Any], Hashable], resolved: bool = False) -> Hashable:
-    keys = _Keys()
-    _jaxpr_key(closed.jaxpr, of, resolved, keys)  # is the last one
+    keys: dict[Hashable, int] = {}
+    known: dict[int, int] = {}
+
+    def numbered(jaxpr: Jaxpr) -> int:
+        """The number of a jaxpr's key: one that is called often is visited and compared once."""
+        if id(jaxpr) not in known:
+            known[id(jaxpr)] = keys.setdefault(_jaxpr_key(jaxpr, of, resolved, numbered), len(keys))
+        return known[id(jaxpr)]
+
+    numbered(closed.jaxpr)  # is the last one
     return tuple(keys), tuple(map(of, closed.consts))
 
 
-def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: _Keys) -> int:
-    if id(jaxpr) not in keys.known:
-        keys.known[id(jaxpr)] = keys.number(_new_key(jaxpr, of, resolved, keys))
-    return keys.known[id(jaxpr)]
-
-
-def _new_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: _Keys) -> Hashable:
+def _jaxpr_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, numbered: Callable[[Jaxpr], int]) -> Hashable:
     numbers: dict[Var, Hashable] = {}
     unused = itertools.count()
 
@@ -116,9 +107,9 @@ def _new_key(jaxpr: Jaxpr, of: Callable[[Any], Hashable], resolved: bool, keys: 
 
     def param(p: Any) -> Hashable:
         if isinstance(p, ClosedJaxpr):
-            return "closed jaxpr", _jaxpr_key(p.jaxpr, of, resolved, keys), tuple(map(of, p.consts))
+            return "closed jaxpr", numbered(p.jaxpr), tuple(map(of, p.consts))
         if isinstance(p, Jaxpr):
-            return "jaxpr", _jaxpr_key(p, of, resolved, keys)
+            return "jaxpr", numbered(p)
         if isinstance(p, tuple | list):
             return type(p), tuple(map(param, p))
         return of(p)

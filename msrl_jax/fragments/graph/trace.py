@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from msrl_jax._compat import ClosedJaxpr, ShapedArray, Tracer
+from msrl_jax.fragments.graph.marker import paths_of
 from msrl_jax.fragments.graph.program_key import computation_key
 
 PyTree = Any
@@ -18,10 +19,7 @@ _MOST_CHANGES = 8
 
 
 def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state, whose path is `name`.
-
-    Without 64-bit types, 64-bit NumPy arrays count as the 32-bit arrays that they become on a device.
-    """
+    """Shape, dtype and weak type that `jax.jit` gives a leaf of a state: 64-bit NumPy arrays may be 32-bit arrays there."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
         dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
@@ -45,9 +43,8 @@ def leaf_aval(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
 
 def state_avals(state: PyTree) -> tuple[list[jax.ShapeDtypeStruct], list[str]]:
     """Shapes, dtypes and weak types of a state's leaves, and their readable paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    paths = ["state" + jax.tree_util.keystr(path) for path, _ in leaves]
-    return [leaf_aval(leaf, name) for (_, leaf), name in zip(leaves, paths, strict=True)], paths
+    paths = [f"state{path}" for path in paths_of(state)]
+    return list(map(leaf_aval, jax.tree.leaves(state), paths)), paths
 
 
 @dataclass(frozen=True)
@@ -141,8 +138,7 @@ def _short(aval: Any) -> str:
 def _check_same_structure(state: PyTree, tree: Any, after: PyTree) -> None:
     if jax.tree.structure(after) == tree:
         return
-    was = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)}
-    now = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(after)}
+    was, now = set(paths_of(state)), set(paths_of(after))
     if missing := sorted(was - now):
         raise TypeError(f"the iteration returns a state without {_list(missing)}; return every leaf that it was given")
     if extra := sorted(now - was):
@@ -187,8 +183,7 @@ def leaf_axes(state: PyTree, axes: PyTree) -> list[PartitionSpec]:
             )
         if len(spec) > len(aval.shape):
             raise ValueError(
-                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; "
-                "name at most as many as it has"
+                f"axes of {path} name {len(spec)} dimensions ({spec}), but it is {_short(aval)}; name at most as many as it has"
             )
     return found
 

@@ -19,7 +19,7 @@ from msrl_jax.codecs import get
 from msrl_jax.fragments.graph.marker import is_fragment
 from msrl_jax.fragments.graph.nodes import Graph, Node, upstream
 from msrl_jax.fragments.passes.instructions import Instruction, Run, walk
-from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement
+from msrl_jax.fragments.placement import AXES, Device, DistributionPolicy, Layout, Placement, device_names
 
 
 def check_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -243,14 +243,10 @@ def check_meshes(instructions: Sequence[Instruction]) -> None:
             devices = tuple(mesh.devices.flat)
             if devices != own:
                 raise ValueError(
-                    f"{run.name!r} has a `{name}` over a mesh of its own, {_names(devices)}, but the policy places it at "
-                    f"{run.placement}. Make the mesh of these devices in this order, leave the split to the placement (declare "
-                    "it with `axes`), or choose a policy whose placement has the devices of the mesh"
+                    f"{run.name!r} has a `{name}` over a mesh of its own, [{', '.join(device_names(devices))}], but the policy "
+                    f"places it at {run.placement}. Make the mesh of these devices in this order, leave the split to the "
+                    "placement (declare it with `axes`), or choose a policy whose placement has the devices of the mesh"
                 )
-
-
-def _names(devices: Iterable[Any]) -> str:
-    return f"[{', '.join(f'{d.platform}:{d.id}' for d in devices)}]"
 
 
 def _meshes(jaxpr: Jaxpr) -> Iterator[tuple[str, Mesh]]:

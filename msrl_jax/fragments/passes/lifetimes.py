@@ -50,24 +50,19 @@ def _with_lifetimes(
     owned = carried.union(*(i.makes() for i in instructions)) if instructions else set(carried)
     tail: list[Instruction] = []
 
-    def copied(values: Sequence[Value], into: list[Instruction]) -> list[Value]:
-        results = [copy_of(v) for v in values]
-        for source, result in zip(values, results, strict=True):
-            into.append(Move((source,), (result,)))
-        return results
+    def copied(value: Value, into: list[Instruction]) -> Value:
+        result = copy_of(value)
+        into.append(Move((value,), (result,)))
+        return result
 
     taken: set[Value] = set()
     left: list[Value] = []
     for v in leaves:
         if v in taken or v not in owned:
-            (v,) = copied([v], tail)
+            v = copied(v, tail)
         taken.add(v)
         left.append(v)
-    later: list[Value] = []
-    for v in read_later:
-        if v in taken:
-            (v,) = copied([v], tail)
-        later.append(v)
+    later = [copied(v, tail) if v in taken else v for v in read_later]
 
     live = {*left, *later}
     done: list[Instruction] = []
@@ -100,7 +95,7 @@ def _loop_with_lifetimes(loop: Loop, copy_of: Callable[[Value], Value]) -> Loop:
 
 
 def _give(
-    loop: Loop, live: set[Value], owned: set[Value], copied: Callable[[Sequence[Value], list[Instruction]], list[Value]]
+    loop: Loop, live: set[Value], owned: set[Value], copied: Callable[[Value, list[Instruction]], Value]
 ) -> tuple[Loop, list[Instruction], set[Value]]:
     """Copies the initial values that a loop may not consume."""
     before: list[Instruction] = []
@@ -109,9 +104,9 @@ def _give(
     for c in loop.carry:
         init = c.init
         if init in live or init not in owned or init in loop.consts or init in given:
-            (init,) = copied([init], before)
+            init = copied(init, before)
         given.add(init)
-        carry.append(Carry(init, c.enter, c.leave, c.result))
+        carry.append(replace(c, init=init))
     return replace(loop, carry=tuple(carry)), before, given
 
 

@@ -9,6 +9,7 @@
   partial results if the reduction has a second operand.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
     def of(jaxpr: Jaxpr) -> Jaxpr:
         if id(jaxpr) not in known:
             eqns = [new for eqn in jaxpr.eqns for new in equations(eqn)]
-            same = len(eqns) == len(jaxpr.eqns) and all(map(_is, eqns, jaxpr.eqns))
+            same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
             known[id(jaxpr)] = jaxpr if same else jaxpr.replace(eqns=eqns)
         return known[id(jaxpr)]
 
@@ -73,10 +74,6 @@ def repaired(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
 
     new = of(closed.jaxpr)
     return closed if new is closed.jaxpr else ClosedJaxpr(new, closed.consts)
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 def _is_zero(atom: Atom) -> bool:

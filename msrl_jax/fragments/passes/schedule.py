@@ -162,24 +162,14 @@ class _Emitter:
         exported = [v for v in made if self._read_from.get((v, placement), set()) - {group}]
         outputs = tuple(self.define(v, placement) for v in exported)
         written = [(v, pair) for v in [*made, *reads] for pair in self.writes.pop((v, placement.mesh), ())]
-        needs_index = bool(rows or written)
         fragments = tuple(dict.fromkeys(f for n in group.nodes for f in n.fragments))
         name = "+".join(dict.fromkeys(n.title for n in group.nodes if n.title)) or "glue"
         self.out.append(
-            Run(
-                name,
-                placement,
-                make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
-                inputs,
-                outputs,
-                rows,
-                tuple(pair for _, pair in written),
-                self.index(placement) if needs_index else None,
-                (),
-                fragments,
-                frozenset().union(*(n.roles for n in group.nodes)),
-            )
-        )
+            Run(name, placement, make_jaxpr_of(eqns, list(entries), [*exported, *(v for v, _ in written)], name),
+                inputs, outputs, rows, tuple(pair for _, pair in written),
+                self.index(placement) if rows or written else None, (), fragments,
+                frozenset().union(*(n.roles for n in group.nodes)))
+        )  # fmt: skip
 
     def host_call(self, node: Node, placement: Placement) -> None:
         inputs = tuple(self.at(a, placement) for a in node.eqn.invars)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from msrl_jax._compat import Atom, Jaxpr, JaxprEqn, aval, cond_p, scan_p, sub_jaxprs
 from msrl_jax.fragments.graph.marker import is_fragment
+from msrl_jax.fragments.placement import Layout
 
 # Primitives that only move data. Primitives without floating-point results (integers, random bits, comparisons) are free too.
 _FREE = frozenset(
@@ -25,14 +26,16 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax"
 
 
 @dataclass(frozen=True)
-class FragmentCost:
-    """The cost of a fragment in a training iteration."""
+class FragmentPlan:
+    """A fragment: `flops` of one call on the whole batch, `calls` per iteration, on `devices` devices of `placement`."""
 
     name: str
     role: str
+    placement: str
+    devices: int
     depth: int  # how many fragments it is nested in
-    flops: int  # operations of one call
-    calls: int  # calls per iteration; inside a `shard_map`, on all of its devices together
+    flops: int
+    calls: int  # inside a `shard_map`, on all of its devices together
 
 
 def flops(jaxpr: Jaxpr) -> int:
@@ -46,9 +49,10 @@ def flops(jaxpr: Jaxpr) -> int:
 class _Counter:
     """Visits a jaxpr once, however often it is called."""
 
-    def __init__(self):
+    def __init__(self, layout: Layout | None = None):
+        self._layout = layout or Layout({})
         self._flops: dict[int, int] = {}
-        self._costs: dict[int, list[FragmentCost]] = {}
+        self._fragments: dict[int, list[FragmentPlan]] = {}
 
     def flops(self, jaxpr: Jaxpr) -> int:
         if id(jaxpr) not in self._flops:
@@ -62,18 +66,20 @@ class _Counter:
             return max(inner) if eqn.primitive is cond_p else _repeats(eqn) * sum(inner)
         return 0 if eqn.primitive.name in _FREE else sum(map(_floats, eqn.outvars))
 
-    def costs(self, jaxpr: Jaxpr) -> list[FragmentCost]:
-        if id(jaxpr) not in self._costs:
-            self._costs[id(jaxpr)] = [cost for eqn in jaxpr.eqns for cost in self.fragments(eqn)]
-        return self._costs[id(jaxpr)]
+    def fragments(self, jaxpr: Jaxpr) -> list[FragmentPlan]:
+        if id(jaxpr) not in self._fragments:
+            self._fragments[id(jaxpr)] = [fragment for eqn in jaxpr.eqns for fragment in self.fragments_of(eqn)]
+        return self._fragments[id(jaxpr)]
 
-    def fragments(self, eqn: JaxprEqn) -> Iterator[FragmentCost]:
+    def fragments_of(self, eqn: JaxprEqn) -> Iterator[FragmentPlan]:
         marked = is_fragment(eqn)
         if marked:
-            yield FragmentCost(eqn.params["name"], eqn.params["role"], 0, self.flops(eqn.params["call_jaxpr"].jaxpr), 1)
+            name, role, body = eqn.params["name"], eqn.params["role"], eqn.params["call_jaxpr"].jaxpr
+            placement = self._layout.placement(role, name)
+            yield FragmentPlan(name, role, placement.name, len(placement.devices), 0, self.flops(body), 1)
         for sub in sub_jaxprs(eqn):
-            for cost in self.costs(sub):
-                yield replace(cost, depth=cost.depth + marked, calls=cost.calls * _repeats(eqn))
+            for inner in self.fragments(sub):
+                yield replace(inner, depth=inner.depth + marked, calls=inner.calls * _repeats(eqn))
 
 
 def _eqn_flops(eqn: JaxprEqn) -> int | None:
@@ -124,9 +130,9 @@ def _repeats(eqn: JaxprEqn) -> int:
     return 1
 
 
-def fragment_costs(jaxpr: Jaxpr) -> list[FragmentCost]:
-    """The costs of the fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
-    return _Counter().costs(jaxpr)
+def fragment_plans(jaxpr: Jaxpr, layout: Layout) -> list[FragmentPlan]:
+    """The fragments of a jaxpr in program order, nested ones after the fragment that holds them."""
+    return _Counter(layout).fragments(jaxpr)
 
 
 _KINDS = (
@@ -240,58 +246,39 @@ def trip_count(loop: str, around: Sequence[str], condition: Sequence[str], body:
     """
     if known := _KNOWN.search(loop):
         return int(known[1])
-    compared = _Computation(condition)
-    kind, rest = compared.root
-    operands = _operands(rest)
-    if kind != "compare" or "direction=LT" not in rest or len(operands) != 2:
+    before, test, step = map(_Computation, (around, condition, body))
+    counts, start = re.fullmatch(r"entry (\d+) < (\d+)", test.text(test.root)), _DEFINITION.match(loop)
+    if not counts or not start:
         return None
-    number, bound = compared.element(operands[0]), compared.constant(operands[1])
-    if number is None or bound is None:
-        return None
-    entering, leaving = _Computation(around), _Computation(body)
-    start = _entry(entering, loop, number)
-    kind, rest = leaving.follow(_entry(leaving, leaving.root_line, number))
-    steps = _operands(rest)
-    counts = kind == "add" and len(steps) == 2 and leaving.element(steps[0]) == number and leaving.constant(steps[1]) == 1
-    return bound if counts and entering.constant(start) == 0 else None
+    number = int(counts[1])
+    from_zero = before.text(_operands(start[4])[0], number) == "0"
+    return int(counts[2]) if from_zero and step.text(step.root, number) == f"entry {number} + 1" else None
 
 
 def _operands(rest: str) -> list[str]:
     return _OPERAND.findall(rest.split(")", 1)[0])
 
 
-def _entry(computation: "_Computation", line: str, number: int) -> str:
-    """The entry of the tuple that an instruction takes (a `while`) or is (a root); empty if there is no such tuple."""
-    match = _DEFINITION.match(line)
-    kind, rest = (match[3], match[4]) if match else ("", "")
-    if kind == "while":
-        kind, rest = computation.follow(_operands(rest)[0])
-    entries = _operands(rest) if kind == "tuple" else []
-    return entries[number] if number < len(entries) else ""
-
-
 class _Computation:
     """The instructions of a computation by name, each a kind and the text of its operands and attributes."""
 
     def __init__(self, lines: Sequence[str]):
-        found = [(match, line) for line in lines if (match := _DEFINITION.match(line))]
-        self._made: Mapping[str, tuple[str, str]] = {match[2]: (match[3], match[4]) for match, _ in found}
-        self.root_line = next((line for match, line in found if match[1]), "")
-        self.root = next(((match[3], match[4]) for match, _ in found if match[1]), ("", ""))
+        found = [match for line in lines if (match := _DEFINITION.match(line))]
+        self._made = {match[2]: (match[3], match[4]) for match in found}
+        self.root = next((match[2] for match in found if match[1]), "")
 
-    def follow(self, name: str) -> tuple[str, str]:
-        """What makes a value, behind its copies."""
+    def text(self, name: str, number: int | None = None) -> str:
+        """A value, or an entry of a tuple, in terms of the parameter's entries: `entry 1 + 1`; another text if it has none."""
         kind, rest = self._made.get(name, ("", ""))
-        return self.follow(_operands(rest)[0]) if kind in _COPIES else (kind, rest)
-
-    def constant(self, name: str) -> int | None:
-        kind, rest = self.follow(name)
-        match = re.match(r"(-?\d+)\)", rest) if kind == "constant" else None
-        return int(match[1]) if match else None
-
-    def element(self, name: str) -> int | None:
-        """The number of the parameter's entry that a value is."""
-        kind, rest = self.follow(name)
-        match = re.search(r"index=(\d+)", rest) if kind == "get-tuple-element" else None
-        from_parameter = match is not None and self.follow(_operands(rest)[0])[0] == "parameter"
-        return int(match[1]) if match and from_parameter else None
+        operands = _operands(rest)
+        if kind in _COPIES:
+            return self.text(operands[0], number)
+        if kind == "tuple" and number is not None:
+            return self.text(operands[number]) if number < len(operands) else ""
+        if kind == "constant":
+            return rest.split(")", 1)[0]
+        if kind == "get-tuple-element" and self.text(operands[0]) == "parameter":
+            return f"entry {rest.rpartition('index=')[2].partition(',')[0]}"
+        if kind == "add" or (kind == "compare" and "direction=LT" in rest):
+            return {"add": " + ", "compare": " < "}[kind].join(map(self.text, operands))
+        return kind

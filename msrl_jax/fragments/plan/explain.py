@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import NamedSharding
 
-from msrl_jax._compat import jaxprs_in
+from msrl_jax._compat import Jaxpr, jaxprs_in
 from msrl_jax.codecs import get
 from msrl_jax.fragments.passes.checks import Fit
 from msrl_jax.fragments.passes.instructions import HostCall, Instruction, Loop, Move, Packed, Run, Value, walk
-from msrl_jax.fragments.placement import Device, Edge, Layout
-from msrl_jax.fragments.plan.cost import Found, FragmentCost, collectives, flops
-from msrl_jax.fragments.plan.plan import Crossing, FragmentPlan, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
-from msrl_jax.fragments.runtime.memory import device_memory, sharing_memory
+from msrl_jax.fragments.placement import Edge, Layout, device_names
+from msrl_jax.fragments.plan.cost import Found, collectives, flops, fragment_plans
+from msrl_jax.fragments.plan.plan import Crossing, HostCallPlan, LoopPlan, Plan, ProgramPlan, size
+from msrl_jax.fragments.runtime.memory import lacking_memory
 
 # With fewer operations per dispatch than this, a host-driven loop spends most of its time on dispatching.
 _TINY_BODY = 1_000_000
@@ -25,18 +25,17 @@ _SMALL = 1024
 
 
 def explain(
-    layout: Layout,
-    costs: Iterable[FragmentCost],
+    fit: Fit,
+    jaxpr: Jaxpr,
     instructions: Sequence[Instruction],
     compiled: Mapping[Instruction, jax.stages.Compiled],
     shardings: Mapping[Value, NamedSharding],
     fused: bool,
-    fit: Fit,
     unused: Sequence[Edge],
 ) -> Plan:
-    """Describes a compiled training iteration, from its instructions and the executable of each Run."""
-    steps = list(walk(instructions))
-    fragments = tuple(_fragment(layout, c) for c in costs)
+    """Describes a compiled training iteration, from its jaxpr, its instructions and the executable of each Run."""
+    steps, layout = list(walk(instructions)), fit.layout
+    fragments = tuple(fragment_plans(jaxpr, layout))
     found = {i: collectives(compiled[i].as_text() or "") for i, _ in steps if isinstance(i, Run)}
     programs = tuple(_program(i, times, compiled[i], found[i]) for i, times in steps if isinstance(i, Run))
     moves = [(i, times) for i, times in steps if isinstance(i, Move) and not i.is_copy]
@@ -44,7 +43,7 @@ def explain(
     loops = tuple(_loop(i, times) for i, times in steps if isinstance(i, Loop))
     calls = [(i, times) for i, times in steps if isinstance(i, HostCall)]
     host_calls = tuple(HostCallPlan(i.name, times, sum(v.nbytes for v in i.outputs)) for i, times in calls)
-    placements = {p.name: _names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
+    placements = {p.name: device_names(p.devices) for p in (*layout.placements, *(i.placement for i, _ in calls))}
     of_runs = list(zip([i for i, _ in steps if isinstance(i, Run)], programs, strict=True))
     warnings = [
         *_collective_warnings(of_runs),
@@ -68,20 +67,9 @@ def explain(
         warnings.append("the iteration calls no function marked with `fragment`, so the policy has nothing to place")
     return Plan(
         layout.policy,
-        placements, _names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
+        placements, device_names(fit.idle), layout.staleness, fused, fragments, programs, crossings, loops, tuple(warnings),
         host_calls,
     )  # fmt: skip
-
-
-def _names(devices: Iterable[Device]) -> tuple[str, ...]:
-    return tuple(f"{d.platform}:{d.id}" for d in devices)
-
-
-def _fragment(layout: Layout, cost: FragmentCost) -> FragmentPlan:
-    placement = layout.placement(cost.role, cost.name)
-    return FragmentPlan(
-        cost.name, cost.role, placement.name, len(placement.devices), cost.depth, cost.flops, cost.calls
-    )
 
 
 def _program(run: Run, times: int, compiled: jax.stages.Compiled, found: Found) -> ProgramPlan:
@@ -233,15 +221,13 @@ def _callback_warnings(runs: _Runs) -> Iterator[str]:
 def _memory_warnings(runs: _Runs) -> Iterator[str]:
     """Of programs that would be refused: those that take more memory than their devices have."""
     for i, program in runs:
-        for devices in sharing_memory(i.placement.devices):
-            taken, limit = program.memory_bytes * len(devices), device_memory(devices)
-            if limit is not None and taken > limit:
-                yield (
-                    f"program {program.name!r} @ {program.placement} takes {size(taken)} of {_names(devices)[0]}"
-                    f"{', ...' * (len(devices) > 1)}, which {'have' if len(devices) > 1 else 'has'} {size(limit)}: a run is "
-                    "refused. Fewer environments, shorter unrolls or more devices take less"
-                )
-                break
+        if found := lacking_memory(dict.fromkeys(i.placement.devices, program.memory_bytes)):
+            devices, taken, limit = found
+            more, have = (", ...", "have") if len(devices) > 1 else ("", "has")
+            yield (
+                f"program {program.name!r} @ {program.placement} takes {size(taken)} of {device_names(devices)[0]}{more}, "
+                f"which {have} {size(limit)}: a run is refused. Fewer environments, shorter unrolls or more devices take less"
+            )
 
 
 def warn_of_idle(fit: Fit) -> str | None:
@@ -250,8 +236,7 @@ def warn_of_idle(fit: Fit) -> str | None:
         return None
     idle, total = len(fit.idle), len(fit.devices)
     envs = f" with num_envs={_num_envs(fit)}" if _num_envs(fit) else ""
-    names = ", ".join(f"{d.platform}:{d.id}" for d in fit.idle)
-    stay = "stay" if idle > 1 else "stays"
+    names, stay = ", ".join(device_names(fit.idle)), "stay" if idle > 1 else "stays"
     fact = f"{idle} of {total} devices {stay} idle ({names}): {fit.layout.policy} uses {total - idle}{envs}"
     try:
         ways = [*_sizes(fit), *_parameters(fit)]

@@ -7,20 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl_jax._terminal import paragraph, table
-from msrl_jax.fragments.plan.cost import Collective
-
-
-@dataclass(frozen=True)
-class FragmentPlan:
-    """A fragment: `flops` of one call on the whole batch, `calls` per iteration, on `devices` devices of `placement`."""
-
-    name: str
-    role: str
-    placement: str
-    devices: int
-    depth: int
-    flops: int
-    calls: int
+from msrl_jax.fragments.plan.cost import Collective, FragmentPlan
 
 
 @dataclass(frozen=True)
@@ -162,21 +149,17 @@ class Plan:
 
 def size(nbytes: int) -> str:
     """A readable number of bytes, such as `1.5 KiB`."""
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    raise AssertionError
+    return _readable(nbytes, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def _count(number: int) -> str:
-    amount = float(number)
-    for unit in ("", "k", "M", "G"):
-        if amount < 1000:
-            return f"{amount:.0f}{unit}" if unit == "" else f"{amount:.1f}{unit}"
-        amount /= 1000
-    return f"{amount:.1f}T"
+    return _readable(number, 1000, ("", "k", "M", "G", "T"))
+
+
+def _readable(number: int, step: int, units: Sequence[str]) -> str:
+    most = len(units) - 1
+    power = next((k for k in range(most) if number / step**k < step), most)
+    return f"{number / step**power:.{min(power, 1)}f}{units[power]}"
 
 
 def _shorten(name: str, most: int = 40) -> str:
@@ -233,7 +216,14 @@ def _table(plan: Plan) -> str:
     lines += _columns(
         ("name", "role", "placement", "devices", "FLOPs/call", "calls/iteration"),
         [
-            ("  " * f.depth + f.name, f.role, f.placement, str(f.devices), _count(f.flops), str(f.calls))
+            (
+                "  " * f.depth + f.name,
+                f.role,
+                f.placement,
+                str(f.devices),
+                _count(f.flops),
+                str(f.calls),
+            )
             for f in plan.fragments
         ],
     )

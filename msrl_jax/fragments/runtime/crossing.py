@@ -48,45 +48,44 @@ class Hop:
 def plan_hops(source: Mapping[Device, Block], target: Mapping[Device, Block]) -> list[list[Hop]]:
     """Plans how an array changes its sharding, from the block of each device at the start to that at the end.
 
-    Together the blocks at the start are the whole array; equal ones are copies. The first round holds what every device copies
-    from its own block. In each other round, all parts have equal sizes, and every device sends at most one and receives at most
-    one. A part enters a process once.
+    Together the blocks at the start are the whole array; equal ones are copies. The first rounds hold what devices copy from
+    their own blocks. In each round, all parts have equal sizes, and every device sends at most one and receives at most one. A
+    part enters a process once.
     """
     distinct = list(dict.fromkeys(source.values()))
-    own: list[Hop] = []
-    wanted: list[tuple[Device, Block]] = []
-    holders: dict[Block, dict[Device, bool]] = {}  # whether the device received the part
-    for receiver, block in target.items():
-        parts = [part for held in distinct if (part := _common(held, block)) is not None]
-        for part in parts:
-            if part not in holders:
-                holders[part] = {d: False for d, held in source.items() if _common(held, part) == part}
-            if receiver in holders[part]:
-                own.append(Hop(receiver, receiver, part))
-            else:
-                wanted.append((receiver, part))
-    rounds = [own]
-    while wanted:
-        size = _size(wanted[0][1])
-        senders: set[Device] = set()
-        receivers: set[Device] = set()
-        entering: set[tuple[int, Block]] = set()
-        hops: list[Hop] = []
-        for receiver, part in wanted:
-            process = receiver.process_index
-            near = [d for d in holders[part] if d.process_index == process]
-            free = next((d for d in near or holders[part] if d not in senders), None)
-            if free is None or receiver in receivers or _size(part) != size or (not near and (process, part) in entering):
-                continue
-            hops.append(Hop(free, receiver, part, holders[part][free]))
-            senders.add(free)
-            receivers.add(receiver)
-            entering.add((process, part))
-        for hop in hops:
-            holders[hop.part][hop.receiver] = True
-            wanted.remove((hop.receiver, hop.part))
-        rounds.append(hops)
+    needed = [(d, part) for d, block in target.items() for held in distinct if (part := _common(held, block)) is not None]
+    # For each part, its holders, and whether they received it.
+    holders = {part: {d: False for d, held in source.items() if _common(held, part) == part} for _, part in needed}
+    own = [(d, part) for d, part in needed if d in holders[part]]
+    rounds: list[list[Hop]] = []
+    for wanted in (own, [(d, part) for d, part in needed if d not in holders[part]]):
+        while wanted:
+            hops = _round(wanted, holders)
+            for hop in hops:
+                holders[hop.part].setdefault(hop.receiver, True)
+                wanted.remove((hop.receiver, hop.part))
+            rounds.append(hops)
     return rounds
+
+
+def _round(wanted: Sequence[tuple[Device, Block]], holders: Mapping[Block, Mapping[Device, bool]]) -> list[Hop]:
+    """The first hops that fit into one round, of those that bring parts to the devices that want them."""
+    size = _size(wanted[0][1])
+    senders: set[Device] = set()
+    receivers: set[Device] = set()
+    entering: set[tuple[int, Block]] = set()
+    hops: list[Hop] = []
+    for receiver, part in wanted:
+        process, held = receiver.process_index, holders[part]
+        near = [receiver] if receiver in held else [d for d in held if d.process_index == process]
+        free = next((d for d in near or held if d not in senders), None)
+        if free is None or receiver in receivers or _size(part) != size or (not near and (process, part) in entering):
+            continue
+        hops.append(Hop(free, receiver, part, held[free]))
+        senders.add(free)
+        receivers.add(receiver)
+        entering.add((process, part))
+    return hops
 
 
 def _common(a: Block, b: Block) -> Block | None:
@@ -100,10 +99,7 @@ def _size(block: Block) -> tuple[int, ...]:
 
 
 def connected_devices(plans: Sequence[Sequence[Sequence[Hop]]]) -> list[list[Device]]:
-    """Devices that exchange data, directly or through others, by the rounds of every array.
-
-    Every group needs a program of its own. Its devices are in the order of their processes and numbers.
-    """
+    """Devices that exchange data, directly or through others: each group, ordered by process and number, needs a program."""
     found: dict[Device, set[Device]] = {}
     for hop in itertools.chain.from_iterable(itertools.chain.from_iterable(plans)):
         joined = found.get(hop.sender, {hop.sender}) | found.get(hop.receiver, {hop.receiver})
@@ -129,16 +125,8 @@ def _legs(
 ) -> list[_Leg]:
     position = {d: k for k, d in enumerate(group)}
     start = lambda part, block: tuple(low - first for (low, _), (first, _) in zip(part, block, strict=True))  # noqa: E731
-    # A device may copy several parts of its own, of several sizes; a leg takes one part of every device.
-    own: list[list[Hop]] = []
-    for hop in rounds[0]:
-        fits = lambda leg, hop=hop: (  # noqa: E731
-            _size(leg[0].part) == _size(hop.part) and all(hop.receiver != other.receiver for other in leg)
-        )
-        leg = next(filter(fits, own), None)
-        own.append([hop]) if leg is None else leg.append(hop)
     legs = []
-    for hops in (*own, *rounds[1:]):
+    for hops in rounds:
         hops = [hop for hop in hops if hop.receiver in position]
         if not hops:
             continue

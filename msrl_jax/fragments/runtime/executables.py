@@ -9,17 +9,55 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from msrl_jax._compat import lower_as, lowering_rule, threefry2x32_p
 from msrl_jax._compiling import in_background
 from msrl_jax.fragments.passes.instructions import Instruction, Value
 from msrl_jax.fragments.placement import Device
 from msrl_jax.fragments.runtime.memory import check_program_fits, is_planned
-from msrl_jax.fragments.runtime.threefry import lower
 
 # JAX's executables refuse arrays of elements smaller than a byte, because JAX writes their layouts in two ways; `jax.jit`
 # accepts them.
 SMALLER_THAN_A_BYTE = frozenset(("int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
+
+
+# JAX's own code of its Threefry generator for CPUs is a loop over groups of rounds, of about 80 small operations. In a training
+# loop that draws a few numbers per step, they take longer than all others together. Only programs that `lower` lowers have this
+# straight-line code, of the same bits.
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.2).
+
+    Takes the two words of keys and of counters, all `[...]` uint32; returns the two words of random bits for each counter.
+    """
+    # `lax.add` and not `+`, and so on: tracing takes a third of the time, and a run traces this for every shape that it draws.
+    keys = (key0, key1, lax.bitwise_xor(lax.bitwise_xor(key0, key1), _PARITY))
+    x0, x1 = lax.add(x0, keys[0]), lax.add(x1, keys[1])
+    for group in range(5):
+        for distance in _ROTATIONS[group % 2]:
+            x0 = lax.add(x0, x1)
+            left, right = lax.shift_left(x1, np.uint32(distance)), lax.shift_right_logical(x1, np.uint32(32 - distance))
+            x1 = lax.bitwise_xor(x0, lax.bitwise_or(left, right))
+        x0 = lax.add(x0, keys[(group + 1) % 3])
+        x1 = lax.add(x1, lax.add(keys[(group + 2) % 3], np.uint32(group + 1)))
+    return x0, x1
+
+
+_ON_CPU = ((threefry2x32_p, lowering_rule(threefry2x32)),)
+
+
+def lower(jitted: jax.stages.Wrapped, *args: Any) -> jax.stages.Lowered:
+    """Lowers a jitted function as `jitted.lower(*args)` does, with straight-line random bits if it is for CPUs."""
+    traced = jitted.trace(*args)
+    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    platforms = {device.platform for at in placed if at for device in at.device_set} or {jax.default_backend()}
+    return lower_as(traced, _ON_CPU) if platforms == {"cpu"} else traced.lower()
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +75,28 @@ class Coalesced:
 class Request:
     """A function to compile. Where a sharding of an argument or a result, or `out`, is None, XLA chooses."""
 
-    key: Hashable  # keys are equal for equal functions only
+    key: Hashable  # keys are equal for equal functions of arguments with equal structure only
     fn: Callable[..., Any]
-    args: Sequence[jax.ShapeDtypeStruct]
+    args: Sequence[Any]  # trees of shapes and dtypes with shardings, or of arrays
     donate: Sequence[int] = ()
     out: Sequence[NamedSharding | None] | None = None
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The arrays among the arguments."""
+        return jax.tree.leaves(self.args)
 
     @functools.cached_property
     def all(self) -> Hashable:
         """Equal for requests of which one program does."""
-        shapes = tuple((a.shape, a.dtype, bool(a.weak_type), a.sharding) for a in self.args)
+        shapes = tuple((a.shape, a.dtype, bool(getattr(a, "weak_type", False)), a.sharding) for a in self.leaves)
         return self.key, shapes, tuple(self.donate), None if self.out is None else tuple(self.out)
 
     @functools.cached_property
     def jitted(self) -> jax.stages.Wrapped:
         """The function under `jax.jit`."""
+        if isinstance(self.fn, jax.stages.Wrapped):
+            return self.fn
         out = None if self.out is None else tuple(self.out)
         return jax.jit(self.fn, donate_argnums=tuple(self.donate), out_shardings=out)
 
@@ -83,7 +128,7 @@ class Executables:
             with self._compiling(request):
                 begun = self._begun.pop(request.all, None)
                 compiled = self._cache[request.all] = begun() if begun else request.lower().compile()
-            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in request.args):
+            if any(a.dtype.name in SMALLER_THAN_A_BYTE for a in request.leaves):
                 self._by_jit[compiled] = request.jitted
             self.count += 1
         return self._cache[request.all]
@@ -100,7 +145,7 @@ class Executables:
         try:
             yield
         except (ValueError, jax.errors.JaxRuntimeError) as error:
-            devices = {d for a in request.args if a.sharding is not None for d in a.sharding.device_set}
+            devices = {d for a in request.leaves if a.sharding is not None for d in a.sharding.device_set}
             raise _explained(error, request.fn.__name__, devices) from error
         self.seconds += time.perf_counter() - start
 
@@ -219,26 +264,20 @@ class Fitting:
     def __init__(self, fn: jax.stages.Wrapped, what: str, remedy: str):
         """`what` and `remedy` are for the message: the program in words, and how to make it smaller."""
         self._fn, self._what, self._remedy = fn, what, remedy
-        self._begun: dict[Any, Callable[[], jax.stages.Compiled]] = {}
-        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._executables = Executables()
+        self._fitting: set[jax.stages.Compiled] = set()
 
     def begin(self, *args: Any) -> None:
         """Has another thread compile the program for such arguments."""
-        key = _signature(args)
-        if key not in self._programs and key not in self._begun:
-            self._begun[key] = in_background(lower(self._fn, *args).compile)
+        self._executables.begin(self._request(args))
 
     def __call__(self, *args: Any) -> Any:
         """Computes the function."""
-        key = _signature(args)
-        if key not in self._programs:
-            begun = self._begun.pop(key, None)
-            compiled = begun() if begun else lower(self._fn, *args).compile()
+        compiled = self._executables.compile(self._request(args))
+        if compiled not in self._fitting:
             check_program_fits(compiled, self._what, self._remedy)
-            self._programs[key] = compiled
-        return self._programs[key](*args)
+            self._fitting.add(compiled)
+        return compiled(*args)
 
-
-def _signature(args: tuple[Any, ...]) -> Any:
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple((jax.typeof(x), x.sharding) for x in leaves)
+    def _request(self, args: Sequence[Any]) -> Request:
+        return Request(jax.tree.structure(args), self._fn, args)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from msrl_jax.fragments.graph.host import HostFunction
 from msrl_jax.fragments.passes.instructions import Alloc, Free, HostCall, Instruction, Loop, Move, Run, Schedule, Value, walk
 from msrl_jax.fragments.runtime.executables import Coalesced, Executables
-from msrl_jax.fragments.runtime.transfer import Leaves, crossing, must_wait, remote, transfer
+from msrl_jax.fragments.runtime.transfer import Leaves, crossing, remote, transfer
 
 Slots = list[Any]
 Step = Callable[[Slots], None]
@@ -160,23 +160,18 @@ class Executor:
         for values, copies in zip(self._schedule.inputs, state, strict=True):
             for v, x in zip(values, copies, strict=True):
                 slots[v.index] = x
-        if self._queue is None:
-            for step in self._steps:
-                step(slots)
-        else:
-            slots = self._with_host(self._queue, slots)
-        after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
-        measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
-        return after, [slots[v.index] for v in self._schedule.metrics], measured
-
-    def _with_host(self, queue: HostQueue, slots: Slots) -> Slots:
         try:
             for step in self._steps:
                 step(slots)
-            queue.drain()
+            if self._queue is not None:
+                self._queue.drain()
+                slots = [resolved(x) for x in slots]
         finally:
-            queue.clear()  # after an error in a call of the host, or an interrupt
-        return [resolved(x) for x in slots]
+            if self._queue is not None:
+                self._queue.clear()  # after an error in a call of the host, or an interrupt
+        after = [tuple(slots[v.index] for v in copies) for copies in self._schedule.outputs]
+        measured = [tuple(slots[v.index] for v in scalars) for _, scalars in self._schedule.checks]
+        return after, [slots[v.index] for v in self._schedule.metrics], measured
 
     def _step(self, i: Instruction) -> Step:
         match i:
@@ -189,7 +184,8 @@ class Executor:
             case Alloc():
                 return self._call(i, [], i.results)
             case Free():
-                return _set(_slots(i.values), [None] * len(i.values))
+                nothing = [None] * len(i.values)
+                return _step(lambda: nothing, [], _slots(i.values))
             case Loop():
                 return self._loop(i)
 
@@ -223,8 +219,9 @@ class Executor:
         if mesh is None or mesh.size == 1 or makes[0].placement.devices[0].platform != "cpu":
             return call
         launched = self._launched.setdefault(mesh, [0])
-        ahead = 1 if must_wait(mesh.devices.flat) else _CPU_PROGRAMS_AHEAD
-        wait = self._around(_finished)
+        # Of two programs with collectives between processes, in any order on each, each could wait for the other.
+        ahead = _CPU_PROGRAMS_AHEAD if len({d.process_index for d in mesh.devices.flat}) == 1 else 1
+        wait = self._around(lambda arrays: jax.block_until_ready(arrays))
 
         def paced(*arrays: jax.Array) -> Sequence[jax.Array]:
             results = call(*arrays)
@@ -244,7 +241,7 @@ class Executor:
         shardings = [self._executables.shardings[v] for v in i.results]
         if jax.process_index() not in i.processes:
             elsewhere = [remote(v.aval, at) for v, at in zip(i.results, shardings, strict=True)]
-            return _set(outs, elsewhere)
+            return _step(lambda: elsewhere, [], outs)
         if coalesced := self._executables.coalesced.get(i):
             order = (*coalesced.alone, *coalesced.joined)
             return self._assigned(self._send_coalesced(i, coalesced), [ins[k] for k in order], [outs[k] for k in order])
@@ -323,7 +320,7 @@ def _slots(values: Sequence[Value]) -> list[int]:
     return [v.index for v in values]
 
 
-def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
+def _step(call: Callable[..., Sequence[Any]], ins: Sequence[int], outs: Sequence[int]) -> Step:
     """Calls a function with slots, and puts its results in others."""
 
     def step(slots: Slots) -> None:
@@ -333,11 +330,6 @@ def _step(call: Call, ins: Sequence[int], outs: Sequence[int]) -> Step:
     return step
 
 
-def _finished(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The arrays, once they are there."""
-    return jax.block_until_ready(arrays)
-
-
 def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     return jax.device_put(list(arrays), list(shardings))
 
@@ -345,14 +337,6 @@ def _put(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]
 def _put_one_copy(arrays: Sequence[jax.Array], shardings: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
     """Puts arrays of several devices on one device, for which JAX would look through all copies."""
     return _put([x.addressable_data(0) if x.is_fully_replicated else x for x in arrays], shardings)
-
-
-def _set(indices: Sequence[int], arrays: Sequence[jax.Array | None]) -> Step:
-    def step(slots: Slots) -> None:
-        for k, x in zip(indices, arrays, strict=True):
-            slots[k] = x
-
-    return step
 
 
 _ITERATIONS = 5

@@ -55,9 +55,7 @@ def lower(schedule: Schedule, axes: Sequence[PartitionSpec], executables: Execut
 class _Lowering:
     """`known` holds the sharding of each value, or None while its reader may choose; `logical` holds the declared axes."""
 
-    def __init__(
-        self, executables: Executables, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]
-    ):
+    def __init__(self, executables: Executables, known: dict[Value, NamedSharding | None], logical: dict[Value, PartitionSpec]):
         self.executables, self.known, self.logical = executables, known, logical
         self.numbers = itertools.count(1_000_000)
         self.to_shards: set[Value] = set()
@@ -287,9 +285,7 @@ def body(run: Run) -> Callable[..., Any]:
             inputs[k] = jax.lax.dynamic_index_in_dim(inputs[k], index, 0, keepdims=False)
         results = evaluate(*inputs)
         outputs, rows = results[: len(run.outputs)], results[len(run.outputs) :]
-        stored = [
-            jax.lax.dynamic_update_index_in_dim(b, row, index, 0) for b, row in zip(buffers, rows, strict=True)
-        ]
+        stored = [jax.lax.dynamic_update_index_in_dim(b, row, index, 0) for b, row in zip(buffers, rows, strict=True)]
         return (*outputs, *stored)
 
     fn.__name__ = "".join(c if c.isalnum() else "_" for c in run.name)[:80]  # the program's name in profiles

@@ -110,14 +110,22 @@ def state_bytes(avals: Sequence[Any], shardings: Sequence[tuple[NamedSharding, .
 
 def check_state_fits(held: Mapping[Device, int], largest: str) -> None:
     """Refuses a state that takes more memory than the devices report; names its largest leaf."""
-    for devices in sharing_memory(held):
-        taken, limit = sum(held[d] for d in devices), device_memory(devices)
-        if limit is not None and taken > limit:
-            raise ValueError(
-                f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
-                f"{largest}. Use a smaller capacity, fewer environments or seeds, shorter chunks of a recorded run, or a "
-                "policy that splits that leaf over more devices"
-            )
+    if found := lacking_memory(held):
+        devices, taken, limit = found
+        raise ValueError(
+            f"the state takes {taken:,} bytes of {', '.join(map(str, devices))}, which has {limit:,}; its largest leaf is "
+            f"{largest}. Use a smaller capacity, fewer environments or seeds, shorter chunks of a recorded run, or a "
+            "policy that splits that leaf over more devices"
+        )
+
+
+def lacking_memory(taken: Mapping[Device, int]) -> tuple[list[Device], int, int] | None:
+    """Devices with a common memory of which more bytes are taken than it has, and both numbers; None if there are none."""
+    for devices in sharing_memory(taken):
+        total, limit = sum(taken[d] for d in devices), device_memory(devices)
+        if limit is not None and total > limit:
+            return devices, total, limit
+    return None
 
 
 def sharing_memory(devices: Iterable[Device]) -> list[list[Device]]:
@@ -135,10 +143,7 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def temporary_bytes(jaxpr: Jaxpr, known: dict[int, int] | None = None) -> int:
-    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused.
-
-    `known` holds what was found of jaxprs that are called again.
-    """
+    """Estimates the bytes that a jaxpr needs besides its arguments: the most that are in use at once if nothing is fused."""
     known = {} if known is None else known
     if id(jaxpr) in known:
         return known[id(jaxpr)]
@@ -178,12 +183,10 @@ def largest_array(jaxpr: Jaxpr) -> str:
 def check_program_fits(compiled: jax.stages.Compiled, what: str, remedy: str) -> None:
     """Refuses a program that takes more memory than its devices have in all, whatever else they hold."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    taken = program_bytes(compiled)
-    for devices in sharing_memory({d: None for s in shardings for d in s.device_set}):
-        limit = device_memory(devices)
-        if limit is not None and taken * len(devices) > limit:
-            names = ", ".join(map(str, devices))
-            raise ValueError(
-                f"{what} takes {taken * len(devices):,} bytes of {names}, which {'have' if len(devices) > 1 else 'has'} "
-                f"{limit:,} in all. {remedy}"
-            )
+    each = program_bytes(compiled)
+    if found := lacking_memory({d: each for s in shardings for d in s.device_set}):
+        devices, taken, limit = found
+        have = "have" if len(devices) > 1 else "has"
+        raise ValueError(
+            f"{what} takes {taken:,} bytes of {', '.join(map(str, devices))}, which {have} {limit:,} in all. {remedy}"
+        )

@@ -45,14 +45,6 @@ def remote(aval: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
 
-def must_wait(devices: Iterable[Device]) -> bool:
-    """Whether a program on these devices must end before the next one starts.
-
-    CPU devices run programs in any order. Two programs with collectives between processes could each wait for the other.
-    """
-    return len({d.process_index for d in devices if d.platform == "cpu"}) > 1
-
-
 def transfer(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Copies arrays to shardings: `jax.device_put`, also for devices of other processes.
 
@@ -104,15 +96,12 @@ def read(arrays: Sequence[jax.Array]) -> list[Any]:
     full: list[Any] = [x if x.size or _is_key(x) else np.zeros(x.shape, x.dtype) for x in arrays]
     if jax.process_count() == 1:
         return jax.device_get(full)
-    spread = [i for i, x in enumerate(full) if is_global(x) and not _is_everywhere(x)]
+    everyone = {*range(jax.process_count())}
+    spread = [i for i, x in enumerate(full) if is_global(x) and not (x.is_fully_replicated and owners(x.sharding) == everyone)]
     found = dict(zip(spread, _gather([full[i] for i in spread]), strict=True)) if spread else {}
     here = {i: x.addressable_data(0) if is_global(x) else x for i, x in enumerate(full) if i not in found}
     found |= jax.device_get(here)
     return [found[i] for i in range(len(full))]
-
-
-def _is_everywhere(x: jax.Array) -> bool:
-    return x.is_fully_replicated and owners(x.sharding) == {*range(jax.process_count())}  # pyright: ignore[reportArgumentType]
 
 
 def _gather(arrays: Sequence[jax.Array]) -> list[Any]:

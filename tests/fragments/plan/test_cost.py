@@ -9,11 +9,16 @@ from jax.sharding import PartitionSpec as P
 
 import msrl_jax as msrl
 from msrl_jax.fragments.graph.marker import fragment
-from msrl_jax.fragments.plan.cost import Collective, collectives, flops, fragment_costs
+from msrl_jax.fragments.placement import Layout, Placement
+from msrl_jax.fragments.plan.cost import Collective, collectives, flops, fragment_plans
 
 
 def count(fn, *shapes):
     return flops(jax.make_jaxpr(fn)(*[jnp.zeros(s) if isinstance(s, tuple) else s for s in shapes]).jaxpr)
+
+
+def everywhere(*roles):
+    return Layout(dict.fromkeys(roles, Placement.over("all", jax.devices()[:2])))
 
 
 def xla(fn, *shapes):
@@ -154,7 +159,7 @@ def test_shard_map_counts_all_of_its_devices():
 
     assert count(sharded, (8, 3)) == 8 * (2 * 3)  # each row of 4 is computed on 2 devices
     assert count(over_env_only, (8, 3)) == 4 * (2 * 3)
-    (cost,) = fragment_costs(jax.make_jaxpr(sharded)(jnp.zeros((8, 3))).jaxpr)
+    (cost,) = fragment_plans(jax.make_jaxpr(sharded)(jnp.zeros((8, 3))).jaxpr, everywhere("sin"))
     assert cost.flops * cost.calls == 8 * (2 * 3)
 
 
@@ -172,7 +177,9 @@ def test_fragments_with_depth_and_calls():
         x = jax.lax.cond(x[0, 0] > 0, act, lambda x: x, x)
         return jax.vmap(learn)(x)
 
-    found = fragment_costs(jax.make_jaxpr(iteration)(jnp.zeros((3, 4))).jaxpr)
+    layout = everywhere("actor", "learner", "<lambda>")
+    found = fragment_plans(jax.make_jaxpr(iteration)(jnp.zeros((3, 4))).jaxpr, layout)
+    assert {(c.placement, c.devices) for c in found} == {("all", 2)}
     assert [(c.name, c.role, c.depth, c.flops, c.calls) for c in found] == [
         ("act", "actor", 0, 96, 5),
         ("act", "actor", 0, 96, 1),
