@@ -151,33 +151,34 @@ class Workers:
         self._is[envs] = _Is.READY
         return self._read("obs", envs)
 
-    def start(self, envs: np.ndarray, action: np.ndarray) -> Callable[[], Outcome]:
+    def start(self, action: np.ndarray) -> Callable[[], Outcome]:
         """See `Simulators`."""
+        envs = np.arange(len(self._is))
         if (self._is != _Is.READY).any():
-            self._listen(np.arange(len(self._is)), wait_for=0.0)
+            self._listen(envs, wait_for=0.0)
         self._begin(envs)
         while not self._any(envs, _Is.READY, _Is.FRESH, _Is.CAUGHT_UP):
             self._listen(envs)
             self._begin(envs)
-        able = self._is[envs] == _Is.READY
-        self._view["action"][envs[able]] = action[able]
+        able = self._is == _Is.READY
+        self._view["action"][able] = action[able]
         self._order("step", envs[able], _Is.STEPPING)
         return lambda: self._finish(envs, int(able.sum()))
 
     def _finish(self, envs: np.ndarray, asked: int) -> Outcome:
         enough = min(asked, len(envs) - int(self._faults.drop_slowest * len(envs)))
-        while self._any(envs, _Is.STEPPING) and (self._is[envs] == _Is.DONE).sum() < enough:
-            self._listen(envs[self._is[envs] == _Is.STEPPING])
-        now, view = self._is[envs], self._view
+        while self._any(envs, _Is.STEPPING) and (self._is == _Is.DONE).sum() < enough:
+            self._listen(envs[self._is == _Is.STEPPING])
+        now = self._is.copy()
         present, caught_up = now == _Is.DONE, now == _Is.CAUGHT_UP
         lost = np.isin(now, (_Is.DOWN, _Is.STARTING, _Is.FRESH))
-        self._is[envs[now == _Is.STEPPING]] = _Is.LATE
-        self._is[envs[np.isin(now, (_Is.DONE, _Is.CAUGHT_UP, _Is.FRESH))]] = _Is.READY
-        self._in_a_row[envs[present]], self._has_stepped[envs[present]] = 0, True
-        terminated, truncated = view["terminated"][envs], view["truncated"][envs]
+        self._is[now == _Is.STEPPING] = _Is.LATE
+        self._is[np.isin(now, (_Is.DONE, _Is.CAUGHT_UP, _Is.FRESH))] = _Is.READY
+        self._in_a_row[present], self._has_stepped[present] = 0, True
+        terminated, truncated = self._view["terminated"], self._view["truncated"]
         return Outcome(
             self._read("obs", envs),
-            np.where(present | caught_up, view["reward"][envs], np.float32(0)),
+            np.where(present | caught_up, self._view["reward"], np.float32(0)),
             (present & terminated) | (caught_up & (terminated | truncated)),
             (present & truncated) | lost,
             self._read("final", envs),
