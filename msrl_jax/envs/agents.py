@@ -15,6 +15,7 @@ from msrl_jax.envs.base import (
     WithoutStatistics,
     Wrapper,
     emitted,
+    of_env,
     strong,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
@@ -217,16 +218,8 @@ class TeamView(Wrapper):
     env: VectorizedAgents
     num_agents: int
     central: bool = True
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
-
-    @property
-    def state_size(self) -> int:
-        """The length of a global state, `S`."""
-        return self.env.state_size
+    num_envs = of_env("num_envs")
+    state_size = of_env("state_size")
 
     @property
     def observation_type(self) -> JointObservation:

@@ -12,26 +12,17 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, Wrapper, env_name, has_agents
+from msrl_jax.envs.base import Environment, PyTree, Stepped, Wrapper, env_name, has_agents, of_env
 
 
 class EnvironmentWrapper(Wrapper):
-    """What wrappers of one environment share: what they do not define is that of the environment inside."""
+    """What wrappers of one environment share: what they do not define is that of the environment inside, AttributeError if it
+    has none.
+    """
 
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """The names of the agents; AttributeError in an environment of one agent."""
-        return self.env.agents
-
-    @property
-    def action_mask(self) -> Callable[[Any], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        return self._of_state("action_mask")
-
-    @property
-    def global_state(self) -> Callable[[Any], jax.Array]:
-        """The global state of an environment of several agents; AttributeError if it has none."""
-        return self._of_state("global_state")
+    agents = of_env("agents")
+    action_mask = property(lambda self: self._of_state("action_mask"))
+    global_state = property(lambda self: self._of_state("global_state"))
 
     def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
         of_env = getattr(self.env, method)
