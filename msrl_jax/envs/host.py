@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import PyTree, TimeStep, WithoutStatistics
+from msrl_jax.envs.base import PyTree, TimeStep, WithoutStatistics, Wrapper
 from msrl_jax.envs.check_types import as_actions, check_key
 from msrl_jax.fragments.graph.host import host_fragment, received
 from msrl_jax.fragments.metrics import Mean
@@ -52,20 +52,16 @@ class HostState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostVectorized(WithoutStatistics):
-    """`E` environments on the host as a `VectorEnvironment`.
+class HostVectorized(WithoutStatistics, Wrapper):
+    """`E` copies of an environment on the host as a `VectorEnvironment`, whose step is a call of the host between programs.
 
-    Its step is a call of the host between programs. The state names the step that each simulator has to be at. If one is at
-    another, because a run was resumed or an old state was used again, it begins a new episode, and the step counts for
-    nothing: `present` is False.
+    The state names the step that each simulator has to be at. If one is at another, because a run was resumed or an old state
+    was used again, it begins a new episode, and the step counts for nothing: `present` is False.
     """
 
-    name: str
+    env: Any
     num_envs: int
-    observation_space: spaces.Space
-    action_space: spaces.Space
     simulators: "Stepping"
-    on_host = True
 
     def reset(self, key: jax.Array) -> tuple[HostState, PyTree]:
         """Starts all environments, each with its own seed; returns the state and the first observations `[E, ...]`."""

@@ -31,22 +31,7 @@ _log = logging.getLogger("msrl_jax")
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _TRIES, _TRIES_AT_FIRST = 10, 3
 """An environment that fails so often in a row is not started again; the second number counts before its first step."""
-_START = 60.0
-"""Seconds that a new worker has beyond `timeout` until its first answer, to import its modules."""
-
-
-@dataclass(frozen=True)
-class Faults:
-    """How to treat environments that misbehave: see `GymnasiumEnvironment`."""
-
-    timeout: float = 60.0
-    drop_slowest: float = 0.0
-
-    def __post_init__(self):
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds above 0")
-        if not 0 <= self.drop_slowest < 1:
-            raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
+_START = 60.0  # seconds that a new worker has beyond `timeout` until its first answer, to import its modules
 
 
 class _Is(enum.IntEnum):
@@ -80,7 +65,7 @@ class _Process:
 
     @property
     def due(self) -> float:
-        """When something has to be done about it: if it is asked, when it counts as hanging, else when it may start again."""
+        """When it counts as hanging if it is asked, else when it may start again."""
         return self.last_heard + self.patience if self.asked else self.again_at
 
     def stop(self) -> None:
@@ -95,10 +80,7 @@ class _Process:
 
 
 class Workers:
-    """`E` environments in worker processes; see `Simulators`.
-
-    `failures` counts how often an environment failed, or was lost with its worker.
-    """
+    """`E` environments in worker processes; see `Simulators`."""
 
     def __init__(
         self,
@@ -107,33 +89,31 @@ class Workers:
         layout: Layout,
         unflatten: Callable[[Sequence[np.ndarray]], Any],
         *,
-        num_workers: int,
-        faults: Faults,
+        num_workers: int | None,
+        timeout: float,
+        drop_slowest: float,
     ):
-        """Starts the workers, at most one for each environment.
+        """Starts the workers, at most one for each environment, by default one for each processor of this process.
 
         `factory` is a pickled function that makes an environment; `unflatten` makes an observation of its arrays.
         """
-        self._name, self._factory, self._layout, self._unflatten, self._faults = name, factory, layout, unflatten, faults
+        self._name, self._factory, self._layout, self._unflatten = name, factory, layout, unflatten
+        self._timeout, self._drop_slowest = timeout, drop_slowest
+        if num_workers is None:
+            num_workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
             os.ftruncate(file.fileno(), layout.nbytes)
             self._memory, self._file = mmap.mmap(file.fileno(), 0), os.dup(file.fileno())
         self._view = layout.views(self._memory)
-        self.failures = 0
         count = layout.num_envs
         self._is = np.full(count, _Is.DOWN, np.uint8)
         self._in_a_row, self._has_stepped = np.zeros(count, np.int64), np.zeros(count, bool)
-        parts = np.array_split(np.arange(count), max(1, min(num_workers, count)))
+        parts = np.array_split(np.arange(count), min(num_workers, count))
         self._processes = [_Process(part) for part in parts]
         self._owner = np.concatenate([np.full(len(part), k) for k, part in enumerate(parts)])
         self._finalizer = weakref.finalize(self, _stop, self._processes, self._file)
         for process in self._processes:
             self._launch(process)
-
-    @property
-    def pids(self) -> list[int]:
-        """The process ids of the workers that run."""
-        return [p.process.pid for p in self._processes if p.process is not None]
 
     def close(self) -> None:
         """Ends the workers."""
@@ -166,7 +146,7 @@ class Workers:
         return lambda: self._finish(envs, int(able.sum()))
 
     def _finish(self, envs: np.ndarray, asked: int) -> Outcome:
-        enough = min(asked, len(envs) - int(self._faults.drop_slowest * len(envs)))
+        enough = min(asked, len(envs) - int(self._drop_slowest * len(envs)))
         while self._any(envs, _Is.STEPPING) and (self._is == _Is.DONE).sum() < enough:
             self._listen(envs[self._is == _Is.STEPPING])
         now = self._is.copy()
@@ -210,7 +190,7 @@ class Workers:
             process.asked.update(mine)
             process.last_heard = time.monotonic()
             with contextlib.suppress(OSError):  # if it has died, `_listen` finds out
-                process.commands.send_bytes(pickle.dumps(tuple(Order(what, tuple(mine), self._faults.drop_slowest > 0))))
+                process.commands.send_bytes(pickle.dumps(tuple(Order(what, tuple(mine), self._drop_slowest > 0))))
 
     def _listen(self, envs: np.ndarray, wait_for: float | None = None) -> None:
         """Takes messages of the workers of environments; waits for the first one, but no longer than something is due."""
@@ -232,7 +212,7 @@ class Workers:
             while process.commands.poll():
                 envs, error = pickle.loads(process.commands.recv_bytes())
                 process.asked.difference_update(envs)
-                process.last_heard, process.patience = time.monotonic(), self._faults.timeout
+                process.last_heard, process.patience = time.monotonic(), self._timeout
                 if error is not None:
                     self._failed(process, np.array(envs), error)
                 for e in envs if error is None else ():
@@ -247,7 +227,6 @@ class Workers:
 
     def _failed(self, process: _Process, envs: np.ndarray, why: str) -> None:
         self._is[envs] = _Is.DOWN
-        self.failures += len(envs)
         self._in_a_row[envs] += 1
         process.again_at = time.monotonic() + min(_PAUSE * 2.0 ** (self._in_a_row[envs].max() - 1), _LONGEST_PAUSE)
         which = f"environment {envs[0]}" if len(envs) == 1 else f"environments {envs[0]} to {envs[-1]}"
@@ -267,7 +246,7 @@ class Workers:
         )  # fmt: skip
         child.close()
         os.close(read)
-        process.commands, process.patience, process.last_heard = commands, self._faults.timeout + _START, time.monotonic()
+        process.commands, process.patience, process.last_heard = commands, self._timeout + _START, time.monotonic()
         commands.send_bytes(pickle.dumps(tuple(Order("make", (), payload=(self._layout, self._factory)))))
 
 
@@ -284,8 +263,3 @@ def _stop(processes: Iterable[_Process], file: int) -> None:
     for process in processes:
         process.stop()
     os.close(file)
-
-
-def default_workers() -> int:
-    """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

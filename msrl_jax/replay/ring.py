@@ -14,12 +14,10 @@ from msrl_jax._checks import whole
 from msrl_jax._compat import ShapedArray
 from msrl_jax._spelling import suggestion
 from msrl_jax.codecs import Codec
-from msrl_jax.replay.base import Indices, check_numbers
+from msrl_jax.replay.base import Indices, Transition, check_numbers
 
 Storage = Mapping[str, str | Codec | None]
 """Codecs by names on the paths of leaves: each packs the leaves under its name. The last name on a path counts."""
-_FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
-_COUNT = 2**30  # steps are counted modulo the largest multiple of the ring's length up to this: int32 cannot overflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,21 +93,17 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The sizes of a ring, as in `uniform`. Windows start at multiples of `stride`, counted from the first inserted step.
-
-    It holds `steps` steps of each environment, `L`, a multiple of `unroll_length` and of `stride`, and is ready when it has
-    `min_steps` of them.
-    """
+    """The sizes of a ring, as in `uniform`. Windows start at multiples of `stride`, counted from the first inserted step."""
 
     num_envs: int
-    steps: int
+    steps: int  # that it holds of each environment, `L`: a multiple of `unroll_length` and of `stride`
     unroll_length: int
     batch_size: int
     length: int
     stride: int
     shards: int
     format: ItemFormat
-    min_steps: int
+    min_steps: int  # with which it is ready
 
     @property
     def envs(self) -> int:
@@ -118,36 +112,14 @@ class Ring:
 
     @property
     def modulus(self) -> int:
-        """The modulus of step counts."""
-        return _COUNT // self.steps * self.steps
-
-    def count(self, filled: jax.Array) -> jax.Array:
-        """Number of complete windows in `filled` steps, if the first step may start a window."""
-        return jnp.maximum((filled - self.length) // self.stride + 1, 0)
-
-    @property
-    def lag(self) -> int:
-        """The largest distance from the oldest step to the first step that may start a window."""
-        return self.stride - math.gcd(self.stride, self.unroll_length)
-
-    @property
-    def fewest_windows(self) -> int:
-        """The smallest number of windows per environment in a full ring."""
-        return max((self.steps - self.lag - self.length) // self.stride + 1, 0)
-
-    @property
-    def steps_of_batch(self) -> int:
-        """Steps per environment that contain a batch of windows, if the first step may start a window.
-
-        In a buffer that is not full it may, because it is step 0.
-        """
-        return self.length + (-(-self.batch_size // self.num_envs) - 1) * self.stride
+        """The modulus of step counts: int32 cannot overflow."""
+        return 2**30 // self.steps * self.steps
 
     def oldest(self, added: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first step at which a window starts, and the number of windows per environment."""
         begin = (added - filled) % self.modulus
         skipped = -begin % self.stride
-        return begin + skipped, self.count(filled - skipped)
+        return begin + skipped, jnp.maximum((filled - skipped - self.length) // self.stride + 1, 0)
 
     def empty(self) -> list[Any]:
         """Leaves of zeros to hold the items. `[G, L, E/G, ...]`"""
@@ -155,10 +127,7 @@ class Ring:
         return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.format.packed)
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
-        """Writes items `[T, E, ...]` over the oldest steps of the leaves `[G, L, E/G, ...]`, after `added` steps.
-
-        Returns the leaves, and the number of items in each shard that a codec could not hold. `[G]`
-        """
+        """Writes items `[T, E, ...]` over the oldest steps; also returns the number lost in each shard, `[G]`."""
         self._check(items)
 
         def by_shard(x: jax.Array) -> jax.Array:
@@ -170,10 +139,8 @@ class Ring:
         return held, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
-        def expected(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self.unroll_length, self.num_envs, *x.shape), x.dtype)
-
-        wanted = jax.tree.map(expected, self.format.example)
+        lead = self.unroll_length, self.num_envs
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(lead + x.shape, x.dtype), self.format.example)
         if jax.tree.structure(items) != jax.tree.structure(wanted):
             raise ValueError(f"items are {jax.tree.structure(items)}, but the buffer holds {jax.tree.structure(wanted)}")
         for (path, x), want in zip(jax.tree.leaves_with_path(items), jax.tree.leaves(wanted), strict=True):
@@ -184,10 +151,7 @@ class Ring:
                 )
 
     def take(self, held: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
-        """Reads the part of items that `select` picks `[..., b, ...]`, from the leaves of one shard `[L, E/G, ...]`.
-
-        The steps are those of `indices` `[b]`, in which environments are the shard's, and `offset` `[..., b]` steps later.
-        """
+        """Reads what `select` picks of items, `offset` `[..., b]` steps after `indices` `[b]`, from a shard `[L, E/G, ...]`."""
         rows = (indices.step + offset) % self.steps
         envs = jnp.broadcast_to(indices.env, rows.shape)
         tree = jax.tree.structure(self.format.example)
@@ -221,8 +185,7 @@ def make_ring(
     min_size, shards = (x if x is None else whole(name, x) for name, x in (("min_size", min_size), ("shards", shards)))
     if discount is not None:
         check_numbers(discount=discount)
-        missing = [field for field in _FIELDS if not hasattr(example, field)]
-        if missing:
+        if missing := [field for field in Transition._fields[:6] if not hasattr(example, field)]:
             raise ValueError(
                 f"discount={discount} asks for n-step transitions, but the example has no {', '.join(missing)}; "
                 f"give a msrl_jax.replay.Transition, or discount=None"
@@ -235,26 +198,31 @@ def make_ring(
         )
     unit = math.lcm(unroll_length, stride)
     steps = capacity // num_envs // unit * unit
+    # The largest distance from the oldest step to the first that may start a window, and the fewest windows in a full ring.
+    lag = stride - math.gcd(stride, unroll_length)
+    fewest = max((steps - lag - length) // stride + 1, 0) * num_envs
+    # Steps that contain a batch of windows, if the first may start one: it may in a buffer that is not full, as it is step 0.
+    steps_of_batch = length + (-(-batch_size // num_envs) - 1) * stride
     format = item_format(example, storage)
-    ring = Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, format, min_steps=0)
     what = f"capacity={capacity} holds {steps} steps of each of num_envs={num_envs} environments"
-    enough = num_envs * -(-(ring.steps_of_batch + ring.lag) // unit) * unit
+    enough = num_envs * -(-(steps_of_batch + lag) // unit) * unit
     if steps < length:
         raise ValueError(
             f"{what} (in whole multiples of {unit}: unroll_length={unroll_length}, stride={stride}), but a window is "
             f"length={length} steps long; use a capacity of at least {enough}, or shorter windows"
         )
-    if ring.fewest_windows * num_envs < batch_size:
+    if fewest < batch_size:
         raise ValueError(
-            f"{what}, which are {ring.fewest_windows * num_envs} windows of length={length}, fewer than "
-            f"batch_size={batch_size}; use a capacity of at least {enough}, or smaller batches"
+            f"{what}, which are {fewest} windows of length={length}, fewer than batch_size={batch_size}; use a capacity of at "
+            f"least {enough}, or smaller batches"
         )
-    if steps * ring.envs > 2**30:
+    if steps * num_envs // shards > 2**30:
         raise ValueError(f"{what}, more than can be counted with 32 bits; use a smaller capacity, or more shards")
-    serves = -(-ring.steps_of_batch // unroll_length) * unroll_length
+    serves = -(-steps_of_batch // unroll_length) * unroll_length
     if min_size is not None and not serves * num_envs <= min_size <= steps * num_envs:
         raise ValueError(
             f"min_size={min_size}: a batch of {batch_size} windows of length={length} needs {serves * num_envs} steps of all "
             f"environments, and the buffer holds {steps * num_envs}; use a number between these"
         )
-    return dataclasses.replace(ring, min_steps=serves if min_size is None else -(-min_size // num_envs))
+    min_steps = serves if min_size is None else -(-min_size // num_envs)
+    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, format, min_steps)

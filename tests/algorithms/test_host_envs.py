@@ -88,7 +88,7 @@ class OnHost:
 
     def vectorize(self, num_envs):
         make = functools.partial(Walks, num_envs, self.absent)
-        return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+        return HostVectorized(self, num_envs, Stepping(make, num_envs))
 
 
 INTEGERS, FLOATS = Discrete(2), Box(-1.0, 1.0, (1,))
@@ -213,7 +213,7 @@ class Noisy(OnHost):
 
         absent = lambda envs, steps: trouble.happens & of_third_env(envs, steps)  # noqa: E731
         make = functools.partial(NoisyWalks, num_envs, absent)
-        return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+        return HostVectorized(self, num_envs, Stepping(make, num_envs))
 
 
 def test_es_refuses_simulators_on_the_host():

@@ -170,7 +170,7 @@ from tests.envs.test_workers import simulators, GymnasiumEnvironment, Counting
 import functools
 sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
 steps, _ = sim.reset(seed)
-print(*sim.simulators.pids, flush=True)
+print(*(worker.process.pid for worker in sim.simulators._processes), flush=True)
 steps, _ = sim(seed, steps, np.ones(4, np.float32))
 if sys.argv[1] == "leave":
     sys.exit()
@@ -205,7 +205,7 @@ def test_a_pool_that_nobody_holds_ends_its_workers():
     sim, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
     assert not sim._simulators  # nothing starts before the first reset
     sim.reset(seed)
-    pids = sim.simulators.pids
+    pids = [worker.process.pid for worker in sim.simulators._processes]
     del sim
     assert not any(map(alive, pids))
 

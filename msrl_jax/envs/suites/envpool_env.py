@@ -55,9 +55,8 @@ class EnvPoolEnvironment:
 
     def vectorize(self, num_envs: int) -> HostVectorized:
         """Makes `E` copies; no thread is started before their first reset."""
-        whole("num_envs", num_envs)
-        start = functools.partial(Pools, self._make, self._observed, num_envs)
-        return HostVectorized(self.name, num_envs, self.observation_space, self.action_space, Stepping(start, num_envs))
+        start = functools.partial(Pools, self._make, self._observed, whole("num_envs", num_envs))
+        return HostVectorized(self, num_envs, Stepping(start, num_envs))
 
     def _observed(self, obs: Any) -> Any:
         """EnvPool's observations in the shapes and dtypes of the space."""

@@ -15,7 +15,6 @@ from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
 from msrl_jax._checks import whole
-from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common
@@ -87,11 +86,7 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     env, defaults = _construct(name, {})
     fields = [field.name for field in dataclasses.fields(defaults)]
     arguments = [p for p in inspect.signature(type(env)).parameters if p not in fields]
-    if unknown := [p for p in params if p not in [*fields, *arguments]]:
-        raise ValueError(
-            f"{name} has no parameter {unknown[0]!r}{suggestion(unknown[0], [*fields, *arguments])}; "
-            f"its EnvParams fields are {fields}, its constructor arguments {arguments or 'none'}"
-        )
+    common.check_params(name, params, [*fields, *arguments])
     if chosen := {p: value for p, value in params.items() if p in arguments}:
         env, defaults = _construct(name, chosen)
     defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})

@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._spelling import suggestion
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, strong
 from msrl_jax.envs.stacked import stack_agents
 from msrl_jax.envs.suites import common
 
+# Arguments of JaxMARL's particle environments that are not in a signature.
 _PHYSICS = {"accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
             "silent", "u_noise"}  # fmt: skip
-"""Arguments of JaxMARL's particle environments that are not in a signature."""
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
@@ -87,8 +86,7 @@ def _named(full: str, key: str, value: Any) -> Any:
         from jaxmarl.environments.overcooked.layouts import overcooked_layouts as table  # type: ignore
     else:
         return value
-    if value not in table:
-        raise ValueError(f"{full} has no {key} {value!r}{suggestion(value, table)}; choose from {', '.join(table)}")
+    common.check_name(full, value, table, key)
     return table[value]
 
 
@@ -137,21 +135,13 @@ def _brax(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _Suite:
-    """What differs between JaxMARL's suites of environments.
-
-    Attributes:
-      ending: tells the end of the task from the end of the time.
-      legal: the method that returns the legal actions, if there is one.
-      has_world_state: whether `get_world_state` returns one vector for all agents.
-      takes_tuples: whether the actions are a tuple rather than a dict.
-      shapes_rewards: whether a step reports shaped rewards beside the others.
-    """
+    """What differs between JaxMARL's suites of environments."""
 
     ending: Ending
-    legal: str = ""
-    has_world_state: bool = False
-    takes_tuples: bool = False
-    shapes_rewards: bool = False
+    legal: str = ""  # the method that returns the legal actions, if there is one
+    has_world_state: bool = False  # whether `get_world_state` returns one vector for all agents
+    takes_tuples: bool = False  # whether the actions are a tuple rather than a dict
+    shapes_rewards: bool = False  # whether a step reports shaped rewards beside the others
 
 
 _SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True)
