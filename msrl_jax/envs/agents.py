@@ -25,20 +25,16 @@ from msrl_jax.fragments.metrics import Mean
 
 
 class AgentsState(NamedTuple):
-    """The state of `E` environments with `A` agents: that of `Vectorized`, and statistics as in `EpisodeStatistics`.
-
-    `absent` `[E, A]` tells which agents have terminated before the end of their episode. Returns are `[E, A]`, lengths and
-    numbers of episodes `[E]`, float32.
-    """
+    """The state of `E` environments with `A` agents: as of `Vectorized`, and float32 statistics as of `EpisodeStatistics`."""
 
     key: jax.Array
     env_state: PyTree
-    absent: jax.Array
-    episode_return: jax.Array
-    episode_length: jax.Array
-    return_sum: jax.Array
-    length_sum: jax.Array
-    num_episodes: jax.Array
+    absent: jax.Array  # which agents have terminated before the end of their episode. `[E, A]`
+    episode_return: jax.Array  # `[E, A]`
+    episode_length: jax.Array  # `[E]`
+    return_sum: jax.Array  # `[E, A]`
+    length_sum: jax.Array  # `[E]`
+    num_episodes: jax.Array  # `[E]`
     source: ParamSource | tuple[()] = ()
 
 

@@ -12,12 +12,11 @@ import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax._checks import whole
-from msrl_jax._simulate import Layout, Leaf
+from msrl_jax._simulate import layout_of
 from msrl_jax._spelling import suggestion
 from msrl_jax.envs import spaces
-from msrl_jax.envs.host import HostVectorized, Stepping
+from msrl_jax.envs.host import HostVectorized, Stepping, Workers
 from msrl_jax.envs.suites import common
-from msrl_jax.envs.workers import Workers
 
 
 def make(
@@ -87,12 +86,9 @@ class GymnasiumEnvironment:
     def vectorize(self, num_envs: int) -> HostVectorized:
         """Makes `E` copies; no process is started before their first reset."""
         struct = spaces.struct(self.observation_space)
-        leaves = [
-            Leaf(tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), x.shape, np.dtype(x.dtype).str)
-            for path, x in jax.tree.leaves_with_path(struct)
-        ]
-        action = spaces.struct(self.action_space)
-        layout = Layout(whole("num_envs", num_envs), tuple(leaves), (action.shape, np.dtype(action.dtype).str))
+        leaves = jax.tree.leaves_with_path(struct)
+        obs = {tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): x for path, x in leaves}
+        layout = layout_of(whole("num_envs", num_envs), obs, spaces.struct(self.action_space))
         unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(struct))
         start = functools.partial(
             Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten, num_workers=self.num_workers,

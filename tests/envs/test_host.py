@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.envs import GymnasiumEnvironment, workers
+from msrl_jax.envs import GymnasiumEnvironment, host
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
 
@@ -116,7 +116,7 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatch):
-    monkeypatch.setattr(workers, "_PAUSE", 0.001)
+    monkeypatch.setattr(host, "_PAUSE", 0.001)
     env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
     sim, seed = simulators(env, 1)
     steps, _ = sim.reset(seed)
@@ -166,7 +166,7 @@ def test_workers_stop_with_their_parent_however_it_ends(how, tmp_path):
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
-from tests.envs.test_workers import simulators, GymnasiumEnvironment, Counting
+from tests.envs.test_host import simulators, GymnasiumEnvironment, Counting
 import functools
 sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
 steps, _ = sim.reset(seed)
