@@ -14,14 +14,12 @@ from jax.sharding import PartitionSpec
 from msrl_jax.envs.spaces import Space
 from msrl_jax.fragments.metrics import Mean
 
-PyTree: TypeAlias = Any
-"""A pytree of arrays."""
+PyTree: TypeAlias = Any  # of arrays
 
 Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
 """What a step of an environment returns: the state, the observation, the reward, `terminated` and `truncated`."""
 
-ENV_AXIS = PartitionSpec("env")
-"""The logical axis of arrays with one entry per environment."""
+ENV_AXIS = PartitionSpec("env")  # the logical axis of arrays with one entry per environment
 
 
 class Environment(Protocol):

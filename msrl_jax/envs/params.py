@@ -22,8 +22,7 @@ from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter
 from msrl_jax.fragments.metrics import Mean
 
-Params: TypeAlias = Mapping[str, Any]
-"""Parameters by name."""
+Params: TypeAlias = Mapping[str, Any]  # by name
 
 E = TypeVar("E")
 

@@ -128,11 +128,6 @@ def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space 
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
 
 
-def _length(vector: spaces.Space) -> int:
-    """The length of a vector: of all spaces, only these are padded."""
-    return cast(spaces.Box, vector).shape[0]
-
-
 class StackedAgents:
     """What `stack_agents` returns: it has `action_mask` and `global_state` only if there is something to return."""
 
@@ -181,15 +176,15 @@ class StackedAgents:
         own, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
         if isinstance(own, spaces.Discrete):
             return jnp.minimum(action, own.n - 1).astype(own.dtype)
-        return action if own == self.action_space else action[: _length(own)]
+        return action if own == self.action_space else action[: own.shape[0]]
 
     def _stack_observations(self, obs: Any, method: str) -> PyTree:
-        padded, common = [], self.observation_space.shape
+        padded, common = [], cast(Any, self.observation_space).shape
         for agent, x in zip(self.agents, self._by_agent(obs, f"the observations of {method}"), strict=True):
             own, x = self.env.observation_spaces[agent], strong(x)
             what = f"the observation of agent {agent!r} of {self.name}.{method}"
             compare_types(x, spaces.struct(own), what, "its observation space")
-            padded.append(jnp.pad(x, (0, _length(self.observation_space) - _length(own))) if own.shape != common else x)
+            padded.append(jnp.pad(x, (0, common[0] - len(x))) if own.shape != common else x)
         return jax.tree.map(lambda *parts: jnp.stack(parts), *padded)
 
     def _by_agent(self, values: Any, what: str) -> list[Any]:

@@ -131,15 +131,12 @@ def prioritized(
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
     def init() -> Priorities:
-        tree = sum_tree.init(rows * ring.envs)
-        levels = tuple(jnp.zeros((ring.shards, len(x))) for x in tree)
+        levels = tuple(jnp.zeros((ring.shards, len(x))) for x in sum_tree.init(rows * ring.envs))
         return Priorities(levels, jnp.ones(ring.shards))
 
     def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
-        """Adds the windows that an insertion completes, and removes those that it overwrites.
-
-        Both start in the last T + S - 1 steps: the newest S - 1 steps are in the places of overwritten windows.
-        """
+        # Adds the windows that an insertion completes, and removes those that it overwrites. Both start in the last T + S - 1
+        # steps: the newest S - 1 steps are in the places of overwritten windows.
         priorities: Priorities = before.priorities
         span = ring.unroll_length + ring.length - 1
         age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride)) * ring.stride

@@ -19,12 +19,11 @@ from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common
 
-_KNOWN = {
+_KNOWN = {  # methods that may be left out, by the names that their definitions have
     "reset": {"gymnax.environments.environment.Environment.reset"},
     # DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
     "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
 }
-"""Methods that may be left out, by the names that their definitions have."""
 
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 

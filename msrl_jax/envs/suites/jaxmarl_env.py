@@ -90,12 +90,9 @@ def _named(full: str, key: str, value: Any) -> Any:
     return table[value]
 
 
+# Tells the end of the task from the end of the time, which JaxMARL's dones do not: from the environment, the states before and
+# after a step, the actions and the dones, it tells `terminated`, of each agent (`[A]`) or one flag for all, and `truncated`.
 Ending = Callable[[Any, Any, Any, Mapping[Any, jax.Array], Mapping[Any, jax.Array]], tuple[jax.Array, jax.Array]]
-"""Tells the end of the task from the end of the time, which JaxMARL's dones do not.
-
-It takes the environment, the states before and after a step, the actions and the dones. It returns `terminated`, for each agent
-(`[A]`) or one flag for all, and `truncated`.
-"""
 
 
 def _time_limit(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
@@ -145,14 +142,13 @@ class _Suite:
 
 
 _SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True)
-_SUITES = {
+_SUITES = {  # by the start of the names of their environments
     "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit, shapes_rewards=True), "coin_game": _Suite(_time_limit),
     "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
     "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
     "jaxnav": _Suite(_navigation),
     **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
 }  # fmt: skip
-"""The suites, by the start of the names of their environments."""
 
 
 def _suite_of(name: str) -> _Suite:
