@@ -169,7 +169,7 @@ def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _renew(
     reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int, group: int
 ) -> Spares:
-    """Gives a new spare, `reset` of its `arguments`, to one copy of each group, of a size that divides `E` and `ratio`, if due."""
+    """Gives new spares, `reset` of the `arguments`, to one copy of each group if due; its size divides `E` and `ratio`."""
 
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])
