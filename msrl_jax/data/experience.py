@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,28 +109,28 @@ def _is_recorded(x: Any) -> bool:
     return isinstance(x, RecordedState)
 
 
+def _map_recorded(fn: Callable[..., Any], state: Any, *others: Any) -> Any:
+    return jax.tree.map(lambda x, *y: fn(x, *y) if _is_recorded(x) else x, state, *others, is_leaf=_is_recorded)
+
+
 def without_experience(state: Any) -> Any:
     """The state of a run without its recorded steps."""
-    return jax.tree.map(lambda x: x.env_state if _is_recorded(x) else x, state, is_leaf=_is_recorded)
+    return _map_recorded(lambda x: x.env_state, state)
 
 
 def at_rest(state: Any) -> Any:
     """The state of a run whose recorded steps are on disk: what a checkpoint holds of it."""
-    rest = lambda x: x._replace(rows=(), position=()) if _is_recorded(x) else x  # noqa: E731
-    return jax.tree.map(rest, state, is_leaf=_is_recorded)
+    return _map_recorded(lambda x: x._replace(rows=(), position=()), state)
 
 
 def awake(state: Any, like: Any) -> Any:
     """The result of `at_rest` as a state that can run, of the types `like`, with an empty ring, maybe of another size."""
 
-    def wake(x: Any, kind: Any) -> Any:
-        if not _is_recorded(x):
-            return x
+    def wake(x: RecordedState, kind: RecordedState) -> RecordedState:
         rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)
-        position = remainder(x.taken, kind.rows.truncated.shape[-2])
-        return x._replace(rows=rows, position=position)
+        return x._replace(rows=rows, position=remainder(x.taken, kind.rows.truncated.shape[-2]))
 
-    return jax.tree.map(wake, state, like, is_leaf=_is_recorded)
+    return _map_recorded(wake, state, like)
 
 
 class ExperienceWriter:
