@@ -271,7 +271,7 @@ def _replay(
         return ring.take(held, at, offsets(at), lambda item: item.present).all(0)
 
     windowed = discount is None and ring.length > 1
-    may_be_absent = getattr(ring.format.example, "present", None) is not None
+    may_be_absent = getattr(ring.example, "present", None) is not None
 
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
@@ -301,7 +301,7 @@ def _replay(
 
     def report(state: ReplayState) -> dict[str, jax.Array]:
         held = {"replay_size": windows(state).astype(jnp.float32) * ring.num_envs}
-        return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.format.codecs) else {})
+        return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.codecs) else {})
 
     capacity = ring.steps * ring.num_envs
     state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes or P())  # pyright: ignore

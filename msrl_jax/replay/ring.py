@@ -20,38 +20,6 @@ Storage = Mapping[str, str | Codec | None]
 """Codecs by names on the paths of leaves: each packs the leaves under its name. The last name on a path counts."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ItemFormat:
-    """How items are stored: the shapes and dtypes of an item, and the codec of each leaf, or None."""
-
-    example: Any
-    codecs: tuple[Codec | None, ...]
-
-    @property
-    def packed(self) -> list[Any]:
-        """The shapes and dtypes of the stored arrays, for each leaf of an item."""
-        leaves = zip(self.codecs, jax.tree.leaves(self.example), strict=True)
-        return [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
-
-    def encode(self, items: Any, dims: int) -> tuple[list[Any], jax.Array]:
-        """Packs items with `dims` leading dimensions; also returns a mask of those that a codec could not hold."""
-        leaves = jax.tree.leaves(items)
-        packed: list[Any] = []
-        lost = jnp.zeros(leaves[0].shape[:dims], bool)
-        for c, x in zip(self.codecs, leaves, strict=True):
-            packed.append(_over(c.encode, dims)(x) if c else x)
-            lost |= ~_over(c.holds, dims)(x) if c and c.holds else False
-        return packed, lost
-
-    def decode(self, leaf: int, packed: Any, dims: int) -> jax.Array:
-        """Unpacks the leaf with a number, whose stored arrays have `dims` leading dimensions."""
-        codec, x = self.codecs[leaf], jax.tree.leaves(self.example)[leaf]
-        if codec is None:
-            return packed
-        aval = ShapedArray(x.shape, x.dtype)
-        return _over(lambda p: codec.decode(p, aval), dims)(packed)
-
-
 def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     """Maps over `dims` leading dimensions."""
     for _ in range(dims):
@@ -59,9 +27,8 @@ def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     return fn
 
 
-def item_format(example: Any, storage: Storage | None) -> ItemFormat:
-    """Decides how items like an example are stored; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...]:
+    """The codec of each leaf of an item; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
     leaves = jax.tree.leaves_with_path(example)
     if not leaves:
         raise ValueError("the example of an item has no leaf; give a pytree of arrays")
@@ -88,7 +55,7 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
             raise ValueError(
                 f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
             )
-    return ItemFormat(example, tuple(used))
+    return tuple(used)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +69,8 @@ class Ring:
     length: int
     stride: int
     shards: int
-    format: ItemFormat
+    example: Any  # shapes and dtypes of an item
+    codecs: tuple[Codec | None, ...]  # of each of its leaves
     min_steps: int  # with which it is ready
 
     @property
@@ -123,8 +91,9 @@ class Ring:
 
     def empty(self) -> list[Any]:
         """Leaves of zeros to hold the items. `[G, L, E/G, ...]`"""
-        lead = (self.shards, self.steps, self.envs)
-        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.format.packed)
+        lead, leaves = (self.shards, self.steps, self.envs), zip(self.codecs, jax.tree.leaves(self.example), strict=True)
+        packed = [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
+        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
         """Writes items `[T, E, ...]` over the oldest steps; also returns the number lost in each shard, `[G]`."""
@@ -133,14 +102,18 @@ class Ring:
         def by_shard(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
-        packed, lost = self.format.encode(jax.tree.map(by_shard, items), 3)
+        packed: list[Any] = []
+        lost = jnp.zeros((self.shards, self.unroll_length, self.envs), bool)
+        for c, x in zip(self.codecs, map(by_shard, jax.tree.leaves(items)), strict=True):
+            packed.append(_over(c.encode, 3)(x) if c else x)
+            lost |= ~_over(c.holds, 3)(x) if c and c.holds else False
         row = added % self.steps
         held = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 1), held, packed)
         return held, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
         lead = self.unroll_length, self.num_envs
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(lead + x.shape, x.dtype), self.format.example)
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(lead + x.shape, x.dtype), self.example)
         if jax.tree.structure(items) != jax.tree.structure(wanted):
             raise ValueError(f"items are {jax.tree.structure(items)}, but the buffer holds {jax.tree.structure(wanted)}")
         for (path, x), want in zip(jax.tree.leaves_with_path(items), jax.tree.leaves(wanted), strict=True):
@@ -154,12 +127,15 @@ class Ring:
         """Reads what `select` picks of items, `offset` `[..., b]` steps after `indices` `[b]`, from a shard `[L, E/G, ...]`."""
         rows = (indices.step + offset) % self.steps
         envs = jnp.broadcast_to(indices.env, rows.shape)
-        tree = jax.tree.structure(self.format.example)
+        kinds, tree = jax.tree.flatten(self.example)
         part, shape = jax.tree.flatten(select(jax.tree.unflatten(tree, range(tree.num_leaves))))
 
         def read(leaf: int) -> jax.Array:
             packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), held[leaf])
-            return self.format.decode(leaf, packed, rows.ndim)
+            if (codec := self.codecs[leaf]) is None:
+                return packed
+            aval = ShapedArray(kinds[leaf].shape, kinds[leaf].dtype)
+            return _over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
 
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
 
@@ -203,7 +179,8 @@ def make_ring(
     fewest = max((steps - lag - length) // stride + 1, 0) * num_envs
     # Steps that contain a batch of windows, if the first may start one: it may in a buffer that is not full, as it is step 0.
     steps_of_batch = length + (-(-batch_size // num_envs) - 1) * stride
-    format = item_format(example, storage)
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    used = _codecs_of(example, storage)
     what = f"capacity={capacity} holds {steps} steps of each of num_envs={num_envs} environments"
     enough = num_envs * -(-(steps_of_batch + lag) // unit) * unit
     if steps < length:
@@ -225,4 +202,4 @@ def make_ring(
             f"environments, and the buffer holds {steps * num_envs}; use a number between these"
         )
     min_steps = serves if min_size is None else -(-min_size // num_envs)
-    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, format, min_steps)
+    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, example, used, min_steps)
