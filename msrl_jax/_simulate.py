@@ -6,7 +6,9 @@ writes what they lead to, and small messages say when. The worker ends when its 
 
 import contextlib
 import fcntl
+import functools
 import mmap
+import operator
 import os
 import pickle
 import signal
@@ -14,54 +16,31 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 
 
-class Leaf(NamedTuple):
-    """One array of an observation: its path in the observation, its shape and its dtype."""
-
-    path: tuple[Any, ...]
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Layout(NamedTuple):
-    """The shared memory of environments: the arrays of an observation, and shape and dtype of an action."""
+    """The shared memory of environments, an array with a row for each, and the paths of the arrays of an observation."""
 
     num_envs: int
-    obs: tuple[Leaf, ...]
-    action: tuple[tuple[int, ...], str]
+    paths: tuple[tuple[Any, ...], ...]
+    row: np.dtype[Any]
 
-    def fields(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every array, by name."""
-        count = self.num_envs
-        shape, dtype = self.action
-        arrays = {"action": ((count, *shape), dtype)}
-        for k, leaf in enumerate(self.obs):
-            arrays |= {f"obs{k}": ((count, *leaf.shape), leaf.dtype), f"final{k}": ((count, *leaf.shape), leaf.dtype)}
-        rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
-        return arrays | {name: ((count,), kind) for name, kind in rows.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return sum(_padded(shape, dtype) for shape, dtype in self.fields().values())
-
-    def views(self, memory: Any) -> dict[str, np.ndarray]:
-        """The arrays in a memory of this layout, by name; those of observations have numbers behind `obs` and `final`."""
-        found, start = {}, 0
-        for name, (shape, dtype) in self.fields().items():
-            found[name] = np.ndarray(shape, dtype, memory, start)
-            start += _padded(shape, dtype)
-        return found
+    def view(self, memory: Any) -> np.ndarray:
+        """The array in a memory of this layout; the parts of observations have numbers behind `obs` and `final`."""
+        return np.ndarray(self.num_envs, self.row, memory)
 
 
-def _padded(shape: tuple[int, ...], dtype: str) -> int:
-    return -(-int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize // 64) * 64
+def layout_of(num_envs: int, obs: Mapping[tuple[Any, ...], Any], action: Any) -> Layout:
+    """The layout for actions and parts of observations, by their paths, with these shapes and dtypes."""
+    rows = {"reward": "float32", "terminated": "bool", "truncated": "bool", "seed": "uint32", "episode": "int64"}
+    parts = {f"{name}{k}": x for name in ("obs", "final") for k, x in enumerate(obs.values())} | {"action": action}
+    fields = [(name, np.dtype(x.dtype), x.shape) for name, x in parts.items()]
+    return Layout(num_envs, tuple(obs), np.dtype([*rows.items(), *fields], align=True))
 
 
 class Order(NamedTuple):
@@ -86,7 +65,7 @@ class _Worker:
                 return
             if order.what == "make":
                 self.layout, self.factory = order.payload
-                self.view = self.layout.views(self.memory)
+                self.view = self.layout.view(self.memory)
                 continue
             done = []
             for number in order.envs:
@@ -137,16 +116,13 @@ class _Worker:
             self.write("obs", number, obs)
 
     def write(self, name: str, number: int, obs: Any) -> None:
-        for k, leaf in enumerate(self.layout.obs):
-            x = obs
-            for key in leaf.path:
-                x = x[key]
-            x = np.asarray(x)
-            if x.shape != leaf.shape:
-                raise ValueError(f"the observation has shape {x.shape}, but the observation space says {leaf.shape}")
-            if leaf.dtype[1] in "iub" and x.dtype.str != leaf.dtype and not (x.astype(leaf.dtype) == x).all():
-                raise ValueError(f"the observation {x} does not fit {np.dtype(leaf.dtype)} of the observation space")
-            self.view[f"{name}{k}"][number] = x
+        for k, path in enumerate(self.layout.paths):
+            held, x = self.view[f"{name}{k}"], np.asarray(functools.reduce(operator.getitem, path, obs))
+            if x.shape != held.shape[1:]:
+                raise ValueError(f"the observation has shape {x.shape}, but the observation space says {held.shape[1:]}")
+            if held.dtype.kind in "iub" and x.dtype != held.dtype and not (x.astype(held.dtype) == x).all():
+                raise ValueError(f"the observation {x} does not fit {held.dtype} of the observation space")
+            held[number] = x
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from msrl_jax.data.buffer import buffer as buffer
 from msrl_jax.data.dataset import Dataset as Dataset
 from msrl_jax.data.dataset import Episodes as Episodes
 from msrl_jax.data.dataset import concatenate as concatenate
-from msrl_jax.data.episodes import from_episodes as from_episodes
+from msrl_jax.data.files import from_episodes as from_episodes
 from msrl_jax.data.files import load as load
 from msrl_jax.data.files import save as save
 from msrl_jax.data.rollout import record as record

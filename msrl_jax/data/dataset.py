@@ -14,10 +14,8 @@ import numpy as np
 from msrl_jax.envs import MaskedObservation
 
 FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
-MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}
-"""The fields with the legal actions of observations."""
-PRESENT = "present"
-"""The field that a data set of several agents has, and no other."""
+MASKS = {"obs": "action_mask", "next_obs": "next_action_mask"}  # the fields with the legal actions of observations
+PRESENT = "present"  # the field that a data set of several agents has, and no other
 OPTIONAL = (*MASKS.values(), PRESENT)
 NESTED = ("obs", "next_obs")
 """The fields that may have parts, in nested dicts and tuples. In columns and files, a part is named by its path: `obs/position`
@@ -164,10 +162,6 @@ class Dataset:
         return found
 
     @property
-    def _all_columns(self) -> dict[str, np.ndarray]:
-        return {**self.columns, "cut": self.cut}
-
-    @property
     def ended(self) -> np.ndarray:
         """Whether a row ends its episode, or a part of one: it is truncated, or terminated for all agents. shape=(N,)"""
         return self.truncated | _terminated(self.terminated, self.truncated)
@@ -214,7 +208,7 @@ class Dataset:
     def fingerprint(self) -> str:
         """The SHA-256 of all fields with their dtypes and shapes, in hexadecimal digits."""
         digest = hashlib.sha256()
-        for name, x in self._all_columns.items():
+        for name, x in (self.columns | {"cut": self.cut}).items():
             x = np.ascontiguousarray(x)
             digest.update(f"{name} {_kind(x)}".encode())
             digest.update(x.data)
@@ -229,7 +223,7 @@ class Dataset:
         Returns:
           The data set of these rows, in this order, with gaps marked.
         """
-        return from_columns({name: x[rows] for name, x in self._all_columns.items()}, self.about)
+        return from_columns({name: x[rows] for name, x in (self.columns | {"cut": self.cut}).items()}, self.about)
 
     def split(self, fraction: float, seed: int = 0) -> tuple["Dataset", "Dataset"]:
         """Splits off a part of the episodes.
@@ -257,10 +251,7 @@ class Dataset:
 
 
 def named(value: Any, name: str) -> dict[str, Any]:
-    """The parts of nested dicts and tuples by their paths, which begin with `name`; anything else is the only part.
-
-    Raises ValueError if there is no part, or if a name of a part cannot be one in a path.
-    """
+    """The parts of nested dicts and tuples by their paths, from `name` on; ValueError if none, or of a name that is no path."""
     if not isinstance(value, Mapping | tuple):
         return {name: value}
     if not value:
@@ -294,7 +285,7 @@ def fields_of(paths: Iterable[str]) -> dict[str, None]:
 
 
 def columns(rows: Any) -> dict[str, Any]:
-    """The arrays of transitions, with the fields of a data set as attributes, by the names of `Dataset.columns`."""
+    """The arrays of `Transition`s by the names of `Dataset.columns`."""
     found: dict[str, Any] = {}
     masks: dict[str, Any] = {}
     for name in FIELDS:
@@ -302,10 +293,7 @@ def columns(rows: Any) -> dict[str, Any]:
         if isinstance(value, MaskedObservation):
             value, masks[MASKS[name]] = value
         found |= named(value, name)
-    found |= masks
-    if getattr(rows, PRESENT, None) is not None:
-        found[PRESENT] = getattr(rows, PRESENT)
-    return found
+    return found | masks | ({} if rows.present is None else {PRESENT: rows.present})
 
 
 def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
@@ -314,10 +302,7 @@ def from_columns(arrays: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset
 
 
 def from_lanes(rows: Mapping[str, Any], about: Mapping[str, Any]) -> Dataset:
-    """Joins the columns `[T, E, ...]` of `E` environments, one environment after another, each of which is cut at its end.
-
-    Steps of one agent that are not `present` are left out.
-    """
+    """Joins columns `[T, E, ...]`, one environment after another, each cut at its end, without steps that are not `present`."""
     fields = {name: np.swapaxes(np.asarray(x), 0, 1) for name, x in rows.items()}
     cut = np.zeros_like(fields["truncated"])
     cut[:, -1] = ~(fields["truncated"] | _terminated(fields["terminated"], fields["truncated"]))[:, -1]
@@ -345,16 +330,10 @@ def concatenate(datasets: Sequence[Dataset], about: Mapping[str, Any] | None = N
     if not datasets:
         raise ValueError("there is nothing to concatenate; give at least one data set")
     first = datasets[0]
-    for i, other in enumerate(datasets):
-        if other.has_masks != first.has_masks:
-            raise ValueError(f"only one of the first data set and number {i + 1} has an action_mask; give both one, or none")
-        if other.has_agents != first.has_agents:
-            raise ValueError(f"only one of the first data set and number {i + 1} is of several agents; join those of one kind")
-    kept = [dataset._all_columns for dataset in datasets]
+    kept = [dataset.columns | {"cut": dataset.cut} for dataset in datasets]
     for i, other in enumerate(kept):
-        if other.keys() != kept[0].keys():
-            own, others = (", ".join(name for name in x if name.startswith("obs")) for x in (kept[0], other))
-            raise ValueError(f"observations are {own} in the first data set and {others} in number {i + 1}; convert one")
+        if odd := sorted(other.keys() ^ kept[0].keys()):
+            raise ValueError(f"only one of the first data set and number {i + 1} has {', '.join(odd)}; give both the same")
     for name in first.columns:
         for i, other in enumerate(kept):
             a, b = kept[0][name], other[name]

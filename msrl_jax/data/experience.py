@@ -1,15 +1,14 @@
 """Recording a run: environments keep their last steps in their state, and a writer saves the steps after every chunk.
 
 The recorded environment is the innermost vector environment, so it records raw observations and rewards under any algorithm.
-It needs no callbacks from the training program, and distribution policies place it like any environment. In the shape
-descriptions, `S` is the number of steps of a chunk, `E` the number of environments and `A` the number of agents of one.
+In the shape descriptions, `S` is the number of steps of a chunk.
 """
 
 import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from msrl_jax.data.dataset import FIELDS, Dataset
+from msrl_jax.data.dataset import Dataset
 from msrl_jax.data.files import PARTS, check_new, check_suffix, keep_parts, read_parts, save, write_part
 from msrl_jax.data.spaces import check_recordable
 from msrl_jax.envs import Environment, MultiAgentTimeStep, TimeStep, VectorEnvironment, has_agents
 from msrl_jax.envs.agents import vectorize_agents
-from msrl_jax.envs.base import ENV_AXIS, PyTree, is_on_host
+from msrl_jax.envs.base import ENV_AXIS, PyTree, is_on_host, of_env
 from msrl_jax.envs.spaces import struct
 from msrl_jax.envs.vector import vectorize
 from msrl_jax.envs.vector_wrappers import VectorWrapper
@@ -33,22 +32,9 @@ from msrl_jax.fragments.runtime.transfer import read
 from msrl_jax.replay import Transition
 
 
-class AgentsTransition(NamedTuple):
-    """A step of an environment with several agents, as a row of a data set; see `Dataset`."""
-
-    obs: PyTree
-    action: jax.Array
-    reward: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    next_obs: PyTree
-    present: jax.Array
-
-
-def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition | AgentsTransition:
+def to_row(obs: PyTree, action: jax.Array, t: TimeStep | MultiAgentTimeStep) -> Transition:
     """The row of a data set `[E, ...]` for a step: the observations before it, and actions in the dtype of their space."""
-    row = obs, action, t.reward, t.terminated, t.truncated, t.final_obs
-    return AgentsTransition(*row, t.present) if isinstance(t, MultiAgentTimeStep) else Transition(*row, present=t.present)
+    return Transition(obs, action, t.reward, t.terminated, t.truncated, t.final_obs, present=t.present)
 
 
 class RecordedState(NamedTuple):
@@ -56,7 +42,7 @@ class RecordedState(NamedTuple):
 
     env_state: PyTree
     obs: jax.Array  # raw, for the next actions. `[E, ...]`
-    rows: Transition | AgentsTransition  # a ring with the last steps. `[S, E, ...]`
+    rows: Transition  # a ring with the last steps. `[S, E, ...]`
     position: jax.Array  # int32: the row of the ring for the next step
     taken: Counter  # steps of every environment so far
 
@@ -80,10 +66,7 @@ class RecordedEnvironment(EnvironmentWrapper):
 
 @dataclasses.dataclass(frozen=True)
 class RecordedVectorEnvironment(VectorWrapper):
-    """A vector environment that keeps its last steps in its state.
-
-    If it has several agents, it has the members of `VectorizedAgents`; else those raise AttributeError.
-    """
+    """A vector environment that keeps its last steps in its state; with the members of `VectorizedAgents` if it is one."""
 
     env: VectorEnvironment
     steps: int
@@ -100,13 +83,8 @@ class RecordedVectorEnvironment(VectorWrapper):
         agents = (self.num_agents,) if has_agents(self.env) else ()
         action = jax.ShapeDtypeStruct(agents + struct(self.action_space).shape, struct(self.action_space).dtype)
         number, flag = (jax.ShapeDtypeStruct(agents, dtype) for dtype in (jnp.float32, jnp.bool_))
-        lead = (self.steps, self.num_envs)
-        done = jax.ShapeDtypeStruct((), jnp.bool_)
-        types: dict[str, Any] = dict(zip(FIELDS, (item, action, number, flag, done, item), strict=True))
-        if agents:
-            rows: Any = AgentsTransition(**types, present=types["terminated"])
-        else:
-            rows = Transition(**types, present=done if is_on_host(self.env) else None)
+        lead, present = (self.steps, self.num_envs), flag if agents or is_on_host(self.env) else None
+        rows = Transition(item, action, number, flag, jax.ShapeDtypeStruct((), jnp.bool_), item, present=present)
         rows = jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), rows)
         # A copy: a state in which two leaves are one array cannot be donated.
         return RecordedState(env_state, jax.tree.map(jnp.copy, obs), rows, jnp.int32(0), counter()), obs
@@ -120,10 +98,7 @@ class RecordedVectorEnvironment(VectorWrapper):
         rows = jax.tree.map(lambda held, x: jax.lax.dynamic_update_index_in_dim(held, x, where, 0), state.rows, row)
         return RecordedState(env_state, t.obs, rows, (where + 1) % self.steps, advance(state.taken)), t
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("agents", "num_agents", "teams", "state_size"):
-            return getattr(self.env, name)
-        raise AttributeError(f"a recorded environment has no attribute {name!r}", name=name, obj=self)
+    agents, num_agents, teams, state_size = map(of_env, ("agents", "num_agents", "teams", "state_size"))
 
     def global_state(self, state: RecordedState, obs: PyTree) -> jax.Array:
         """See `VectorizedAgents`."""
@@ -134,51 +109,47 @@ def _is_recorded(x: Any) -> bool:
     return isinstance(x, RecordedState)
 
 
+def _map_recorded(fn: Callable[..., Any], state: Any, *others: Any) -> Any:
+    return jax.tree.map(lambda x, *y: fn(x, *y) if _is_recorded(x) else x, state, *others, is_leaf=_is_recorded)
+
+
 def without_experience(state: Any) -> Any:
     """The state of a run without its recorded steps."""
-    return jax.tree.map(lambda x: x.env_state if _is_recorded(x) else x, state, is_leaf=_is_recorded)
+    return _map_recorded(lambda x: x.env_state, state)
 
 
 def at_rest(state: Any) -> Any:
     """The state of a run whose recorded steps are on disk: what a checkpoint holds of it."""
-    rest = lambda x: x._replace(rows=(), position=()) if _is_recorded(x) else x  # noqa: E731
-    return jax.tree.map(rest, state, is_leaf=_is_recorded)
+    return _map_recorded(lambda x: x._replace(rows=(), position=()), state)
 
 
 def awake(state: Any, like: Any) -> Any:
     """The result of `at_rest` as a state that can run, of the types `like`, with an empty ring, maybe of another size."""
 
-    def wake(x: Any, kind: Any) -> Any:
-        if not _is_recorded(x):
-            return x
+    def wake(x: RecordedState, kind: RecordedState) -> RecordedState:
         rows = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), kind.rows)
-        position = remainder(x.taken, kind.rows.truncated.shape[-2])
-        return x._replace(rows=rows, position=position)
+        return x._replace(rows=rows, position=remainder(x.taken, kind.rows.truncated.shape[-2]))
 
-    return jax.tree.map(wake, state, like, is_leaf=_is_recorded)
+    return _map_recorded(wake, state, like)
 
 
 class ExperienceWriter:
-    """Writes the steps of a run to a file: first in parts, joined at the end.
-
-    The parts are in a folder beside the file, and `load` reads such a folder too. So a killed run loses only its last chunk.
-    """
+    """Writes the steps of a run in parts to a folder beside the file, which `load` reads too, and joins them at the end."""
 
     def __init__(self, path: str | os.PathLike, about: Mapping[str, Any], done: Mapping[str, int] | None = None):
-        """Checks the path of the data set `about` something; `add` creates the folder of the parts.
+        """Checks the path of the data set `about` something; ValueError if it, or its parts, exist, or its suffix is unknown.
 
-        In a run that goes on, `done` is what `progress` returned when it was saved; later parts are removed. Raises ValueError
-        if the file or its parts exist, or those to go on from do not, or the suffix is unknown.
+        In a run that goes on, `done` is the `progress` that was saved: those parts have to exist, and later ones are removed.
         """
-        self._path, self._about, self._taken, self._count = Path(path), dict(about), 0, 0
-        self._parts = self._path.with_name(self._path.name + PARTS)
+        self.path, self._about, self._taken, self._count = Path(path), dict(about), 0, 0
+        self._parts = self.path.with_name(self.path.name + PARTS)
         if done is not None:
-            check_suffix(self._path)
+            check_suffix(self.path)
             self._taken, self._count = done["steps"], done["parts"]
             if not jax.process_index():
                 keep_parts(self._parts, self._count)
             return
-        check_new(self._path)
+        check_new(self.path)
         if self._parts.exists():
             raise ValueError(
                 f"{self._parts} holds a killed run's recording; keep it with msrl_jax.data.save(msrl_jax.data.load("
@@ -186,20 +157,12 @@ class ExperienceWriter:
             )
 
     @property
-    def path(self) -> Path:
-        """The file of the data set."""
-        return self._path
-
-    @property
     def progress(self) -> dict[str, int]:
         """How far the recording is, for a run that goes on later: steps of every environment, and parts."""
         return {"steps": self._taken, "parts": self._count}
 
     def add(self, state: Any, steps: int) -> None:
-        """Writes the `steps` that every environment took in a chunk, from the state of a run, or of its members.
-
-        Raises RuntimeError if the environments took a different number of steps.
-        """
+        """Writes the steps that every environment took in a chunk; RuntimeError unless it took so many."""
         (recorded,) = (x for x in jax.tree.leaves(state, is_leaf=_is_recorded) if _is_recorded(x))
         leaves, tree = jax.tree.flatten((recorded.rows, recorded.taken))
         rows, taken = jax.tree.unflatten(tree, read(leaves))
@@ -224,7 +187,7 @@ class ExperienceWriter:
         if jax.process_index() or not self._parts.exists():
             return None
         dataset = read_parts(self._parts)
-        save(dataset, self._path)
+        save(dataset, self.path)
         if not goes_on:
             shutil.rmtree(self._parts)
         return dataset

@@ -22,8 +22,7 @@ from msrl_jax.fragments.graph.host import host_errors
 from msrl_jax.fragments.runtime.executables import Fitting
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 
-_CHUNK = 1024
-"""Approximate number of rows on the device at once."""
+_CHUNK = 1024  # approximate number of rows on the device at once
 
 
 class _Acting(Protocol):
@@ -39,31 +38,20 @@ class _Acting(Protocol):
     def act_with_carry(self, state: Any, obs: Any, carry: Any, key: jax.Array | None = None) -> tuple[jax.Array, Any]: ...
 
 
-class TrainedRun(Protocol):
+class _TrainedRun(Protocol):
     """A run with a trained policy, such as `Result`."""
 
     @property
-    def behavior(self) -> _Acting:
-        """The behavior of one member."""
-        ...
-
+    def behavior(self) -> _Acting: ...
     @property
-    def description(self) -> Mapping[str, Any]:
-        """A description of the run as plain data, with `env` and `algorithm`."""
-        ...
-
+    def description(self) -> Mapping[str, Any]: ...
     @property
-    def history(self) -> Mapping[str, np.ndarray]:
-        """Columns with one value per chunk, with `step`, the environment steps until then."""
-        ...
-
-    def member_state(self, member: int | None = None) -> Any:
-        """The state of one member; of the best one if None."""
-        ...
+    def history(self) -> Mapping[str, np.ndarray]: ...
+    def member_state(self, member: int | None = None) -> Any: ...
 
 
 def record(
-    result: TrainedRun,
+    result: _TrainedRun,
     steps: int,
     path: str | os.PathLike | None = None,
     *,

@@ -13,8 +13,8 @@ from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.spaces import struct
 from msrl_jax.fragments.runtime.memory import check_fits_host, tree_bytes
 
-_TOLERANCE = 1e-4
-"""How far numbers may be outside the bounds of a Box because of rounding, relative to the larger of the bound and 1."""
+_REMEDY = "use the environment that the data set was made in"
+_TOLERANCE = 1e-4  # how far rounding may put numbers outside of a Box, relative to the larger of the bound and 1
 
 
 def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
@@ -35,8 +35,10 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
         not in its space; the message names the field and the row.
       TypeError: if the space of actions is neither a `Box` nor `Discrete`.
     """
-    name = env_name(env)
-    agents = _check_agents(dataset, env)
+    name, given, agents = env_name(env), dataset.reward.shape[1:], (len(env.agents),) if has_agents(env) else ()  # type: ignore
+    if given != agents:
+        was, has = (f"{count[0]} agents" if count else "one agent" for count in (given, agents))
+        raise ValueError(f"reward of the data set is of {was}, and {name} has {has}; {_REMEDY}, or record another one")
     spaces = {"obs": env.observation_space, "action": env.action_space, "next_obs": env.observation_space}
     same = dataset.about.get("observation_space") == str(env.observation_space)
     check_actions(env)
@@ -46,7 +48,7 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
         if arrays.keys() != parts.keys():
             raise ValueError(
                 f"the data set has {', '.join(arrays)}, but the observation_space of {name} is {space}, with "
-                f"{', '.join(parts)}; use the environment that the data set was made in, or convert one of the two"
+                f"{', '.join(parts)}; {_REMEDY}, or convert one of the two"
             )
         bounds = field == "action" or not same
         fitted = {path: _fit(x, parts[path], path, name, agents, bounds=bounds) for path, x in arrays.items()}
@@ -57,27 +59,11 @@ def check_spaces(dataset: Dataset, env: Environment) -> Dataset:
     return dataclasses.replace(dataset, **fitting)
 
 
-def _check_agents(dataset: Dataset, env: Any) -> tuple[int, ...]:
-    """Returns the numbers of agents as the shape before each agent's arrays: `()` or `(A,)`."""
-    agents = (len(env.agents),) if has_agents(env) else ()
-    given = dataset.reward.shape[1:]
-    if given != agents:
-        was, has = (f"{count[0]} agents" if count else "one agent" for count in (given, agents))
-        raise ValueError(
-            f"reward of the data set is of {was}, and {env_name(env)} has {has}; use the environment that the data set was "
-            "made in, or record another one"
-        )
-    return agents
-
-
 def _check_masks(dataset: Dataset, env: Environment) -> None:
     name, given = env_name(env), dataset.has_masks
     if given != has_masks(env):
         who, whom = ("the data set", name) if given else (name, "the data set")
-        raise ValueError(
-            f"{who} has legal actions (action_mask) and {whom} has none; use the environment that the data set was made in, or "
-            "record another one"
-        )
+        raise ValueError(f"{who} has legal actions (action_mask) and {whom} has none; {_REMEDY}, or record another one")
     if not given:
         return
     space, mask = env.action_space, dataset.action_mask
@@ -95,12 +81,12 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
     if x.shape[1:] != (*agents, *space.shape):
         raise ValueError(
             f"{what} has shape {list(x.shape[1:])} in every row, but the {kind} of {name} is {space}, of shape "
-            f"{[*agents, *space.shape]}; use the environment that the data set was made in, or convert one of the two"
+            f"{[*agents, *space.shape]}; {_REMEDY}, or convert one of the two"
         )
     if not np.can_cast(x.dtype, np.dtype(space.dtype), "same_kind"):
         raise ValueError(
             f"{what} is {x.dtype}, but the {kind} of {name} is {space} of {space.dtype}, and one does not become the other "
-            "without loss; convert it on purpose, or use the environment that the data set was made in"
+            f"without loss; convert it on purpose, or {_REMEDY}"
         )
     rows = x.reshape(len(x), math.prod(agents), -1)
     with np.errstate(over="ignore"):
@@ -109,18 +95,16 @@ def _fit(x: np.ndarray, space: Space, field: str, name: str, agents: tuple[int, 
         raise ValueError(f"{what} is not finite in {np.dtype(space.dtype)} {_rows(bad)}; leave such rows out")
     if not bounds:
         return fitted
-    if isinstance(space, Discrete):
-        low, high = np.zeros(1), np.full(1, space.n - 1)
-    else:
-        low, high = (np.ravel(bound).astype(np.float64) for bound in (space.low, space.high))
-        if np.issubdtype(space.dtype, np.floating):
-            low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
+    limits = (0, space.n - 1) if isinstance(space, Discrete) else (space.low, space.high)
+    low, high = (np.ravel(bound).astype(np.float64) for bound in limits)
+    if np.issubdtype(space.dtype, np.floating):
+        low, high = (b + s * _TOLERANCE * np.maximum(np.abs(b), 1) for b, s in ((low, -1), (high, 1)))
     outside = (rows < low) | (rows > high)
     if (bad := np.flatnonzero(outside.any((1, 2)))).size:
         value = rows[bad[0]][outside[bad[0]]][0]
         raise ValueError(
-            f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; use the environment that the data "
-            "set was made in, or correct the space of that environment"
+            f"{what} leaves the {kind} of {name}, {space}: it has {value:.6g} {_rows(bad)}; {_REMEDY}, or correct the space of "
+            "that environment"
         )
     return fitted
 
@@ -151,9 +135,7 @@ def _spaces_of(space: Space, name: str) -> dict[str, Space]:
 
 
 def check_recordable(env: Environment) -> None:
-    """Raises TypeError unless the actions of an environment are arrays, ValueError if a part of its observations has a name
-    that cannot be one in a path.
-    """
+    """Raises TypeError unless actions are arrays, ValueError if a part of observations has a name that cannot be in a path."""
     check_actions(env)
     try:
         _spaces_of(env.observation_space, "obs")

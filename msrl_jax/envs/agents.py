@@ -15,6 +15,7 @@ from msrl_jax.envs.base import (
     WithoutStatistics,
     Wrapper,
     emitted,
+    of_env,
     strong,
 )
 from msrl_jax.envs.check_types import as_actions, check_key, check_types
@@ -24,20 +25,16 @@ from msrl_jax.fragments.metrics import Mean
 
 
 class AgentsState(NamedTuple):
-    """The state of `E` environments with `A` agents: that of `Vectorized`, and statistics as in `EpisodeStatistics`.
-
-    `absent` `[E, A]` tells which agents have terminated before the end of their episode. Returns are `[E, A]`, lengths and
-    numbers of episodes `[E]`, float32.
-    """
+    """The state of `E` environments with `A` agents: as of `Vectorized`, and float32 statistics as of `EpisodeStatistics`."""
 
     key: jax.Array
     env_state: PyTree
-    absent: jax.Array
-    episode_return: jax.Array
-    episode_length: jax.Array
-    return_sum: jax.Array
-    length_sum: jax.Array
-    num_episodes: jax.Array
+    absent: jax.Array  # which agents have terminated before the end of their episode. `[E, A]`
+    episode_return: jax.Array  # `[E, A]`
+    episode_length: jax.Array  # `[E]`
+    return_sum: jax.Array  # `[E, A]`
+    length_sum: jax.Array  # `[E]`
+    num_episodes: jax.Array  # `[E]`
     source: ParamSource | tuple[()] = ()
 
 
@@ -217,16 +214,8 @@ class TeamView(Wrapper):
     env: VectorizedAgents
     num_agents: int
     central: bool = True
-
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
-
-    @property
-    def state_size(self) -> int:
-        """The length of a global state, `S`."""
-        return self.env.state_size
+    num_envs = of_env("num_envs")
+    state_size = of_env("state_size")
 
     @property
     def observation_type(self) -> JointObservation:

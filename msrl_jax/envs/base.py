@@ -4,6 +4,7 @@ In the shape descriptions of this package, `E` is the number of parallel environ
 """
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -13,14 +14,12 @@ from jax.sharding import PartitionSpec
 from msrl_jax.envs.spaces import Space
 from msrl_jax.fragments.metrics import Mean
 
-PyTree: TypeAlias = Any
-"""A pytree of arrays."""
+PyTree: TypeAlias = Any  # of arrays
 
 Stepped: TypeAlias = tuple[PyTree, PyTree, jax.Array, jax.Array, jax.Array]
 """What a step of an environment returns: the state, the observation, the reward, `terminated` and `truncated`."""
 
-ENV_AXIS = PartitionSpec("env")
-"""The logical axis of arrays with one entry per environment."""
+ENV_AXIS = PartitionSpec("env")  # the logical axis of arrays with one entry per environment
 
 
 class Environment(Protocol):
@@ -105,11 +104,12 @@ class TimeStep(NamedTuple):
         return self.terminated | self.truncated
 
 
-class MultiAgentEnvironment(Protocol):
+class MultiAgentEnvironment(Environment, Protocol):
     """An environment with `A` agents as pure functions: no automatic reset, no key in the state.
 
-    Arrays of agents have a leading dimension `A`; all agents have the same spaces (`stack_agents` pads others). The attribute
-    `agents` tells such an environment from one with a single agent.
+    Arrays of agents have a leading dimension `A`, the observations that `reset` returns too. The spaces are those of one agent;
+    all agents have the same (`stack_agents` pads others). The attribute `agents` tells such an environment from one with a
+    single agent.
 
     Two methods are optional. `action_mask(state) -> [A, n]` bool: the legal actions of every agent. `global_state(state) ->
     [S]` float32: what a centralized critic or a mixer sees; without it, they see the observations of all agents.
@@ -118,20 +118,6 @@ class MultiAgentEnvironment(Protocol):
     @property
     def agents(self) -> tuple[str, ...]:
         """The names of the agents, in the order of all arrays."""
-        ...
-
-    @property
-    def observation_space(self) -> Space:
-        """The space of the observations of one agent."""
-        ...
-
-    @property
-    def action_space(self) -> Space:
-        """The space of the actions of one agent."""
-        ...
-
-    def reset(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Starts an episode from a typed PRNG key; returns the state, and the first observations `[A, ...]`."""
         ...
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
@@ -229,25 +215,18 @@ class VectorEnvironment(Protocol):
         ...
 
 
+def of_env(name: str) -> Any:
+    """A property: the attribute with that name of the environment `env` inside."""
+    return property(attrgetter(f"env.{name}"), doc=f"The `{name}` of the environment inside.")
+
+
 class Wrapper:
     """What wrappers share: the name and the spaces of `env`, the environment or vector environment inside."""
 
     env: Any
-
-    @property
-    def name(self) -> str:
-        """The name of the environment."""
-        return env_name(self.env)
-
-    @property
-    def observation_space(self) -> Space:
-        """The space of the observations of one environment, or of one agent."""
-        return self.env.observation_space
-
-    @property
-    def action_space(self) -> Space:
-        """The space of the actions of one environment, or of one agent."""
-        return self.env.action_space
+    name = property(lambda self: env_name(self.env))
+    observation_space = of_env("observation_space")
+    action_space = of_env("action_space")
 
 
 class WithoutStatistics:

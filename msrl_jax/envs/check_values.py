@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -143,10 +143,8 @@ def _effects(venv: Any, name: str) -> Iterator[str]:
         state, obs = venv.reset(key)
         return venv.step(state, _act(venv, key, obs))
 
-    if is_on_host(venv):
-        return  # its calls of the host are what it is
-
-    if effects := jax.make_jaxpr(once)(jax.random.key(0)).effects:
+    # The calls of the host are what simulators are.
+    if not is_on_host(venv) and (effects := jax.make_jaxpr(once)(jax.random.key(0)).effects):
         yield (
             f"{name} has side effects ({', '.join(sorted(map(str, effects)))}); a program may run them in any order, or more "
             "than once: return what you want to know in the state or the observation"
@@ -191,10 +189,8 @@ def _outside(space: spaces.Space, x: PyTree, what: str, path: str = "") -> Itera
             )
 
 
-def _pairs(one: PyTree, other: PyTree) -> Iterator[tuple[Any, Any, Any]]:
-    """The leaves of two trees of one structure: path, leaf, other leaf."""
-    for (path, x), y in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        yield path, x, y
+def _is_equal(x: Any, y: Any) -> bool:
+    return np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
 
 
 def _is_close(x: Any, y: Any) -> bool:
@@ -202,25 +198,28 @@ def _is_close(x: Any, y: Any) -> bool:
     return np.allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
+def _differing(one: PyTree, other: PyTree, is_same: Callable[[Any, Any], bool] = _is_equal) -> list[Any]:
+    """The paths of the leaves in which two trees of one structure differ."""
+    leaves = zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True)
+    return [path for (path, x), y in leaves if not is_same(x, y)]
+
+
 def _ends(name: str, played: dict[str, Any]) -> Iterator[str]:
     """The final observation is that of the next step too, unless the episode ended."""
-    going_on = ~played["ended"]
-    for path, obs, final in _pairs(played["obs"], played["final_obs"]):
-        if not np.array_equal(obs[going_on], final[going_on], equal_nan=obs.dtype.kind == "f"):
-            yield (
-                f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that end no episode; final_obs "
-                "is the observation before any reset"
-            )
+    obs, final_obs = jax.tree.map(lambda x: x[~played["ended"]], (played["obs"], played["final_obs"]))
+    for path in _differing(obs, final_obs):
+        yield (
+            f"obs and final_obs{keystr(path)} of {name}.vectorize(...).step differ in steps that end no episode; final_obs is "
+            "the observation before any reset"
+        )
 
 
 def _same(name: str, once: PyTree, again: PyTree) -> Iterator[str]:
-    for path, one, other in _pairs(once, again):
-        if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
-            yield (
-                f"{name} returned another {_label(path)} in a second run with the same keys and actions; draw all that is "
-                "random from the keys of reset and step, never from NumPy or the clock"
-            )
-            return
+    for path in _differing(once, again)[:1]:
+        yield (
+            f"{name} returned another {_label(path)} in a second run with the same keys and actions; draw all that is random "
+            "from the keys of reset and step, never from NumPy or the clock"
+        )
 
 
 def _label(path: Any) -> str:
@@ -233,10 +232,9 @@ def _alone(name: str, played: dict[str, Any]) -> Iterator[str]:
     if "alone" not in played:
         return
     together = (played["final_obs"], played["reward"], played["terminated"], played["truncated"])
-    for path, one, other in _pairs(played["alone"], jax.tree.map(lambda x: x[:, 0], together)):
-        if not _is_close(one, other):
-            part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
-            yield f"the {part}{keystr(path[1:])} of {name}.step under jax.vmap differs from that without it"
+    for path in _differing(played["alone"], jax.tree.map(lambda x: x[:, 0], together), _is_close):
+        part = ("observation", "reward", "terminated", "truncated")[path[0].idx]
+        yield f"the {part}{keystr(path[1:])} of {name}.step under jax.vmap differs from that without it"
 
 
 def _split(venv: Any, key: jax.Array) -> Iterator[str]:
@@ -254,9 +252,8 @@ def _split(venv: Any, key: jax.Array) -> Iterator[str]:
     except Exception as error:  # whatever a user's code may raise there is what has to be told
         yield f"{venv.name}.step fails under jax.shard_map: {type(error).__name__}: {error}"
         return
-    for path, x, y in _pairs(one, other):
-        if not _is_close(x, y):
-            yield f"{venv.name}.step under jax.shard_map over {count} devices returns another {keystr(path).lstrip('.')}"
+    for path in _differing(one, other, _is_close):
+        yield f"{venv.name}.step under jax.shard_map over {count} devices returns another {keystr(path).lstrip('.')}"
 
 
 def _notes(env: Any, name: str, first: PyTree, played: dict[str, Any]) -> Iterator[str]:

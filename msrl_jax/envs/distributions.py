@@ -6,7 +6,7 @@ they look as in Python, `uniform(0.25, 1)`, or on the command line, without comm
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -66,8 +66,7 @@ def ramp(start: Any, end: Any, steps: int) -> Ramp:
     return Ramp(start, end, whole("steps of a ramp", steps, most=2**63))
 
 
-CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}
-"""The calls that text may have; `log` is short for `log_uniform`."""
+CALLS = {"uniform": uniform, "log_uniform": log_uniform, "log": log_uniform, "choice": choice, "ramp": ramp}  # in text
 
 
 def is_value(x: Any) -> bool:
@@ -75,25 +74,36 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Distribution | Ramp)
 
 
-def at(value: Any, taken: Counter | tuple[()]) -> jax.Array:
-    """A number, or a `Ramp` after a number of steps."""
-    if not isinstance(value, Ramp):
-        return value
-    assert isinstance(taken, Counter)
-    done, dtype = fraction(taken, 1, value.steps), jnp.result_type(value.start)
-    # Both ends exactly, whatever the rounding.
-    number = value.start * (1 - done) + value.end * done
-    return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)
+def _is_ramp(x: Any) -> bool:
+    return isinstance(x, Ramp)
+
+
+def ramps(tree: Any) -> list[Ramp]:
+    """The ramps in a pytree of values."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_ramp) if _is_ramp(x)]
+
+
+def at(tree: Any, taken: Counter | tuple[()]) -> Any:
+    """A pytree of values with numbers for its ramps, those after `taken` steps."""
+
+    def number(x: Any) -> Any:
+        if not isinstance(x, Ramp):
+            return x
+        assert isinstance(taken, Counter)
+        done, dtype = fraction(taken, 1, x.steps), jnp.result_type(x.start)
+        # Both ends exactly, whatever the rounding.
+        number = x.start * (1 - done) + x.end * done
+        return jnp.round(number).astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else number.astype(dtype)
+
+    return jax.tree.map(number, tree, is_leaf=_is_ramp)
 
 
 def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter | tuple[()]) -> jax.Array:
-    """Draws a value of a parameter from a number, a `Ramp` or a `Distribution`, after `taken` steps (`()` without a ramp).
-
-    The elements of an array are independent, except for those of `choice`.
-    """
+    """Draws a parameter from a value, after `taken` steps. Elements of an array are independent, but for those of `choice`."""
+    value = at(value, taken)
     if not isinstance(value, Distribution):
-        return jnp.asarray(at(value, taken), like.dtype)
-    numbers = [jnp.asarray(at(number, taken), like.dtype) for number in value.numbers]
+        return jnp.asarray(value, like.dtype)
+    numbers = [jnp.asarray(number, like.dtype) for number in value.numbers]
     if value.kind == "choice":
         which = jax.random.randint(key, (), 0, len(numbers))
         return jnp.stack(numbers)[which]
@@ -107,11 +117,7 @@ def draw(value: Any, key: jax.Array, like: jax.ShapeDtypeStruct, taken: Counter 
 
 
 def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
-    """Gives the numbers of a value, which may be text, the dtype of a parameter: they become NumPy arrays.
-
-    Raises ValueError, which begins with `what`, if a number does not fit the parameter, or bounds are in the wrong order at any
-    time of a ramp.
-    """
+    """A value, which may be text, with its numbers as NumPy arrays of a parameter's dtype; ValueError if they do not fit it."""
     value = parse(what, value) if isinstance(value, str) else value
     if not isinstance(value, Distribution):
         return _cast_number(what, value, value, like)
@@ -126,7 +132,7 @@ def cast(what: str, value: Any, like: jax.ShapeDtypeStruct) -> Any:
     if value.kind == "choice":
         return dataclasses.replace(value, numbers=numbers)
     # Ramps bend at these steps; between them, bounds are linear.
-    for when in sorted({0, *(x.steps for x in numbers if isinstance(x, Ramp))}):
+    for when in sorted({0, *(ramp.steps for ramp in ramps(numbers))}):
         low, high = (_host_at(number, when) for number in numbers)
         if is_integer and (high == (most := np.iinfo(like.dtype).max)).any():
             raise ValueError(f"{what}={value}: give a bound below the largest {np.dtype(like.dtype)}, {most:,}")
@@ -193,9 +199,3 @@ def _no_word(what: str, value: Any) -> Any:
     if isinstance(value, str):
         raise ValueError(f"{what}={value} is no number; write one, or one of {', '.join(CALLS)}")
     return value
-
-
-def ramps(tree: Any) -> Iterator[Ramp]:
-    """The ramps in a pytree of values."""
-    is_leaf = lambda x: isinstance(x, Ramp)  # noqa: E731
-    return (x for x in jax.tree.leaves(tree, is_leaf=is_leaf) if isinstance(x, Ramp))

@@ -22,13 +22,11 @@ from msrl_jax.envs.wrappers import EnvironmentWrapper
 from msrl_jax.fragments.counters import Counter, advance, counter
 from msrl_jax.fragments.metrics import Mean
 
-Params: TypeAlias = Mapping[str, Any]
-"""Parameters by name."""
+Params: TypeAlias = Mapping[str, Any]  # by name
 
 E = TypeVar("E")
 
-_SALT = 0x70617261
-"""Makes the key of parameters from that of a reset, which the environment has too."""
+_SALT = 0x70617261  # makes the key of parameters from that of a reset, which the environment has too
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["level"], meta_fields=["sample"])
@@ -50,13 +48,10 @@ GivenParams: TypeAlias = Params | Callable[[jax.Array], Params] | Curriculum | s
 
 
 class ParamSource(NamedTuple):
-    """What parameters are drawn from: name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`.
+    """What parameters are drawn from."""
 
-    `taken` counts the environment steps of all copies so far, if a ramp needs them; else it is `()`.
-    """
-
-    values: Any
-    taken: Counter | tuple[()] = ()
+    values: Any  # name -> a number, a `Distribution` or a `Ramp`; or a `Curriculum`
+    taken: Counter | tuple[()] = ()  # environment steps of all copies so far, if a ramp needs them
 
 
 class RandomizedState(NamedTuple):
@@ -138,10 +133,7 @@ def _has_params(env: Any) -> bool:
 
 
 def default_params(env: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters of an environment, or of the one inside of its wrappers, that can be data: name -> shape and dtype.
-
-    Raises TypeError if it has none.
-    """
+    """The parameters that can be data, of an environment or the one in its wrappers; raises TypeError if it has none."""
     for inner in inside(env):
         if _has_params(inner) and isinstance(inner.default_params, Mapping):
             known = inner.default_params.items()
@@ -170,7 +162,6 @@ def around(env: E, inner: Any) -> E:
 
 
 def _checked(env: Any, params: Any) -> ParamSource:
-    """The source for `RandomizeParams`."""
     name, types = env_name(env), default_params(env)
     if isinstance(params, str):
         params = distributions.parse_many(params)
@@ -190,11 +181,10 @@ def _checked(env: Any, params: Any) -> ParamSource:
     else:
         raise TypeError(f"env_params={params!r} of {name}: give a mapping name -> value, a function of a key, or a Curriculum")
     _check_data(env, {key: types[key] for key in names})
-    return ParamSource(values, jax.tree.map(np.asarray, counter()) if any(distributions.ramps(values)) else ())
+    return ParamSource(values, jax.tree.map(np.asarray, counter()) if distributions.ramps(values) else ())
 
 
 def _as_number(x: Any) -> np.ndarray:
-    """A number or an array of a level."""
     x = np.asarray(x)
     if x.dtype.kind not in "biuf":
         raise ValueError(f"the level of a Curriculum holds {x}; use numbers, arrays of numbers and ramps, or pytrees of them")
@@ -210,18 +200,12 @@ def _check_name(env: str, name: Any, types: Mapping[str, Any]) -> None:
         )
 
 
-def _levels(values: Curriculum, taken: Counter | tuple[()]) -> PyTree:
-    """The level, with numbers for its ramps."""
-    is_ramp = lambda x: isinstance(x, distributions.Ramp)  # noqa: E731
-    return jax.tree.map(lambda x: distributions.at(x, taken) if is_ramp(x) else x, values.level, is_leaf=is_ramp)
-
-
 def _sampled_types(env: str, values: Curriculum, types: Mapping[str, Any]) -> dict[str, Any]:
     """The shapes and dtypes that a function returns, checked."""
-    taken = counter() if any(distributions.ramps(values)) else ()
+    taken = counter() if distributions.ramps(values) else ()
 
     def sample(key: jax.Array) -> dict[str, jax.Array]:
-        drawn = values.sample(key, _levels(values, taken))
+        drawn = values.sample(key, distributions.at(values.level, taken))
         if not isinstance(drawn, Mapping) or not drawn:
             raise TypeError(f"the function of env_params of {env} returned {drawn!r}; return a mapping name -> value")
         return dict(jax.tree.map(jnp.asarray, drawn))
@@ -241,7 +225,7 @@ def _draw(env: Any, source: ParamSource, key: jax.Array) -> dict[str, jax.Array]
     """The parameters of an episode."""
     types, values = default_params(env), source.values
     if isinstance(values, Curriculum):
-        drawn = strong(dict(values.sample(key, _levels(values, source.taken))))
+        drawn = strong(dict(values.sample(key, distributions.at(values.level, source.taken))))
         return {name: x.astype(types[name].dtype) for name, x in drawn.items()}
     keys = dict(zip(sorted(values), jax.random.split(key, len(values)), strict=True))
     return {name: distributions.draw(value, keys[name], types[name], source.taken) for name, value in values.items()}
@@ -327,8 +311,7 @@ def _is_source(x: Any) -> bool:
 
 def in_source(state: PyTree) -> list[bool]:
     """Whether each leaf of a state is a part of a source."""
-    marked = jax.tree.map(lambda x: jax.tree.map(lambda _: _is_source(x), x), state, is_leaf=_is_source)
-    return jax.tree.leaves(marked)
+    return [_is_source(x) for x in jax.tree.leaves(state, is_leaf=_is_source) for _ in jax.tree.leaves(x)]
 
 
 def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]) -> PyTree:
@@ -337,10 +320,9 @@ def replace_sources(state: PyTree, replace: Callable[[ParamSource], ParamSource]
 
 
 def changed(env: Any, values: Any) -> Any:
-    """Checks other values for some of the parameters that an environment draws, or another level of its `Curriculum`.
+    """Other values for some of the parameters that an environment draws, or its `Curriculum` with another level.
 
-    Returns them as values of the source, or the `Curriculum` with the level. Raises ValueError unless every value is of the
-    kind that it was, with as many numbers: otherwise the program would have to be compiled again.
+    Raises ValueError unless every value is of the kind that it was, with as many numbers, so that the program stays the same.
     """
     source = source_of(env)
     if not source or not jax.tree.leaves(source.values):
@@ -366,7 +348,6 @@ def changed(env: Any, values: Any) -> Any:
 
 
 def _of_type(old: np.ndarray, new: Any) -> np.ndarray:
-    """A number of a level in the type that it had."""
     given = _as_number(new)
     number = given.astype(old.dtype)
     if old.dtype.kind != "f" and (number != given).any():

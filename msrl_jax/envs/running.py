@@ -8,8 +8,7 @@ from flax import struct
 from msrl_jax.envs.base import PyTree
 from msrl_jax.fragments.counters import Counter, advance, at_least, counter, to_float
 
-_EXACT = 2**24
-"""Counts below this number are exact in float32."""
+_EXACT = 2**24  # counts below this number are exact in float32
 
 
 @struct.dataclass

@@ -3,7 +3,7 @@
 In the shape descriptions, `A` is the number of agents, and `n` the largest number of discrete actions that an agent has.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 import jax
@@ -83,18 +83,18 @@ def stack_agents(env: DictEnvironment) -> MultiAgentEnvironment:
             raise TypeError(f"{name}.{member} has no entry for agent {lacking[0]!r}; give every agent a space")
         for agent in agents:
             check_space(table[agent], f"{name}.{member}[{agent!r}]")
-    observation = _common(name, "observations", {a: env.observation_spaces[a] for a in agents}, _widened)
-    action = _common(name, "actions", {a: env.action_spaces[a] for a in agents}, _longest)
+    observation = _common(name, "observations", {a: env.observation_spaces[a] for a in agents})
+    action = _common(name, "actions", {a: env.action_spaces[a] for a in agents})
     return StackedAgents(env, observation, action)
 
 
-def _common(name: str, what: str, table: dict[str, spaces.Space], merge: "Callable[..., spaces.Space | None]") -> spaces.Space:
+def _common(name: str, what: str, table: dict[str, spaces.Space]) -> spaces.Space:
     """The one space of all agents."""
-    common = next(iter(table.values()))
+    common, is_action = next(iter(table.values())), what == "actions"
     for agent, other in table.items():
-        merged = common if other == common else merge(common, other)
+        merged = _merged(common, other, is_action)
         if merged is None:
-            first = next(a for a in table if table[a] != other and merge(table[a], other) is None)
+            first = next(a for a in table if _merged(table[a], other, is_action) is None)
             raise ValueError(
                 f"{name}: the {what} of agent {first!r} are in {table[first]}, those of agent {agent!r} in {other}; only "
                 "vectors (for actions, with equal bounds) and Discrete spaces, of one dtype, can be padded to one space; give "
@@ -104,46 +104,28 @@ def _common(name: str, what: str, table: dict[str, spaces.Space], merge: "Callab
     return common
 
 
-def _larger(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
-    """The larger of two Discrete spaces; None unless both are."""
-    if isinstance(a, spaces.Discrete) and isinstance(b, spaces.Discrete) and a.dtype == b.dtype:
+def _merged(a: spaces.Space, b: spaces.Space, is_action: bool) -> "spaces.Space | None":
+    """A space for two agents: the larger of Discrete ones; for vectors, padded with zeros, the longer; None if there is none.
+
+    It holds the observations of both, so bounds are widened. The bounds of the components of actions that both have are equal.
+    """
+    if a == b or type(a) is not type(b) or a.dtype != b.dtype:
+        return a if a == b else None
+    if isinstance(a, spaces.Discrete) and isinstance(b, spaces.Discrete):
         return a if a.n >= b.n else b
-    return None
-
-
-def _boxes(a: spaces.Space, b: spaces.Space) -> tuple[spaces.Box, spaces.Box] | None:
-    """Two Boxes of one dtype, the longer vector first; None unless both are."""
-    if not isinstance(a, spaces.Box) or not isinstance(b, spaces.Box) or a.dtype != b.dtype:
+    if not isinstance(a, spaces.Box) or not isinstance(b, spaces.Box):
         return None
-    if a.shape != b.shape and (len(a.shape) != 1 or len(b.shape) != 1):
+    are_vectors = len(a.shape) == len(b.shape) == 1
+    if not are_vectors and (is_action or a.shape != b.shape):
         return None
-    return (a, b) if a.shape >= b.shape else (b, a)
-
-
-def _widened(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
-    """A space that holds the observations of both, the shorter vectors padded with zeros."""
-    if (boxes := _boxes(a, b)) is None:
-        return _larger(a, b)
-    long, short = boxes
+    long, short = (a, b) if a.shape >= b.shape else (b, a)
+    if is_action:
+        count = short.shape[0]
+        return long if spaces.Box(long.low[:count], long.high[:count], short.shape, short.dtype) == short else None
     low, high = short.low, short.high
-    if long.shape != short.shape:
+    if are_vectors:
         low, high = (np.pad(bound, (0, long.shape[0] - short.shape[0])) for bound in (low, high))
     return spaces.Box(np.minimum(long.low, low), np.maximum(long.high, high), long.shape, long.dtype)
-
-
-def _longest(a: spaces.Space, b: spaces.Space) -> "spaces.Space | None":
-    """The space of the actions of both: the longer of two vectors, if the components that both have have the same bounds."""
-    boxes = _boxes(a, b)
-    if boxes is None or len(boxes[0].shape) != 1:
-        return _larger(a, b)
-    long, short = boxes
-    shared = spaces.Box(long.low[: short.shape[0]], long.high[: short.shape[0]], short.shape, short.dtype)
-    return long if shared == short else None
-
-
-def _length(vector: spaces.Space) -> int:
-    """The length of a vector: of all spaces, only these are padded."""
-    return cast(spaces.Box, vector).shape[0]
 
 
 class StackedAgents:
@@ -194,15 +176,15 @@ class StackedAgents:
         own, action = self.env.action_spaces[self.agents[i]], jax.tree.map(lambda x: x[i], actions)
         if isinstance(own, spaces.Discrete):
             return jnp.minimum(action, own.n - 1).astype(own.dtype)
-        return action if own == self.action_space else action[: _length(own)]
+        return action if own == self.action_space else action[: own.shape[0]]
 
     def _stack_observations(self, obs: Any, method: str) -> PyTree:
-        padded, common = [], self.observation_space.shape
+        padded, common = [], cast(Any, self.observation_space).shape
         for agent, x in zip(self.agents, self._by_agent(obs, f"the observations of {method}"), strict=True):
             own, x = self.env.observation_spaces[agent], strong(x)
             what = f"the observation of agent {agent!r} of {self.name}.{method}"
             compare_types(x, spaces.struct(own), what, "its observation space")
-            padded.append(jnp.pad(x, (0, _length(self.observation_space) - _length(own))) if own.shape != common else x)
+            padded.append(jnp.pad(x, (0, common[0] - len(x))) if own.shape != common else x)
         return jax.tree.map(lambda *parts: jnp.stack(parts), *padded)
 
     def _by_agent(self, values: Any, what: str) -> list[Any]:

@@ -169,10 +169,7 @@ def _keys(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _renew(
     reset: Callable[..., tuple[PyTree, PyTree]], spares: Spares, arguments: tuple[PyTree, ...], ratio: int, group: int
 ) -> Spares:
-    """Gives a new spare, `reset` of its `arguments` `[E, ...]`, to one copy of each group, if it is the turn of one.
-
-    The size `group` divides `E` and `ratio`. Groups of adjacent copies that are on one device need no communication.
-    """
+    """Gives new spares, `reset` of the `arguments`, to one copy of each group if due; its size divides `E` and `ratio`."""
 
     def grouped(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0] // group, group, *x.shape[1:])

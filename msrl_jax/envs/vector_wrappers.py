@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from msrl_jax.envs import running, spaces
-from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper
+from msrl_jax.envs.base import ENV_AXIS, PyTree, TimeStep, VectorEnvironment, Wrapper, of_env
 from msrl_jax.envs.masks import unmasked, with_mask_of
 from msrl_jax.envs.running import RunningStatistics
 from msrl_jax.fragments.counters import at_least
@@ -29,10 +29,7 @@ class VectorWrapper(Wrapper):
     The state of a wrapper is a named tuple with a field `env_state`.
     """
 
-    @property
-    def num_envs(self) -> int:
-        """The number of environments, `E`."""
-        return self.env.num_envs
+    num_envs = of_env("num_envs")
 
     def pop_episodes(self, state: Any) -> tuple[Any, dict[str, Mean]]:
         """Returns the metrics of the environment."""

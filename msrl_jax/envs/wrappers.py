@@ -12,26 +12,17 @@ import numpy as np
 
 from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
-from msrl_jax.envs.base import Environment, PyTree, Stepped, Wrapper, env_name, has_agents
+from msrl_jax.envs.base import Environment, PyTree, Stepped, Wrapper, env_name, has_agents, of_env
 
 
 class EnvironmentWrapper(Wrapper):
-    """What wrappers of one environment share: what they do not define is that of the environment inside."""
+    """What wrappers of one environment share: what they do not define is that of the environment inside, AttributeError if it
+    has none.
+    """
 
-    @property
-    def agents(self) -> tuple[str, ...]:
-        """The names of the agents; AttributeError in an environment of one agent."""
-        return self.env.agents
-
-    @property
-    def action_mask(self) -> Callable[[Any], jax.Array]:
-        """The legal actions of the environment; AttributeError if it does not name them."""
-        return self._of_state("action_mask")
-
-    @property
-    def global_state(self) -> Callable[[Any], jax.Array]:
-        """The global state of an environment of several agents; AttributeError if it has none."""
-        return self._of_state("global_state")
+    agents = of_env("agents")
+    action_mask = property(lambda self: self._of_state("action_mask"))
+    global_state = property(lambda self: self._of_state("global_state"))
 
     def _of_state(self, method: str) -> Callable[[Any], jax.Array]:
         of_env = getattr(self.env, method)
@@ -48,11 +39,6 @@ class EnvironmentWrapper(Wrapper):
     def step(self, key: jax.Array, state: Any, action: PyTree) -> Stepped:
         """Advances the episode."""
         return self.env.step(key, state, action)
-
-
-def _each_agent(env: Environment, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A function of what one agent observes, for all agents of an environment."""
-    return jax.vmap(function) if has_agents(env) else function
 
 
 @dataclass(frozen=True)
@@ -73,18 +59,15 @@ class FlattenObservation(EnvironmentWrapper):
         """A `Box` of shape `[D]`."""
         return spaces.flat_space(self.env.observation_space)
 
-    def _flat(self, obs: PyTree) -> jax.Array:
-        return _each_agent(self.env, lambda obs: spaces.flatten(self.env.observation_space, obs))(obs)
-
     def reset(self, key: jax.Array) -> tuple[PyTree, jax.Array]:
         """Starts an episode."""
         state, obs = self.env.reset(key)
-        return state, self._flat(obs)
+        return state, spaces.flatten(self.env.observation_space, obs)
 
     def step(self, key: jax.Array, state: PyTree, action: PyTree) -> Stepped:
         """Advances the episode."""
         state, obs, reward, terminated, truncated = self.env.step(key, state, action)
-        return state, self._flat(obs), reward, terminated, truncated
+        return state, spaces.flatten(self.env.observation_space, obs), reward, terminated, truncated
 
 
 class TimeLimitState(NamedTuple):
@@ -163,29 +146,29 @@ class FrameStack(EnvironmentWrapper):
         """The `Box` of the stacked frames."""
         space = self.env.observation_space
         assert isinstance(space, spaces.Box)
-        low, high = (np.concatenate([_frame(x)] * self.num_frames, axis=-1) for x in (space.low, space.high))
+        bounds = (x[..., None] if x.ndim == 2 else x for x in (space.low, space.high))
+        low, high = (np.concatenate([x] * self.num_frames, axis=-1) for x in bounds)
         return spaces.Box(low, high, low.shape, space.dtype)
 
     def _inner(self, state: FrameStackState) -> PyTree:
         return state.env_state
 
+    def _frame(self, obs: jax.Array) -> jax.Array:
+        """The observation, of each agent if there are several, with a channel axis."""
+        return obs[..., None] if len(self.env.observation_space.shape) == 2 else obs
+
     def reset(self, key: jax.Array) -> tuple[FrameStackState, jax.Array]:
         """Starts an episode."""
         env_state, obs = self.env.reset(key)
-        frames = jnp.concatenate([_each_agent(self.env, _frame)(obs)] * self.num_frames, axis=-1)
+        frames = jnp.concatenate([self._frame(obs)] * self.num_frames, axis=-1)
         return FrameStackState(env_state, frames), frames
 
     def step(self, key: jax.Array, state: FrameStackState, action: PyTree) -> Stepped:
         """Advances the episode."""
         env_state, obs, reward, terminated, truncated = self.env.step(key, state.env_state, action)
-        frame = _each_agent(self.env, _frame)(obs)
+        frame = self._frame(obs)
         frames = jnp.concatenate([state.frames[..., frame.shape[-1] :], frame], axis=-1)
         return FrameStackState(env_state, frames), frames, reward, terminated, truncated
-
-
-def _frame(obs):
-    """The observation with a channel axis."""
-    return obs[..., None] if obs.ndim == 2 else obs
 
 
 @dataclass(frozen=True)

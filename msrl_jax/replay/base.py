@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from msrl_jax.fragments.runtime.memory import device_memory, own_devices, tree_bytes
 
-SHARD_AXIS = "shard"
-"""The logical axis of the shards `G`."""
+SHARD_AXIS = "shard"  # the logical axis of the shards `G`
 
 
 class ReplayState(NamedTuple):

@@ -23,8 +23,6 @@ from msrl_jax.replay.base import (
 )
 from msrl_jax.replay.ring import Ring, Storage, make_ring
 
-REPLICATED = P()
-
 
 class Priorities(NamedTuple):
     """The state of prioritized sampling, by shard."""
@@ -133,15 +131,12 @@ def prioritized(
     rows, per_shard = ring.steps // ring.stride, ring.batch_size // ring.shards
 
     def init() -> Priorities:
-        tree = sum_tree.init(rows * ring.envs)
-        levels = tuple(jnp.zeros((ring.shards, len(x))) for x in tree)
+        levels = tuple(jnp.zeros((ring.shards, len(x))) for x in sum_tree.init(rows * ring.envs))
         return Priorities(levels, jnp.ones(ring.shards))
 
     def insert(before: ReplayState, added: jax.Array, filled: jax.Array) -> Priorities:
-        """Adds the windows that an insertion completes, and removes those that it overwrites.
-
-        Both start in the last T + S - 1 steps: the newest S - 1 steps are in the places of overwritten windows.
-        """
+        # Adds the windows that an insertion completes, and removes those that it overwrites. Both start in the last T + S - 1
+        # steps: the newest S - 1 steps are in the places of overwritten windows.
         priorities: Priorities = before.priorities
         span = ring.unroll_length + ring.length - 1
         age = (added - 1) % ring.stride + 1 + jnp.arange(-(-span // ring.stride)) * ring.stride
@@ -215,11 +210,10 @@ def importance_weights(probability: jax.Array, beta: float | jax.Array) -> jax.A
 def fold(
     reward: jax.Array, terminated: jax.Array, truncated: jax.Array, discount: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sums the rewards of windows up to the first end of an episode (Sutton & Barto, 2018, eq. 7.1).
+    """Sums the rewards of windows `[S, ...]` up to the first end of an episode (Sutton & Barto, 2018, eq. 7.1).
 
-    The value of the successor counts after a truncated step, not after a terminated one; `terminated` takes precedence. All
-    arrays are `[S, ...]`. Returns the discounted sum, the position of the last step in it (int32), and the weight of its
-    successor's value. `[...]`
+    Returns the discounted sum, the position of its last step (int32), and the weight of its successor's value, 0 after a
+    terminated step. `[...]`
     """
     chex.assert_equal_shape((reward, terminated, truncated))
     chex.assert_type((terminated, truncated), bool)
@@ -239,13 +233,12 @@ def _replay(
     priorities: Callable[[], Any] = tuple,
     inserted: Callable[[ReplayState, jax.Array, jax.Array], Any] = lambda before, added, filled: (),
     update: Callable[[ReplayState, Indices, jax.Array], ReplayState] = lambda state, indices, td_error: state,
-    axes: Any = REPLICATED,
+    axes: Any = None,
 ) -> Replay:
     """Makes a buffer from its ring and its way of drawing windows; the defaults are those of a uniform buffer.
 
-    `draw(state, keys [G])` gives the windows of each shard and their probabilities `[G, B / G]`, `weigh(probability [B],
-    fraction of the run)` their weights, `priorities()` the first priorities, and `inserted(state before, added, filled)` those
-    after an insertion, of which `axes` is a prefix tree.
+    `draw` gives the windows of each shard and their probabilities `[G, B / G]`, `weigh` their weights, `priorities` the first
+    priorities, and `inserted` those after an insertion, of which `axes` is a prefix tree.
     """
 
     def init() -> ReplayState:
@@ -258,12 +251,14 @@ def _replay(
         filled = jnp.minimum(state.filled + ring.unroll_length, ring.steps)
         return ReplayState(held, added, filled, add_saturating(state.lost, lost), inserted(state, added, filled))
 
+    def offsets(at: Indices) -> jax.Array:
+        """The steps of windows after their first ones. `[S, b]`"""
+        return jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
+
     def read(held: list[Any], at: Indices) -> Any:
-        if discount is None and ring.length == 1:
-            return ring.take(held, at, jnp.int32(0), lambda item: item)
-        offset = jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
         if discount is None:
-            return ring.take(held, at, offset, lambda item: item)
+            return ring.take(held, at, jnp.int32(0) if ring.length == 1 else offsets(at), lambda item: item)
+        offset = offsets(at)
         ends = ring.take(held, at, offset, lambda item: (item.terminated, item.truncated))
         reward, last, weight = fold(ring.take(held, at, offset, lambda item: item.reward), *ends, discount=discount)
         if last.ndim > 1:  # of several agents; those whose sums end before others' have terminated, and need no successor
@@ -273,11 +268,10 @@ def _replay(
 
     def present(held: list[Any], at: Indices) -> jax.Array:
         """Whether all steps of a window count, those after the end of an episode included."""
-        offset = jnp.broadcast_to(jnp.arange(ring.length)[:, None], (ring.length, len(at.step)))
-        return ring.take(held, at, offset, lambda item: item.present).all(0)
+        return ring.take(held, at, offsets(at), lambda item: item.present).all(0)
 
     windowed = discount is None and ring.length > 1
-    may_be_absent = getattr(ring.format.example, "present", None) is not None
+    may_be_absent = getattr(ring.example, "present", None) is not None
 
     def whole(x: jax.Array, dim: int = 0) -> jax.Array:
         """Merges the shards of a batch: `[..., G, B / G, ...]` with `dim` leading dimensions becomes `[..., B, ...]`."""
@@ -305,22 +299,19 @@ def _replay(
     def size(state: ReplayState) -> jax.Array:
         return jnp.minimum(windows(state), jnp.iinfo(jnp.int32).max // ring.num_envs) * ring.num_envs
 
-    def ready(state: ReplayState) -> jax.Array:
-        return state.filled >= ring.min_steps
-
     def report(state: ReplayState) -> dict[str, jax.Array]:
         held = {"replay_size": windows(state).astype(jnp.float32) * ring.num_envs}
-        return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.format.codecs) else {})
+        return held | ({"replay_lost": state.lost.sum(dtype=jnp.float32)} if any(ring.codecs) else {})
 
     capacity = ring.steps * ring.num_envs
-    state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes)  # pyright: ignore
+    state_axes: Any = ReplayState(P(SHARD_AXIS), *[P()] * 2, lost=P(SHARD_AXIS), priorities=axes or P())  # pyright: ignore
     return Replay(
         init=init,
         insert=insert,
         sample=sample,
         update=update,
         size=size,
-        ready=ready,
+        ready=lambda state: state.filled >= ring.min_steps,
         report=report,
         axes=state_axes,
         capacity=capacity,

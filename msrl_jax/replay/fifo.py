@@ -91,9 +91,8 @@ def fifo(example: Any, *, capacity: int, axes: Any = None) -> Fifo:
         place = (state.first + state.length) % capacity
         kept = jax.tree.map(lambda old, new: jnp.where(full, old, new), at(state, place), batch)
         batches = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, place, 0), state.batches, kept)
-        return FifoState(
-            batches, state.first, jnp.minimum(state.length + 1, capacity), add_saturating(state.refused, full.astype(jnp.int32))
-        )
+        refused = add_saturating(state.refused, full.astype(jnp.int32))
+        return FifoState(batches, state.first, jnp.minimum(state.length + 1, capacity), refused)
 
     def pop(state: FifoState) -> tuple[FifoState, Any]:
         some = state.length > 0

@@ -13,44 +13,10 @@ from msrl_jax import codecs
 from msrl_jax._checks import suggestion, whole
 from msrl_jax._compat import ShapedArray
 from msrl_jax.codecs import Codec
-from msrl_jax.replay.base import Indices, check_numbers
+from msrl_jax.replay.base import Indices, Transition, check_numbers
 
 Storage = Mapping[str, str | Codec | None]
 """Codecs by names on the paths of leaves: each packs the leaves under its name. The last name on a path counts."""
-_FIELDS = ("obs", "action", "reward", "terminated", "truncated", "next_obs")
-_COUNT = 2**30  # steps are counted modulo the largest multiple of the ring's length up to this: int32 cannot overflow
-
-
-@dataclasses.dataclass(frozen=True)
-class ItemFormat:
-    """How items are stored: the shapes and dtypes of an item, and the codec of each leaf, or None."""
-
-    example: Any
-    codecs: tuple[Codec | None, ...]
-
-    @property
-    def packed(self) -> list[Any]:
-        """The shapes and dtypes of the stored arrays, for each leaf of an item."""
-        leaves = zip(self.codecs, jax.tree.leaves(self.example), strict=True)
-        return [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
-
-    def encode(self, items: Any, dims: int) -> tuple[list[Any], jax.Array]:
-        """Packs items with `dims` leading dimensions; also returns a mask of those that a codec could not hold."""
-        leaves = jax.tree.leaves(items)
-        packed: list[Any] = []
-        lost = jnp.zeros(leaves[0].shape[:dims], bool)
-        for c, x in zip(self.codecs, leaves, strict=True):
-            packed.append(_over(c.encode, dims)(x) if c else x)
-            lost |= ~_over(c.holds, dims)(x) if c and c.holds else False
-        return packed, lost
-
-    def decode(self, leaf: int, packed: Any, dims: int) -> jax.Array:
-        """Unpacks the leaf with a number, whose stored arrays have `dims` leading dimensions."""
-        codec, x = self.codecs[leaf], jax.tree.leaves(self.example)[leaf]
-        if codec is None:
-            return packed
-        aval = ShapedArray(x.shape, x.dtype)
-        return _over(lambda p: codec.decode(p, aval), dims)(packed)
 
 
 def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
@@ -60,9 +26,8 @@ def _over(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     return fn
 
 
-def item_format(example: Any, storage: Storage | None) -> ItemFormat:
-    """Decides how items like an example are stored; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+def _codecs_of(example: Any, storage: Storage | None) -> tuple[Codec | None, ...]:
+    """The codec of each leaf of an item; raises ValueError if a codec is unknown, has no leaf, or cannot pack it."""
     leaves = jax.tree.leaves_with_path(example)
     if not leaves:
         raise ValueError("the example of an item has no leaf; give a pytree of arrays")
@@ -89,26 +54,23 @@ def item_format(example: Any, storage: Storage | None) -> ItemFormat:
             raise ValueError(
                 f"storage names {name!r}{suggestion(name, names)}, which an item does not have; there are {sorted(names)}"
             )
-    return ItemFormat(example, tuple(used))
+    return tuple(used)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The sizes of a ring, as in `uniform`. Windows start at multiples of `stride`, counted from the first inserted step.
-
-    It holds `steps` steps of each environment, `L`, a multiple of `unroll_length` and of `stride`, and is ready when it has
-    `min_steps` of them.
-    """
+    """The sizes of a ring, as in `uniform`. Windows start at multiples of `stride`, counted from the first inserted step."""
 
     num_envs: int
-    steps: int
+    steps: int  # that it holds of each environment, `L`: a multiple of `unroll_length` and of `stride`
     unroll_length: int
     batch_size: int
     length: int
     stride: int
     shards: int
-    format: ItemFormat
-    min_steps: int
+    example: Any  # shapes and dtypes of an item
+    codecs: tuple[Codec | None, ...]  # of each of its leaves
+    min_steps: int  # with which it is ready
 
     @property
     def envs(self) -> int:
@@ -117,62 +79,40 @@ class Ring:
 
     @property
     def modulus(self) -> int:
-        """The modulus of step counts."""
-        return _COUNT // self.steps * self.steps
-
-    def count(self, filled: jax.Array) -> jax.Array:
-        """Number of complete windows in `filled` steps, if the first step may start a window."""
-        return jnp.maximum((filled - self.length) // self.stride + 1, 0)
-
-    @property
-    def lag(self) -> int:
-        """The largest distance from the oldest step to the first step that may start a window."""
-        return self.stride - math.gcd(self.stride, self.unroll_length)
-
-    @property
-    def fewest_windows(self) -> int:
-        """The smallest number of windows per environment in a full ring."""
-        return max((self.steps - self.lag - self.length) // self.stride + 1, 0)
-
-    @property
-    def steps_of_batch(self) -> int:
-        """Steps per environment that contain a batch of windows, if the first step may start a window.
-
-        In a buffer that is not full it may, because it is step 0.
-        """
-        return self.length + (-(-self.batch_size // self.num_envs) - 1) * self.stride
+        """The modulus of step counts: int32 cannot overflow."""
+        return 2**30 // self.steps * self.steps
 
     def oldest(self, added: jax.Array, filled: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first step at which a window starts, and the number of windows per environment."""
         begin = (added - filled) % self.modulus
         skipped = -begin % self.stride
-        return begin + skipped, self.count(filled - skipped)
+        return begin + skipped, jnp.maximum((filled - skipped - self.length) // self.stride + 1, 0)
 
     def empty(self) -> list[Any]:
         """Leaves of zeros to hold the items. `[G, L, E/G, ...]`"""
-        lead = (self.shards, self.steps, self.envs)
-        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), self.format.packed)
+        lead, leaves = (self.shards, self.steps, self.envs), zip(self.codecs, jax.tree.leaves(self.example), strict=True)
+        packed = [jax.eval_shape(c.encode, x) if c else x for c, x in leaves]
+        return jax.tree.map(lambda x: jnp.zeros(lead + x.shape, x.dtype), packed)
 
     def insert(self, held: list[Any], added: jax.Array, items: Any) -> tuple[list[Any], jax.Array]:
-        """Writes items `[T, E, ...]` over the oldest steps of the leaves `[G, L, E/G, ...]`, after `added` steps.
-
-        Returns the leaves, and the number of items in each shard that a codec could not hold. `[G]`
-        """
+        """Writes items `[T, E, ...]` over the oldest steps; also returns the number lost in each shard, `[G]`."""
         self._check(items)
 
         def by_shard(x: jax.Array) -> jax.Array:
             return jnp.swapaxes(x.reshape(x.shape[0], self.shards, self.envs, *x.shape[2:]), 0, 1)
 
-        packed, lost = self.format.encode(jax.tree.map(by_shard, items), 3)
+        packed: list[Any] = []
+        lost = jnp.zeros((self.shards, self.unroll_length, self.envs), bool)
+        for c, x in zip(self.codecs, map(by_shard, jax.tree.leaves(items)), strict=True):
+            packed.append(_over(c.encode, 3)(x) if c else x)
+            lost |= ~_over(c.holds, 3)(x) if c and c.holds else False
         row = added % self.steps
         held = jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 1), held, packed)
         return held, lost.sum((1, 2), dtype=jnp.int32)
 
     def _check(self, items: Any) -> None:
-        def expected(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self.unroll_length, self.num_envs, *x.shape), x.dtype)
-
-        wanted = jax.tree.map(expected, self.format.example)
+        lead = self.unroll_length, self.num_envs
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(lead + x.shape, x.dtype), self.example)
         if jax.tree.structure(items) != jax.tree.structure(wanted):
             raise ValueError(f"items are {jax.tree.structure(items)}, but the buffer holds {jax.tree.structure(wanted)}")
         for (path, x), want in zip(jax.tree.leaves_with_path(items), jax.tree.leaves(wanted), strict=True):
@@ -183,18 +123,18 @@ class Ring:
                 )
 
     def take(self, held: list[Any], indices: Indices, offset: jax.Array, select: Callable[[Any], Any]) -> Any:
-        """Reads the part of items that `select` picks `[..., b, ...]`, from the leaves of one shard `[L, E/G, ...]`.
-
-        The steps are those of `indices` `[b]`, in which environments are the shard's, and `offset` `[..., b]` steps later.
-        """
+        """Reads what `select` picks of items, `offset` `[..., b]` steps after `indices` `[b]`, from a shard `[L, E/G, ...]`."""
         rows = (indices.step + offset) % self.steps
         envs = jnp.broadcast_to(indices.env, rows.shape)
-        tree = jax.tree.structure(self.format.example)
+        kinds, tree = jax.tree.flatten(self.example)
         part, shape = jax.tree.flatten(select(jax.tree.unflatten(tree, range(tree.num_leaves))))
 
         def read(leaf: int) -> jax.Array:
             packed = jax.tree.map(lambda x: x.at[rows, envs].get(mode="promise_in_bounds"), held[leaf])
-            return self.format.decode(leaf, packed, rows.ndim)
+            if (codec := self.codecs[leaf]) is None:
+                return packed
+            aval = ShapedArray(kinds[leaf].shape, kinds[leaf].dtype)
+            return _over(lambda p: codec.decode(p, aval), rows.ndim)(packed)
 
         return jax.tree.unflatten(shape, [read(leaf) for leaf in part])
 
@@ -220,8 +160,7 @@ def make_ring(
     min_size, shards = (x if x is None else whole(name, x) for name, x in (("min_size", min_size), ("shards", shards)))
     if discount is not None:
         check_numbers(discount=discount)
-        missing = [field for field in _FIELDS if not hasattr(example, field)]
-        if missing:
+        if missing := [field for field in Transition._fields[:6] if not hasattr(example, field)]:
             raise ValueError(
                 f"discount={discount} asks for n-step transitions, but the example has no {', '.join(missing)}; "
                 f"give a msrl_jax.replay.Transition, or discount=None"
@@ -234,26 +173,32 @@ def make_ring(
         )
     unit = math.lcm(unroll_length, stride)
     steps = capacity // num_envs // unit * unit
-    format = item_format(example, storage)
-    ring = Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, format, min_steps=0)
+    # The largest distance from the oldest step to the first that may start a window, and the fewest windows in a full ring.
+    lag = stride - math.gcd(stride, unroll_length)
+    fewest = max((steps - lag - length) // stride + 1, 0) * num_envs
+    # Steps that contain a batch of windows, if the first may start one: it may in a buffer that is not full, as it is step 0.
+    steps_of_batch = length + (-(-batch_size // num_envs) - 1) * stride
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), example)
+    used = _codecs_of(example, storage)
     what = f"capacity={capacity} holds {steps} steps of each of num_envs={num_envs} environments"
-    enough = num_envs * -(-(ring.steps_of_batch + ring.lag) // unit) * unit
+    enough = num_envs * -(-(steps_of_batch + lag) // unit) * unit
     if steps < length:
         raise ValueError(
             f"{what} (in whole multiples of {unit}: unroll_length={unroll_length}, stride={stride}), but a window is "
             f"length={length} steps long; use a capacity of at least {enough}, or shorter windows"
         )
-    if ring.fewest_windows * num_envs < batch_size:
+    if fewest < batch_size:
         raise ValueError(
-            f"{what}, which are {ring.fewest_windows * num_envs} windows of length={length}, fewer than "
-            f"batch_size={batch_size}; use a capacity of at least {enough}, or smaller batches"
+            f"{what}, which are {fewest} windows of length={length}, fewer than batch_size={batch_size}; use a capacity of at "
+            f"least {enough}, or smaller batches"
         )
-    if steps * ring.envs > 2**30:
+    if steps * num_envs // shards > 2**30:
         raise ValueError(f"{what}, more than can be counted with 32 bits; use a smaller capacity, or more shards")
-    serves = -(-ring.steps_of_batch // unroll_length) * unroll_length
+    serves = -(-steps_of_batch // unroll_length) * unroll_length
     if min_size is not None and not serves * num_envs <= min_size <= steps * num_envs:
         raise ValueError(
             f"min_size={min_size}: a batch of {batch_size} windows of length={length} needs {serves * num_envs} steps of all "
             f"environments, and the buffer holds {steps * num_envs}; use a number between these"
         )
-    return dataclasses.replace(ring, min_steps=serves if min_size is None else -(-min_size // num_envs))
+    min_steps = serves if min_size is None else -(-min_size // num_envs)
+    return Ring(num_envs, steps, unroll_length, batch_size, length, stride, shards, example, used, min_steps)

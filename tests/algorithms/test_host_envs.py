@@ -56,24 +56,25 @@ class Walks:
         self.position, self.count = np.zeros(num_envs, np.float32), np.zeros(num_envs, np.int32)
         self.absent, self.steps = absent, np.zeros(num_envs, np.int64)
 
-    def obs(self, envs):
-        return np.stack([self.position[envs], (self.count[envs] / 16).astype(np.float32)], -1)
+    def obs(self):
+        return np.stack([self.position, (self.count / 16).astype(np.float32)], -1)
 
     def reset(self, envs, seeds):
         self.position[envs], self.count[envs] = 0, 0
-        return self.obs(envs)
+        return self.obs()[envs]
 
-    def start(self, envs, action):
+    def start(self, action):
         def finish():
-            moved = walked(np, self.position[envs], self.count[envs], action.reshape(-1))
-            self.position[envs], self.count[envs], reward, terminated, truncated = moved
-            final_obs, present = self.obs(envs), np.ones(len(envs), bool)
+            moved = walked(np, self.position, self.count, action.reshape(-1))
+            self.position, self.count, reward, terminated, truncated = moved
+            envs = np.arange(len(self.count))
+            final_obs, present = self.obs(), np.ones(len(envs), bool)
             if self.absent is not None:
-                present = ~self.absent(envs, self.steps[envs])
+                present = ~self.absent(envs, self.steps)
                 reward, terminated, truncated = np.where(present, reward, 0), terminated & present, truncated | ~present
-            self.steps[envs] += 1
+            self.steps += 1
             self.reset(envs[terminated | truncated], None)
-            return Outcome(self.obs(envs), reward.astype(np.float32), terminated, truncated, final_obs, present)
+            return Outcome(self.obs(), reward.astype(np.float32), terminated, truncated, final_obs, present)
 
         return finish
 
@@ -87,7 +88,7 @@ class OnHost:
 
     def vectorize(self, num_envs):
         make = functools.partial(Walks, num_envs, self.absent)
-        return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+        return HostVectorized(self, num_envs, Stepping(make, num_envs))
 
 
 INTEGERS, FLOATS = Discrete(2), Box(-1.0, 1.0, (1,))
@@ -200,8 +201,8 @@ class Noisy(OnHost):
                     self.steps[envs] = 0
                 return super().reset(envs, seeds)
 
-            def start(self, envs, action):
-                finish = super().start(envs, action)
+            def start(self, action):
+                finish = super().start(action)
 
                 def noisy():
                     t, noise = finish(), trouble.noise
@@ -212,7 +213,7 @@ class Noisy(OnHost):
 
         absent = lambda envs, steps: trouble.happens & of_third_env(envs, steps)  # noqa: E731
         make = functools.partial(NoisyWalks, num_envs, absent)
-        return HostVectorized("Walk", num_envs, SPACE, self.action_space, Stepping(make, num_envs))
+        return HostVectorized(self, num_envs, Stepping(make, num_envs))
 
 
 def test_es_refuses_simulators_on_the_host():

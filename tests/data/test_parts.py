@@ -139,7 +139,7 @@ def test_rows_are_selected_joined_and_split_part_by_part(recorded):
     odd = {**dataset.next_obs, "choice": (dataset.next_obs["choice"] + 1) % 3}
     assert dataclasses.replace(dataset, next_obs=odd).ended.all()
     vectors = dataclasses.replace(dataset, obs=dataset.obs["place"], next_obs=dataset.next_obs["place"])
-    with pytest.raises(ValueError, match=r"observations are obs/choice, .* in the first data set and obs in number 2"):
+    with pytest.raises(ValueError, match=r"only one of the first .* number 2 has .*, obs, obs/choice, .*; give both"):
         data.concatenate([dataset, vectors])
 
 

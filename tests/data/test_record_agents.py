@@ -176,7 +176,7 @@ def test_learning_from_data_of_several_agents_is_refused(rows, walk):
         data.buffer(rows, batch_size=4)
     with pytest.raises(ValueError, match="reward of the data set is of one agent, and Leaving has 3 agents"):
         data.check_spaces(walk, ENV)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="only one of the first data set and number 2 is of several agents"):
+    with pytest.raises(ValueError, match="only one of the first data set and number 2 has present"):
         data.concatenate([dataclasses.replace(rows, action_mask=None, next_action_mask=None), walk])
 
 

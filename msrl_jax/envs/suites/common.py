@@ -60,11 +60,11 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
 
 
-def check_name(title: str, name: str, known: Iterable[str]) -> None:
-    """Raises ValueError unless a suite has an environment of that name."""
+def check_name(title: str, name: str, known: Iterable[str], kind: str = "environment") -> None:
+    """Raises ValueError unless a suite has an environment, or something of another kind, of that name."""
     if name not in (known := sorted(known)):
         has = ", ".join(known) if len(known) <= 100 else f"{len(known):,} others, such as {known[0]}"
-        raise ValueError(f"{title} has no environment {name!r}{suggestion(name, known)}; it has {has}")
+        raise ValueError(f"{title} has no {kind} {name!r}{suggestion(name, known)}; it has {has}")
 
 
 def check_params(full: str, params: Iterable[str], known: Iterable[str]) -> None:

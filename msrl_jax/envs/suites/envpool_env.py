@@ -55,9 +55,8 @@ class EnvPoolEnvironment:
 
     def vectorize(self, num_envs: int) -> HostVectorized:
         """Makes `E` copies; no thread is started before their first reset."""
-        whole("num_envs", num_envs)
-        start = functools.partial(Pools, self._make, self._observed, num_envs)
-        return HostVectorized(self.name, num_envs, self.observation_space, self.action_space, Stepping(start, num_envs))
+        start = functools.partial(Pools, self._make, self._observed, whole("num_envs", num_envs))
+        return HostVectorized(self, num_envs, Stepping(start, num_envs))
 
     def _observed(self, obs: Any) -> Any:
         """EnvPool's observations in the shapes and dtypes of the space."""
@@ -79,50 +78,29 @@ def _without_bounds(space: spaces.Space) -> spaces.Space:
 
 
 class Pools:
-    """`E` environments in pools of EnvPool; see `Simulators`.
-
-    One pool has one step under way. If the first steps are those of groups of environments, each group gets a pool: with equal
-    seeds its environments begin in the states in which they were.
-    """
+    """`E` environments in a pool of EnvPool, which `make` makes from `num_envs` and `seed`; see `Simulators`."""
 
     def __init__(self, make: Callable[..., Any], observed: Callable[[Any], Any], num_envs: int):
-        """Remembers how to make a pool from `num_envs` and `seed`, and what converts EnvPool's observations `[N, ...]`."""
-        self._make, self._observed = make, observed
-        self._seeds = np.zeros(num_envs, np.int64)
-        self._has_moved = np.zeros(num_envs, bool)
-        self._pools: dict[bytes, Any] = {}
-        self._envs: dict[bytes, np.ndarray] = {}
+        self._make, self._observed, self._num_envs, self._pool = make, observed, num_envs, None
 
     def close(self) -> None:
-        """Ends the pools."""
-        self._pools.clear()
-        self._envs.clear()
+        """Ends the pool."""
+        self._pool = None
 
     def reset(self, envs: np.ndarray, seeds: np.ndarray) -> Any:
         """See `Simulators`. Some environments of a pool keep their random numbers."""
-        for key, others in self._envs.items():
-            if key != envs.tobytes() and np.isin(envs, others).all() and len(envs) < len(others):
-                return self._observed(self._pools[key].reset(np.flatnonzero(np.isin(others, envs)).astype(np.int32))[0])
-        self._seeds[envs], self._has_moved[envs] = seeds & 0x7FFFFFFF, False
-        for key in [key for key, others in self._envs.items() if np.isin(others, envs).any()]:
-            del self._pools[key], self._envs[key]
-        return self._begin(envs)
-
-    def _begin(self, envs: np.ndarray) -> Any:
-        key, pool = envs.tobytes(), self._make(num_envs=len(envs), seed=self._seeds[envs].tolist())
-        self._pools[key], self._envs[key] = pool, envs.copy()
+        if len(envs) < self._num_envs:
+            assert self._pool is not None
+            return self._observed(self._pool.reset(envs.astype(np.int32))[0])
+        self._pool = self._make(num_envs=len(envs), seed=(seeds & 0x7FFFFFFF).tolist())
         with common.quiet():  # spaces are made, with warnings, when they are first used
-            self._action_dtype = pool.action_space.dtype
-            return self._observed(pool.reset()[0])
+            self._action_dtype = self._pool.action_space.dtype
+            return self._observed(self._pool.reset()[0])
 
-    def start(self, envs: np.ndarray, action: np.ndarray) -> Callable[[], Outcome]:
-        """See `Simulators`. Raises RuntimeError if the environments have been stepped in other groups before."""
-        if envs.tobytes() not in self._pools:
-            if self._has_moved[envs].any():
-                raise RuntimeError("EnvPool's environments keep the groups in which they were stepped first; reset them")
-            self._begin(envs)
-        self._has_moved[envs] = True
-        pool, numbers = self._pools[envs.tobytes()], np.arange(len(envs), dtype=np.int32)
+    def start(self, action: np.ndarray) -> Callable[[], Outcome]:
+        """See `Simulators`."""
+        assert self._pool is not None
+        pool, numbers = self._pool, np.arange(self._num_envs, dtype=np.int32)
         pool.send(np.asarray(action, self._action_dtype), numbers)
 
         def finish() -> Outcome:
@@ -136,7 +114,6 @@ class Pools:
                 obs, first = jax.tree.map(np.copy, final_obs), self._observed(pool.reset(numbers[ended])[0])
                 for x, new in zip(jax.tree.leaves(obs), jax.tree.leaves(first), strict=True):
                     x[ended] = new
-            present = np.ones(len(envs), bool)
-            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, present)
+            return Outcome(obs, reward.astype(np.float32), terminated, truncated, final_obs, np.ones(len(numbers), bool))
 
         return finish

@@ -12,11 +12,10 @@ import numpy as np
 from gymnasium import spaces as gymnasium_spaces
 
 from msrl_jax._checks import suggestion, whole
-from msrl_jax._simulate import Layout, Leaf
+from msrl_jax._simulate import layout_of
 from msrl_jax.envs import spaces
-from msrl_jax.envs.host import HostVectorized, Stepping
+from msrl_jax.envs.host import HostVectorized, Stepping, Workers
 from msrl_jax.envs.suites import common
-from msrl_jax.envs.workers import Faults, Workers, default_workers
 
 
 def make(
@@ -65,7 +64,10 @@ class GymnasiumEnvironment:
     def __post_init__(self):
         if self.num_workers is not None:
             whole(f"{self.name}: num_workers", self.num_workers)
-        Faults(self.timeout, self.drop_slowest)
+        if not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds above 0")
+        if not 0 <= self.drop_slowest < 1:
+            raise ValueError(f"drop_slowest={self.drop_slowest!r} must be a share of the environments, in [0, 1)")
         if not callable(self.factory):
             raise TypeError(f"{self.name}: {self.factory!r} cannot be called; give a function that makes an environment")
         try:
@@ -82,21 +84,16 @@ class GymnasiumEnvironment:
 
     def vectorize(self, num_envs: int) -> HostVectorized:
         """Makes `E` copies; no process is started before their first reset."""
-        whole("num_envs", num_envs)
         struct = spaces.struct(self.observation_space)
-        leaves = [
-            Leaf(tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), x.shape, np.dtype(x.dtype).str)
-            for path, x in jax.tree.leaves_with_path(struct)
-        ]
-        action = spaces.struct(self.action_space)
-        layout = Layout(num_envs, tuple(leaves), (action.shape, np.dtype(action.dtype).str))
+        leaves = jax.tree.leaves_with_path(struct)
+        obs = {tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): x for path, x in leaves}
+        layout = layout_of(whole("num_envs", num_envs), obs, spaces.struct(self.action_space))
         unflatten = functools.partial(jax.tree.unflatten, jax.tree.structure(struct))
         start = functools.partial(
-            Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten,
-            num_workers=default_workers() if self.num_workers is None else self.num_workers,
-            faults=Faults(self.timeout, self.drop_slowest),
+            Workers, self.name, cloudpickle.dumps(self.factory), layout, unflatten, num_workers=self.num_workers,
+            timeout=self.timeout, drop_slowest=self.drop_slowest,
         )  # fmt: skip
-        return HostVectorized(self.name, num_envs, self.observation_space, self.action_space, Stepping(start, num_envs))
+        return HostVectorized(self, num_envs, Stepping(start, num_envs))
 
 
 def converted(space: Any, what: str) -> spaces.Space:

@@ -18,17 +18,16 @@ from gymnax.environments import spaces as gymnax_spaces
 from gymnax.environments.environment import Environment as GymnaxBase
 from gymnax.environments.environment import EnvParams
 
-from msrl_jax._checks import suggestion, whole
+from msrl_jax._checks import whole
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, emitted, strong
 from msrl_jax.envs.suites import common
 
-_KNOWN = {
+_KNOWN = {  # methods that may be left out, by the names that their definitions have
     "reset": {"gymnax.environments.environment.Environment.reset"},
     # DeepSea's own step differs from the common step only in counters that it keeps across resets; no other value uses them.
     "step": {"gymnax.environments.environment.Environment.step", "gymnax.environments.bsuite.deep_sea.DeepSea.step"},
 }
-"""Methods that may be left out, by the names that their definitions have."""
 
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
@@ -90,11 +89,7 @@ def make(name: str, **params: Any) -> GymnaxEnvironment:
     env, defaults = _construct(name, {})
     fields = [field.name for field in dataclasses.fields(defaults)]
     arguments = [p for p in inspect.signature(type(env)).parameters if p not in fields]
-    if unknown := [p for p in params if p not in [*fields, *arguments]]:
-        raise ValueError(
-            f"{name} has no parameter {unknown[0]!r}{suggestion(unknown[0], [*fields, *arguments])}; "
-            f"its EnvParams fields are {fields}, its constructor arguments {arguments or 'none'}"
-        )
+    common.check_params(name, params, [*fields, *arguments])
     if chosen := {p: value for p, value in params.items() if p in arguments}:
         env, defaults = _construct(name, chosen)
     defaults = common.replace(name, defaults, {p: value for p, value in params.items() if p in fields})

@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import suggestion
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, emitted, strong
 from msrl_jax.envs.stacked import stack_agents
 from msrl_jax.envs.suites import common
 
+# Arguments of JaxMARL's particle environments that are not in a signature.
 _PHYSICS = {"accel", "c_noise", "collide", "contact_force", "contact_margin", "damping", "mass", "max_speed", "moveable", "rad",
             "silent", "u_noise"}  # fmt: skip
-"""Arguments of JaxMARL's particle environments that are not in a signature."""
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
@@ -87,17 +86,13 @@ def _named(full: str, key: str, value: Any) -> Any:
         from jaxmarl.environments.overcooked.layouts import overcooked_layouts as table  # type: ignore
     else:
         return value
-    if value not in table:
-        raise ValueError(f"{full} has no {key} {value!r}{suggestion(value, table)}; choose from {', '.join(table)}")
+    common.check_name(full, value, table, key)
     return table[value]
 
 
+# Tells the end of the task from the end of the time, which JaxMARL's dones do not: from the environment, the states before and
+# after a step, the actions and the dones, it tells `terminated`, of each agent (`[A]`) or one flag for all, and `truncated`.
 Ending = Callable[[Any, Any, Any, Mapping[Any, jax.Array], Mapping[Any, jax.Array]], tuple[jax.Array, jax.Array]]
-"""Tells the end of the task from the end of the time, which JaxMARL's dones do not.
-
-It takes the environment, the states before and after a step, the actions and the dones. It returns `terminated`, for each agent
-(`[A]`) or one flag for all, and `truncated`.
-"""
 
 
 def _time_limit(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.Array, jax.Array]:
@@ -137,32 +132,23 @@ def _brax(env: Any, old: Any, new: Any, actions: Any, dones: Any) -> tuple[jax.A
 
 @dataclasses.dataclass(frozen=True)
 class _Suite:
-    """What differs between JaxMARL's suites of environments.
-
-    Attributes:
-      ending: tells the end of the task from the end of the time.
-      legal: the method that returns the legal actions, if there is one.
-      has_world_state: whether `get_world_state` returns one vector for all agents.
-      takes_tuples: whether the actions are a tuple rather than a dict.
-      shapes_rewards: whether a step reports shaped rewards beside the others.
-    """
+    """What differs between JaxMARL's suites of environments."""
 
     ending: Ending
-    legal: str = ""
-    has_world_state: bool = False
-    takes_tuples: bool = False
-    shapes_rewards: bool = False
+    legal: str = ""  # the method that returns the legal actions, if there is one
+    has_world_state: bool = False  # whether `get_world_state` returns one vector for all agents
+    takes_tuples: bool = False  # whether the actions are a tuple rather than a dict
+    shapes_rewards: bool = False  # whether a step reports shaped rewards beside the others
 
 
 _SMAX = _Suite(_battle, "get_avail_actions", has_world_state=True)
-_SUITES = {
+_SUITES = {  # by the start of the names of their environments
     "MPE_": _Suite(_time_limit), "overcooked": _Suite(_time_limit, shapes_rewards=True), "coin_game": _Suite(_time_limit),
     "storm": _Suite(_time_limit, takes_tuples=True), "hanabi": _Suite(_tasks, "get_legal_moves"), "SMAX": _SMAX,
     "HeuristicEnemySMAX": _SMAX, "LearnedPolicyEnemySMAX": _SMAX, "switch_riddle": _Suite(_riddle),
     "jaxnav": _Suite(_navigation),
     **dict.fromkeys(("ant_", "halfcheetah_", "hopper_", "humanoid_", "walker2d_"), _Suite(_brax)),
 }  # fmt: skip
-"""The suites, by the start of the names of their environments."""
 
 
 def _suite_of(name: str) -> _Suite:

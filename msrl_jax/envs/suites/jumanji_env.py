@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import Environment, PyTree, Stepped, emitted, strong
+from msrl_jax.envs.masks import has_masks
 from msrl_jax.envs.suites import common
 
 _OWN = {
@@ -47,7 +48,40 @@ class JumanjiState(NamedTuple):
     mask: PyTree
 
 
-class JumanjiEnvironment:
+class _Adapter:
+    """What environments of one agent and of several share; they have `action_mask` only if the suite names legal actions."""
+
+    env: Any
+    lead: tuple[int, ...] = ()  # the shape before what is one agent's
+
+    def _name_legal_actions(self) -> None:
+        self.action_mask = lambda state: state.mask
+
+    def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
+        """Starts an episode."""
+        with common.quiet():
+            state, first = strong(self.env.reset(key))
+        return self._state(state, first), self._observe(first)
+
+    def _advance(self, state: JumanjiState, action: jax.Array) -> tuple[JumanjiState, PyTree, Any]:
+        """A step, and what the suite says of it; what is random is drawn from the key in the state, as in the suite."""
+        with common.quiet():
+            env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
+        return self._state(env_state, after), self._observe(after), after
+
+    def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
+        if not has_masks(self):
+            return JumanjiState(env_state, ())
+        mask = after.observation.action_mask.reshape(*self.lead, -1)
+        # All where the suite names none, because it then takes any and heeds none.
+        return JumanjiState(env_state, mask | ~mask.any(-1, keepdims=True))
+
+    def _observe(self, after: Any) -> dict[str, PyTree]:
+        fields = _fields(after.observation)
+        return {name: part for name, part in fields.items() if not (has_masks(self) and name == "action_mask")}
+
+
+class JumanjiEnvironment(_Adapter):
     """An environment of Jumanji with one agent, without automatic reset.
 
     Several discrete actions become one, whose number counts their combinations in row-major order. Observations are dicts of
@@ -58,41 +92,21 @@ class JumanjiEnvironment:
     def __init__(self, env: Any, name: str):
         self.env, self.name, self._sizes = env, name, _sizes(spec := env.action_spec)
         mask = getattr(emitted(env.reset)[1].observation, "action_mask", None)
-        self._masked = mask is not None and mask.shape == self._sizes
+        if mask is not None and mask.shape == self._sizes:
+            self._name_legal_actions()
         self.observation_space = _space(env.observation_spec, emitted(self.reset)[1])
         self.action_space = spaces.Discrete(math.prod(self._sizes)) if self._sizes else _space(spec, spec)
 
-    @property
-    def action_mask(self) -> Callable[[JumanjiState], jax.Array]:
-        """The legal actions; AttributeError if the environment does not name them."""
-        if not self._masked:
-            raise AttributeError(f"{self.name} does not name its legal actions", name="action_mask", obj=self)
-        return lambda state: state.mask
-
-    def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
-        """Starts an episode."""
-        with common.quiet():
-            state, first = strong(self.env.reset(key))
-        return self._state(state, first), self._observe(first)
-
     def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
-        """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
+        """Advances the episode."""
         if len(self._sizes) > 1:
             action = jnp.stack(jnp.unravel_index(action, self._sizes))
-        with common.quiet():
-            env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
+        state, obs, after = self._advance(state, action)
         terminated = after.last() & (after.discount == 0)
-        return self._state(env_state, after), self._observe(after), after.reward, terminated, after.last() & ~terminated
-
-    def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
-        return JumanjiState(env_state, _legal(after.observation.action_mask.ravel()) if self._masked else ())
-
-    def _observe(self, after: Any) -> PyTree:
-        fields = _fields(after.observation)
-        return {name: part for name, part in fields.items() if not (self._masked and name == "action_mask")}
+        return state, obs, after.reward, terminated, after.last() & ~terminated
 
 
-class JumanjiTeam:
+class JumanjiTeam(_Adapter):
     """An environment of Jumanji in which several agents act, without automatic reset.
 
     Every agent sees what is common to all, its own entries of the fields `own`, and its number. A reward or an end that the
@@ -100,53 +114,29 @@ class JumanjiTeam:
     """
 
     def __init__(self, env: Any, name: str, own: tuple[str, ...]):
-        self.env, self.name, self.own = env, name, own
+        self.env, self.name, self.own, self.lead = env, name, own, env.action_spec.shape[:1]
         spec, first = env.action_spec, emitted(env.reset)[1]
         self.agents = tuple(f"agent_{i}" for i in range(spec.shape[0]))
         mask = getattr(first.observation, "action_mask", None)
+        if mask is not None:
+            self._name_legal_actions()
         self.action_space = _of_one(_space(spec, spec)) if mask is None else spaces.Discrete(mask.shape[1])
-        declared = _space(env.observation_spec, _fields(first.observation))
+        declared = _space(env.observation_spec, super()._observe(first))
         assert isinstance(declared, spaces.Dict)
         parts = {name: _of_one(part) if name in own else part for name, part in declared.spaces.items()}
-        parts.pop("action_mask", None)
         self.observation_space = spaces.Dict({**parts, "agent": spaces.Discrete(len(self.agents))})
 
-    @property
-    def action_mask(self) -> Callable[[JumanjiState], jax.Array]:
-        """The legal actions of every agent; AttributeError if the environment does not name them."""
-        if not isinstance(self.action_space, spaces.Discrete):
-            raise AttributeError(f"{self.name} does not name its legal actions", name="action_mask", obj=self)
-        return lambda state: state.mask
-
-    def reset(self, key: jax.Array) -> tuple[JumanjiState, PyTree]:
-        """Starts an episode."""
-        with common.quiet():
-            state, first = strong(self.env.reset(key))
-        return self._state(state, first), self._observe(first)
-
     def step(self, key: jax.Array, state: JumanjiState, action: jax.Array) -> Stepped:
-        """Advances the episode; what is random is drawn from the key in the state, as in the suite."""
-        with common.quiet():
-            env_state, after = strong(self.env.step(state.env_state, action.astype(self.env.action_spec.dtype)))
-        each = (len(self.agents),)
-        reward, terminated = jnp.broadcast_to(after.reward, each), jnp.broadcast_to(after.discount == 0, each)
-        return self._state(env_state, after), self._observe(after), reward, terminated, after.last() & ~terminated.all()
+        """Advances the episode."""
+        state, obs, after = self._advance(state, action)
+        reward, terminated = jnp.broadcast_to(after.reward, self.lead), jnp.broadcast_to(after.discount == 0, self.lead)
+        return state, obs, reward, terminated, after.last() & ~terminated.all()
 
-    def _state(self, env_state: PyTree, after: Any) -> JumanjiState:
-        mask = getattr(after.observation, "action_mask", None)
-        return JumanjiState(env_state, () if mask is None else _legal(mask))
-
-    def _observe(self, after: Any) -> PyTree:
-        fields, count = _fields(after.observation), len(self.agents)
-        fields.pop("action_mask", None)
+    def _observe(self, after: Any) -> dict[str, PyTree]:
+        fields, count = super()._observe(after), len(self.agents)
         for_all = {name: part for name, part in fields.items() if name not in self.own}
         for_all = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), for_all)
         return {**for_all, **{name: fields[name] for name in self.own}, "agent": jnp.arange(count)}
-
-
-def _legal(mask: jax.Array) -> jax.Array:
-    """The legal actions `[..., n]`; all where the suite names none, because it then takes any and heeds none."""
-    return mask | ~mask.any(-1, keepdims=True)
 
 
 def _sizes(spec: Any) -> tuple[int, ...]:

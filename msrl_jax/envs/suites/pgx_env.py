@@ -6,23 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from msrl_jax._checks import suggestion
 from msrl_jax._suites import SUITES
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import MultiAgentEnvironment, PyTree, Stepped, emitted
-from msrl_jax.envs.suites.common import load
+from msrl_jax.envs.suites import common
 
 
 def make(name: str, **params: Any) -> MultiAgentEnvironment:
     """A game of two players by its name in pgx; pgx's games have no parameters."""
-    full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, load("pgx")
-    if name not in (*known, *pgx.available_envs()):
-        raise ValueError(f"pgx has no game {name!r}{suggestion(name, known)}; those of two players are {', '.join(known)}")
-    if params:
-        raise ValueError(f"{full} has no parameter {next(iter(params))!r}, as no game of pgx has; leave it out")
-    if name not in known:
+    full, known, pgx = f"pgx:{name}", SUITES["pgx"].own_names, common.load("pgx")
+    if name in pgx.available_envs() and name not in known:
         other = "; gymnax has MinAtar's games, such as Breakout-MinAtar" if name.startswith("minatar-") else ""
         raise ValueError(f"{full} is no game of two players, and only those are environments here: {', '.join(known)}{other}")
+    common.check_name("pgx", name, known, "game of two players")
+    common.check_params(full, params, ())
     return PgxGame(pgx.make(name), full)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from msrl_jax._checks import suggestion
 from msrl_jax.envs import spaces
 from msrl_jax.envs.base import PyTree, Stepped, strong
 from msrl_jax.envs.suites import common
@@ -33,9 +32,7 @@ def make(name: str, *, benchmark: str | None = None, **params: Any) -> "XMiniGri
 
 
 def _load_benchmark(full: str, xminigrid: Any, name: str) -> Any:
-    known = xminigrid.registered_benchmarks()
-    if name not in known:
-        raise ValueError(f"{full} has no benchmark {name!r}{suggestion(name, known)}; choose from {', '.join(known)}")
+    common.check_name(full, name, xminigrid.registered_benchmarks(), "benchmark")
     try:
         return xminigrid.load_benchmark(name)
     except OSError as error:

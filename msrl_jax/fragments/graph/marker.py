@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
-from msrl_jax._checks import suggestion
 from msrl_jax._compat import (
     AbstractRef,
     ClosedJaxpr,

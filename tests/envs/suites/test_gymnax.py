@@ -127,8 +127,8 @@ def test_spaces_equal_gymnax():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"max_steps": 10}, r"no parameter 'max_steps' \(did you mean 'max_steps_in_episode'\?\); .*'gravity'"),
-        ({"xyzzy": 10}, r"no parameter 'xyzzy'; its EnvParams fields are .*'max_steps_in_episode'.*arguments none"),
+        ({"max_steps": 10}, r"no parameter 'max_steps' \(did you mean 'max_steps_in_episode'\?\); .*gravity"),
+        ({"xyzzy": 10}, r"no parameter 'xyzzy'; it has .*max_steps_in_episode"),
         ({"max_steps_in_episode": 10.5}, r"max_steps_in_episode=10.5 does not fit; its default is 500 \(int\)"),
         ({"gravity": "high"}, r"gravity='high' does not fit; its default is 9.8 \(float\)"),
     ],

@@ -51,13 +51,13 @@ TASKS = {
 def test_steps_are_those_of_envpool(task):
     """EnvPool resets in the step after the end of an episode, and ignores that step's action."""
     env = envs.make(f"envpool:{task}", **TASKS[task])
-    seeds, number = np.array([5, 9], np.uint32), np.arange(2, dtype=np.int32)
+    seeds = np.array([5, 9], np.uint32)
     actions = sampled(env, 25, 2)
     sim = env.vectorize(2).simulators
-    steps, first = sim.reset(number, seeds)
+    steps, first = sim.reset(seeds)
     played = []
     for action in actions:
-        steps, outcome = sim(number, seeds, steps, action)
+        steps, outcome = sim(seeds, steps, action)
         played.append(outcome)
     obs, reward, terminated, truncated, final_obs, present = jax.tree.map(lambda *x: np.stack(x), *played)
     assert present.all() and (terminated | truncated).any()
@@ -77,35 +77,6 @@ def test_steps_are_those_of_envpool(task):
 def same(one, other):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_groups_of_envpool_have_pools_of_their_own():
-    env = envs.make("envpool:HalfCheetah-v5", max_episode_steps=7)
-    seeds, number = np.arange(4, dtype=np.uint32), np.arange(4, dtype=np.int32)
-    actions, runs = sampled(env, 20, 4), []
-    for groups in ([number], [number[::2], number[1::2]]):
-        sim = env.vectorize(4).simulators
-        steps, first = sim.reset(number, seeds)
-        rows = []
-        for action in actions:
-            rewards = np.zeros(4, np.float32)
-            finish = [sim.start(g, seeds[g], steps[g], action[g]) for g in groups]
-            for g, end in zip(groups, finish, strict=True):
-                steps[g], outcome = end()
-                rewards[g] = outcome[1]
-            rows.append(rewards)
-        runs.append((first, np.stack(rows)))
-    same(*runs)
-
-
-def test_groups_cannot_change_on_the_way():
-    env = envs.make("envpool:CartPole-v1")
-    seeds, number = np.arange(4, dtype=np.uint32), np.arange(4, dtype=np.int32)
-    sim = env.vectorize(4).simulators
-    steps, _ = sim.reset(number, seeds)
-    steps, _ = sim(number, seeds, steps, np.zeros(4, np.int32))
-    with pytest.raises(RuntimeError, match="keep the groups in which they were stepped first"):
-        sim(number[::2], seeds[::2], steps[::2], np.zeros(2, np.int32))
 
 
 @pytest.mark.parametrize("name", ["Pong-v5", "CartPole-v1"])

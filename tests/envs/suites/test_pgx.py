@@ -98,8 +98,8 @@ def test_both_players_of_a_game_are_trained_and_evaluated():
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("tictactoe", {}, r"pgx has no game 'tictactoe' \(did you mean 'tic_tac_toe'\?\); those of two players are animal"),
-        ("hex", {"size": 5}, r"pgx:hex has no parameter 'size', as no game of pgx has; leave it out"),
+        ("tictactoe", {}, r"pgx has no game of two players 'tictactoe' \(did you mean 'tic_tac_toe'\?\); it has animal"),
+        ("hex", {"size": 5}, r"pgx:hex has no parameter 'size'; it has none"),
         ("sparrow_mahjong", {}, r"pgx:sparrow_mahjong is no game of two players, and only those are environments here: an"),
         ("minatar-breakout", {}, r"no game of two players.*; gymnax has MinAtar's games, such as Breakout-MinAtar"),
     ],

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import msrl_jax as msrl
-from msrl_jax.envs import GymnasiumEnvironment, workers
+from msrl_jax.envs import GymnasiumEnvironment, host
 from tests.support import processes
 from tests.support.simulators import Counting, Parts
 
@@ -23,17 +23,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def simulators(env, num_envs=4):
-    """The simulators of a vector environment, and their numbers and seeds."""
-    number = np.arange(num_envs, dtype=np.int32)
-    return env.vectorize(num_envs).simulators, number, number.astype(np.uint32) + 10
+    """The simulators of a vector environment, and their seeds."""
+    return env.vectorize(num_envs).simulators, np.arange(num_envs, dtype=np.uint32) + 10
 
 
-def play(sim, number, seed, actions):
+def play(sim, seed, actions):
     """The outcomes of some steps, `[T, N, ...]`, and the first observations."""
-    steps, first = sim.reset(number, seed)
+    steps, first = sim.reset(seed)
     outcomes = []
     for action in actions:
-        steps, outcome = sim(number, seed, steps, action)
+        steps, outcome = sim(seed, steps, action)
         outcomes.append(outcome)
     return first, jax.tree.map(lambda *x: np.stack(x), *outcomes)
 
@@ -64,8 +63,8 @@ def test_steps_are_those_of_gymnasium_in_this_process(name, num_workers):
     space = gymnasium.make(name).action_space
     space.seed(0)
     actions = np.stack([[space.sample() for _ in range(4)] for _ in range(30)])
-    sim, number, seed = simulators(env)
-    first, played = play(sim, number, seed, actions)
+    sim, seed = simulators(env)
+    first, played = play(sim, seed, actions)
     for e in range(4):
         one = lambda: gymnasium.make(name, **limit)  # noqa: E731
         begun, wanted = expected(one, seed[e], actions[:, e])
@@ -82,23 +81,13 @@ def test_observations_of_several_parts_and_actions_of_several_integers():
     assert report.ok, report
 
 
-def test_a_group_is_stepped_alone():
-    sim, number, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
-    steps, _ = sim.reset(number, seed)
-    half = number[1::2]
-    after, (obs, *_) = sim(half, seed[1::2], steps[1::2], np.ones(2, np.float32))
-    assert after.tolist() == [1, 1] and obs[:, 1].tolist() == [1, 1]
-    _, (obs, *_) = sim(number, seed, np.array([0, 1, 0, 1], np.uint32), np.ones(4, np.float32))
-    assert obs[:, 1].tolist() == [1, 2, 1, 2]
-
-
 def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
-    sim, number, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
-    steps, _ = sim.reset(number, seed)
+    sim, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
+    steps, _ = sim.reset(seed)
     for _ in range(3):
-        steps, _ = sim(number, seed, steps, np.ones(4, np.float32))
+        steps, _ = sim(seed, steps, np.ones(4, np.float32))
     steps[2] = 1
-    steps, (obs, reward, terminated, truncated, _, present) = sim(number, seed, steps, np.ones(4, np.float32))
+    steps, (obs, reward, terminated, truncated, _, present) = sim(seed, steps, np.ones(4, np.float32))
     assert present.tolist() == [True, True, False, True]
     assert (truncated & ~present).tolist() == [False, False, True, False] and not terminated.any()
     assert steps.tolist() == [4, 4, 2, 4] and obs[:, 1].tolist() == [4, 4, 1, 4]
@@ -108,12 +97,12 @@ def test_a_state_of_another_step_begins_a_new_episode_that_does_not_count():
 @pytest.mark.parametrize("fault", ["raises_at", "hangs_at", "dies_at"])
 def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(fault, tmp_path, caplog):
     factory = functools.partial(Counting, 1000, **{fault: 3}, once=str(tmp_path / "failed"))
-    sim, number, seed = simulators(GymnasiumEnvironment(factory, num_workers=4, timeout=1.0))
-    steps, _ = sim.reset(number, seed)
+    sim, seed = simulators(GymnasiumEnvironment(factory, num_workers=4, timeout=1.0))
+    steps, _ = sim.reset(seed)
     lost, present = np.zeros((4, 0), bool), np.ones(4, bool)
     start = time.monotonic()
     while time.monotonic() - start < 30 and not (lost.any() and present.all()):
-        steps, (obs, reward, _, truncated, _, present) = sim(number, seed, steps, np.ones(4, np.float32))
+        steps, (obs, reward, _, truncated, _, present) = sim(seed, steps, np.ones(4, np.float32))
         lost = np.c_[lost, ~present]
         assert (truncated == ~present).all() and (reward == present).all()
         assert np.isfinite(obs).all()
@@ -127,13 +116,13 @@ def test_an_environment_that_fails_loses_its_episode_alone_and_starts_again(faul
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_its_error(monkeypatch):
-    monkeypatch.setattr(workers, "_PAUSE", 0.001)
+    monkeypatch.setattr(host, "_PAUSE", 0.001)
     env = GymnasiumEnvironment(functools.partial(Counting, raises_at=1), num_workers=1)
-    sim, number, seed = simulators(env, 1)
-    steps, _ = sim.reset(number, seed)
+    sim, seed = simulators(env, 1)
+    steps, _ = sim.reset(seed)
     with pytest.raises(RuntimeError, match=r"environment 0 of .* failed 3 times in a row(.|\n)*ArithmeticError: the physics d"):
         for _ in range(1000):
-            steps, _ = sim(number, seed, steps, np.ones(1, np.float32))
+            steps, _ = sim(seed, steps, np.ones(1, np.float32))
 
 
 class Broken(Counting):
@@ -144,21 +133,21 @@ class Broken(Counting):
 
 
 def test_an_environment_that_never_starts_is_reported_at_once():
-    sim, number, seed = simulators(GymnasiumEnvironment(Broken, num_workers=1), 2)
+    sim, seed = simulators(GymnasiumEnvironment(Broken, num_workers=1), 2)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"failed 3 times in a row(.|\n)*FileNotFoundError: no such scene"):
-        sim.reset(number, seed)
+        sim.reset(seed)
     assert time.monotonic() - start < 20
 
 
 def test_a_step_does_not_wait_for_the_slowest():
     factory = functools.partial(Counting, 20, slow=0.05)  # episodes with a start below 0.5 are slow
-    sim, number, seed = simulators(GymnasiumEnvironment(factory, num_workers=8, drop_slowest=0.25), 8)
-    steps, _ = sim.reset(number, seed)
+    sim, seed = simulators(GymnasiumEnvironment(factory, num_workers=8, drop_slowest=0.25), 8)
+    steps, _ = sim.reset(seed)
     returned, dropped = [], 0
     total = np.zeros(8)
     for _ in range(120):
-        steps, (_, reward, terminated, truncated, _, present) = sim(number, seed, steps, np.ones(8, np.float32))
+        steps, (_, reward, terminated, truncated, _, present) = sim(seed, steps, np.ones(8, np.float32))
         total += reward
         dropped += (~present).sum()
         assert not (truncated & ~present).any()  # nothing is lost
@@ -177,15 +166,15 @@ def test_workers_stop_with_their_parent_however_it_ends(how, tmp_path):
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
-from tests.envs.test_workers import simulators, GymnasiumEnvironment, Counting
+from tests.envs.test_host import simulators, GymnasiumEnvironment, Counting
 import functools
-sim, number, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
-steps, _ = sim.reset(number, seed)
-print(*sim.simulators.pids, flush=True)
-steps, _ = sim(number, seed, steps, np.ones(4, np.float32))
+sim, seed = simulators(GymnasiumEnvironment(functools.partial(Counting, hangs_at=2), num_workers=2))
+steps, _ = sim.reset(seed)
+print(*(worker.process.pid for worker in sim.simulators._processes), flush=True)
+steps, _ = sim(seed, steps, np.ones(4, np.float32))
 if sys.argv[1] == "leave":
     sys.exit()
-sim(number, seed, steps, np.ones(4, np.float32))  # hangs
+sim(seed, steps, np.ones(4, np.float32))  # hangs
 """
     )
     parent = processes.start(
@@ -213,10 +202,10 @@ def alive(pid):
 
 
 def test_a_pool_that_nobody_holds_ends_its_workers():
-    sim, number, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
+    sim, seed = simulators(GymnasiumEnvironment(Counting, num_workers=2))
     assert not sim._simulators  # nothing starts before the first reset
-    sim.reset(number, seed)
-    pids = sim.simulators.pids
+    sim.reset(seed)
+    pids = [worker.process.pid for worker in sim.simulators._processes]
     del sim
     assert not any(map(alive, pids))
 
@@ -229,8 +218,8 @@ def test_constructors_of_the_main_module_and_closures_work():
             obs, reward, *rest = super().step(action)
             return obs, reward + offset, *rest
 
-    sim, number, seed = simulators(GymnasiumEnvironment(Local, num_workers=1), 2)
-    _, played = play(sim, number, seed, np.ones((2, 2), np.float32))
+    sim, seed = simulators(GymnasiumEnvironment(Local, num_workers=1), 2)
+    _, played = play(sim, seed, np.ones((2, 2), np.float32))
     assert (played[1] == 4).all()
 
 
@@ -288,15 +277,15 @@ def test_integers_that_do_not_fit_are_errors_of_the_environment():
             super().reset(**options)
             return np.array([1, 2**40]), {}
 
-    sim, number, seed = simulators(GymnasiumEnvironment(Large, num_workers=1), 1)
+    sim, seed = simulators(GymnasiumEnvironment(Large, num_workers=1), 1)
     with pytest.raises(RuntimeError, match=r"the observation \[.*1099511627776\] does not fit int32"):
-        sim.reset(number, seed)
+        sim.reset(seed)
 
 
 def test_environments_registered_in_this_process_are_known_to_workers():
     gymnasium.register("RegisteredHere-v0", Counting)
-    sim, number, seed = simulators(msrl.envs.make("gymnasium:RegisteredHere-v0", num_workers=1, length=3), 2)
-    _, played = play(sim, number, seed, np.ones((3, 2), np.float32))
+    sim, seed = simulators(msrl.envs.make("gymnasium:RegisteredHere-v0", num_workers=1, length=3), 2)
+    _, played = play(sim, seed, np.ones((3, 2), np.float32))
     assert played[3].tolist() == [[False] * 2, [False] * 2, [True] * 2]
 
 
@@ -310,9 +299,9 @@ def test_an_observation_of_another_shape_is_an_error_of_the_environment():
         def reset(self, **options):
             return np.zeros(3), {}
 
-    sim, number, seed = simulators(GymnasiumEnvironment(Wrong, num_workers=1), 1)
+    sim, seed = simulators(GymnasiumEnvironment(Wrong, num_workers=1), 1)
     with pytest.raises(RuntimeError, match=r"the observation has shape \(3,\), but the observation space says \(2,\)"):
-        sim.reset(number, seed)
+        sim.reset(seed)
 
 
 def test_episode_statistics_leave_out_lost_episodes():
